@@ -341,6 +341,7 @@ def test_generate_returns_what_follows_each_prompt(here):
 # Plans
 
 
+@pytest.mark.slow
 def test_plan_is_that_of_the_command_line(here):
     words = ["data=fake", "data.image_size=16", "memory=64MiB", *SMALL, "model.depth=1"]
     run_in(here, "plan", *words, "hydra.run.dir=run")

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from covering import slow
 from fake_gpu import backward, fake_gpu
 from small_models import CELLS, FAMILIES, TRANSFORMERS
 from torch import nn
@@ -86,7 +87,7 @@ def test_a_step_of_every_model(work, name, schedule, half):
     assert (torch.bfloat16 in work.dtypes) == half
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.float64)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_engine_takes_the_memory_that_it_should(work, schedule, dtype):
     """What is alive at the peak of a step, beside weights and gradients, per block."""
@@ -127,7 +128,7 @@ SYNTHESES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16, slow(torch.float64)])
 @pytest.mark.parametrize("options", SYNTHESES, ids=str)
 def test_synthesis(work, options, dtype):
     model = on_cuda(lambda: nn.Sequential(nn.Linear(64, 96, dtype=dtype), nn.Tanh(), nn.Linear(96, 10, dtype=dtype)))
@@ -173,7 +174,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["after", "in the backward"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [name if name in ("adamw", "adafactor") else slow(name) for name in OPTIMIZERS])
 def test_optimizers(work, name, inside):
     model, loss = model_of("RevViT", backward="reversible")
     optimizer = OPTIMIZERS[name](model)

@@ -55,6 +55,7 @@ def test_a_training_is_the_same_with_and_without(options, text, tmp_path):
     assert_trains_as_without(Samples(tokens=8), tmp_path, lambda: (gpt(text), text), **options)
 
 
+@pytest.mark.slow
 def test_the_average_of_the_weights_writes(text, tmp_path):
     """Until validation ends: with a decay of 1 the average stays what the model was at the start."""
     average = pl.callbacks.EMAWeightAveraging(decay=1.0)
@@ -71,6 +72,7 @@ class Tables(Memo):
         self.rows.append((step, {key: (columns, data)}))
 
 
+@pytest.mark.slow
 def test_given_prompts_and_other_loggers(text):
     logger = Tables()
     fit(gpt(text), text, [Samples(["Document 1", ""], tokens=4)], logger=logger)

@@ -391,6 +391,7 @@ def test_no_code_of_a_data_set_runs(saved, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_nothing_is_asked_of_a_server(saved, tmp_path):
     """Without a network, and without being told that there is none."""
     script = """

@@ -163,6 +163,7 @@ def test_classified_documents_are_cut_short_and_labelled(folder):
     assert sorted(place.tolist()) == list(range(data.counts["test"]["documents"]))
 
 
+@pytest.mark.slow
 def test_documents_without_a_label_are_left_out_of_a_classification(stdlib):
     data = StdlibText(classes=4, layout="documents", context=16, cache_dir=stdlib, val_fraction=0.1, test_fraction=0.1)
     data.setup()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from compared import assert_equal
+from covering import slow
 from data_files import write_folder
 from left_by_runs import assert_same_weights, summary
 from made_once import made_once
@@ -97,7 +98,7 @@ def example(task: str, run: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "task"),
-    [each if each in PLANNED else pytest.param(*each, marks=pytest.mark.slow) for each in RUNS],
+    [each if each == ("gpt2", "causal_lm") else slow(*each) for each in RUNS],
 )
 def test_a_checkpoint_needs_no_other_file(holotrain, trained, tmp_path, kind, task):
     run = trained(kind, task)
@@ -199,6 +200,7 @@ def test_generated_tokens_are_those_of_the_whole_context(tmp_path, kind):
             text = torch.cat((text, token[None]))
 
 
+@pytest.mark.slow
 def test_weights_and_tokenizer_of_a_folder(holotrain, tmp_path):
     """With words that the tokenizer lacks, another number of classes, and a head of another task."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -308,6 +310,7 @@ def test_a_missing_library_is_one_line(holotrain, monkeypatch, name):
     assert status == 2 and err == f"holotrain: model: this model needs {name}: pip install 'holotrain[{extra}]'\n"
 
 
+@pytest.mark.slow
 def test_a_head_alone_is_trained(holotrain):
     status, out, _ = holotrain("fit", *SHORT, *TINY, "model.trained=head", "test=false", "hydra.run.dir=run")
     assert status == 0
@@ -317,7 +320,7 @@ def test_a_head_alone_is_trained(holotrain):
     assert status == 0 and "new" not in err
 
 
-@pytest.mark.parametrize("backward", ["checkpoint", "auto"])
+@pytest.mark.parametrize("backward", ["checkpoint", slow("auto")])
 def test_memory_is_saved_without_a_reversible_model(holotrain, trained, backward):
     whole = trained("timm", "image_classification")
     words = [*SHORT, *TINY, f"backward={backward}", "memory=1GiB", "hydra.run.dir=run"]
@@ -325,7 +328,7 @@ def test_memory_is_saved_without_a_reversible_model(holotrain, trained, backward
     assert_same_weights(whole / "checkpoints/last.ckpt", Path("run/checkpoints/last.ckpt"))
 
 
-@pytest.mark.parametrize(("kind", "task"), [("timm", "image_classification"), ("gpt2", "causal_lm")])
+@pytest.mark.parametrize(("kind", "task"), [slow("timm", "image_classification"), ("gpt2", "causal_lm")])
 def test_reversible_blocks_train(holotrain, tmp_path, kind, task):
     """They need less memory, and the export is a plain model of its library."""
     write_texts(tmp_path)
@@ -379,6 +382,7 @@ def test_a_configuration_of_adapters_is_one_of_pefts(holotrain, monkeypatch):
     assert (status, err) == (2, "holotrain: model: these adapters need peft: pip install 'holotrain[peft]'\n")
 
 
+@pytest.mark.slow
 def test_images_are_normalised_as_the_model_asks(holotrain, tmp_path):
     write_folder(tmp_path / "photos", size=16)
     data = ["data=imagefolder", "data.root=photos", "data.image_size=16", "data.batch_size=4", "data.num_workers=0"]

@@ -96,6 +96,7 @@ def test_evaluation_needs_the_checkpoint_alone(holotrain, trained):
     assert summary(only(Path("other/test")))["metrics"] != expected
 
 
+@pytest.mark.slow
 def test_what_was_trained_without_evaluation_is_evaluated_when_asked(holotrain):
     """The checkpoint brings limits of zero along; a training with them leaves its test out."""
     words = ["trainer.limit_val_batches=0", "trainer.limit_test_batches=0", "trainer.max_epochs=1", "test=true"]
@@ -192,6 +193,7 @@ def test_hydra_finds_the_mode_itself(holotrain, monkeypatch):
         assert "sweep of 2 jobs" in holotrain.done("fit", "-m", *QUICK, *brief, "seed=1,2")
 
 
+@pytest.mark.slow
 def test_a_sweep_file_and_an_overlay_folder(holotrain, tmp_path):
     (tmp_path / "mine" / "experiment").mkdir(parents=True)
     (tmp_path / "mine" / "experiment" / "narrow.yaml").write_text("# @package _global_\nmodel:\n  dim: 8\n")
@@ -314,6 +316,7 @@ def test_out_of_memory_keeps_the_checkpoint_and_says_what_needs_less(holotrain, 
     assert summary(folder)["steps"] == 6
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_after_a_job_that_ran_out_of_memory(holotrain, monkeypatch):
     from holotrain.tasks import ImageClassifier
 

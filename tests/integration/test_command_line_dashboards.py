@@ -88,6 +88,7 @@ def test_hparams_of_a_run_that_fails_say_so(holotrain, monkeypatch):
     assert hparams_table(only(Path("runs/fit")))["tensorboard"].status == api_pb2.STATUS_FAILURE
 
 
+@pytest.mark.slow
 def test_a_sweep_in_tensorboard_and_in_a_report(holotrain):
     """Of two jobs, one of them with a synthesis."""
     words = ["optimizer=sgd", "optimizer.momentum=0", "output_dir=mine", "synthesis=none,associative", "trainer.max_epochs=1"]

@@ -35,6 +35,7 @@ def test_an_optimizer_that_steps_all_parameters_together_is_refused(holotrain, m
     assert "optimizer.in_backward: Together steps all parameters together" in err
 
 
+@pytest.mark.slow
 def test_a_plan_counts_with_it(holotrain):
     words = ["device=cpu", "data=fake", "data.image_size=8", "memory=2MiB", *SMALL, "model.depth=1"]
     words += ["trainer.gradient_clip_val=null", ON]

@@ -8,6 +8,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import yaml
+from covering import slow
 from left_by_runs import assert_same_weights
 from small_run import SMALL
 
@@ -35,7 +36,7 @@ def interrupts(holotrain, monkeypatch, hook, step, times, *words):
 AT_FIRST = "holotrain: SIGINT: saving when this step is complete; SIGINT again ends at once, without saving\n"
 
 
-@pytest.mark.parametrize("times", [2, 3])
+@pytest.mark.parametrize("times", [2, slow(3)])
 def test_ctrl_c_several_times_says_what_was_kept(holotrain, monkeypatch, times):
     status, _, err = interrupts(holotrain, monkeypatch, "on_train_batch_start", 4, times, "hydra.run.dir=run")
     assert status == 128 + signal.SIGINT
@@ -48,7 +49,7 @@ def test_ctrl_c_several_times_says_what_was_kept(holotrain, monkeypatch, times):
     assert_same_weights(Path("run") / LAST, Path("whole") / LAST)
 
 
-@pytest.mark.parametrize("hook, times, said", [("setup", 1, ""), ("on_train_batch_start", 2, AT_FIRST)])
+@pytest.mark.parametrize("hook, times, said", [slow("setup", 1, ""), ("on_train_batch_start", 2, AT_FIRST)])
 def test_ctrl_c_before_anything_was_saved_says_so(holotrain, monkeypatch, hook, times, said):
     """In a sweep, whose next job does not begin."""
     status, _, err = interrupts(holotrain, monkeypatch, hook, 0, times, "-m", "seed=1,2", "hydra.sweep.dir=sweep")
@@ -75,6 +76,7 @@ class Every(pl.Callback):
         self.period, self.offset = period, offset
 
 
+@pytest.mark.slow
 def test_the_command_that_is_said_resumes_with_the_options_of_ones_own_class(holotrain, monkeypatch):
     name = f"{Every.__module__}.{Every.__name__}"
     words = [f"+callbacks.every._target_={name}", "+callbacks.every.period=3", "+callbacks.every.offset=2"]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from covering import thinned
 from hydra.core.plugins import Plugins
 from left_by_runs import only, rows
 from small_run import SMALL
@@ -43,6 +44,7 @@ def test_a_job_that_fails_elsewhere_is_the_status_of_the_command(holotrain, else
     assert "16 is not a multiple of 3" in first["error"] and second["error"] == "" and first["error"] in out
 
 
+@pytest.mark.slow
 def test_a_defect_elsewhere_is_the_status_of_the_command(holotrain, elsewhere, monkeypatch):
     from holotrain.commands import fit
 
@@ -64,6 +66,7 @@ def test_a_defect_counts_for_more_than_a_mistake(holotrain, monkeypatch):
     assert [row["error"] for row in table()] == ["a mistake", "RuntimeError: a defect", "a mistake"]
 
 
+@pytest.mark.slow
 def test_jobs_may_stand_in_folders_of_any_name(holotrain, monkeypatch):
     from holotrain.commands import fit
 
@@ -72,8 +75,9 @@ def test_jobs_may_stand_in_folders_of_any_name(holotrain, monkeypatch):
     assert (only(Path("runs/fit/sweeps")) / "seeds/8/job.json").exists()
 
 
-@pytest.mark.parametrize("reached", [1, 0], ids=["one of two", "none"])
-@pytest.mark.parametrize("launcher", ["returns fewer", "raises"])
+@pytest.mark.parametrize(
+    ("launcher", "reached"), thinned(["returns fewer", "raises"], [0, 1], keep=[("returns fewer", 0), ("raises", 1)])
+)
 def test_a_job_of_which_nothing_is_heard_has_failed(holotrain, monkeypatch, reached, launcher):
     """As when the process of a job is killed: joblib and submitit raise."""
     from holotrain.commands import fit
@@ -98,6 +102,7 @@ def test_a_job_of_which_nothing_is_heard_has_failed(holotrain, monkeypatch, reac
     assert jobs[1]["status"] == "failed" and jobs[1]["error"] == reason
 
 
+@pytest.mark.slow
 def test_a_signal_elsewhere_ends_the_sweep_with_its_status(holotrain, elsewhere, monkeypatch):
     from holotrain.callbacks import ExactResume
 

@@ -73,6 +73,7 @@ def test_what_would_fit_is_proposed(holotrain):
         assert footprint(*PLANNED, *words).peak <= budget, remedy
 
 
+@pytest.mark.slow
 def test_a_remedy_undoes_what_another_backward_cannot_keep(holotrain):
     budget = 13 * 2**20
     asked = [*PLANNED, "backward=reversible", "backward.store=4", f"memory={budget}B"]
@@ -81,12 +82,14 @@ def test_a_remedy_undoes_what_another_backward_cannot_keep(holotrain):
     assert footprint(*asked, *remedy.split()).peak <= budget
 
 
+@pytest.mark.slow
 def test_auto_that_cannot_fit_is_shown_all_the_same(holotrain):
     figures = plan_of(holotrain, *PLANNED, "model.depth=2", "memory=4MiB", "backward=auto")
     assert (figures["fits"], figures["backward"], figures["blocks"]) == (False, "reversible", None)
     assert [word for word in figures["remedies"] if word.startswith("data.batch_size=")]
 
 
+@pytest.mark.slow
 def test_plain_models_have_two_ways(holotrain):
     figures = plan_of(holotrain, "model=swin_nano", *FAKE, "data.image_size=32", "data.batch_size=8", "device=cuda")
     assert list(figures["footprints"]) == ["autograd", "checkpoint"] and figures["budget_bytes"] is None
@@ -115,12 +118,14 @@ def test_the_largest_batch_is_chosen_and_written_down(holotrain):
     assert summary(Path("run"))["steps"] == 2 * (128 // size)
 
 
+@pytest.mark.slow
 def test_the_least_that_is_named_is_enough(holotrain):
     _, _, err = holotrain("fit", *RUN, "backward=auto", "memory=1MiB")
     least = re.search(r"needs ([\d.]+) MiB", err)[1]
     assert holotrain("fit", *RUN, "backward=auto", f"memory={least}MiB", "trainer.max_epochs=1")[0] == 0
 
 
+@pytest.mark.slow
 def test_a_sweep_of_plans_ends_with_their_table(holotrain):
     words = [*PLANNED, "model.depth=2", "memory=10MiB"]
     status, out, _ = holotrain("plan", *words, "backward=autograd,reversible", "output_dir=sweep", "-m")
@@ -138,6 +143,7 @@ def test_a_sweep_of_plans_ends_with_their_table(holotrain):
     assert json.loads(out)["fits"] == plans[0]["fits"] and "sweep of 1 job" in err
 
 
+@pytest.mark.slow
 def test_a_resumed_sweep_keeps_what_was_chosen(holotrain):
     words = [*RUN, "model.depth=1", "data.batch_size=auto", "memory=4MiB", "trainer.max_steps=2", "output_dir=sweep"]
     assert holotrain("fit", *words, "seed=1", "-m")[0] == 0
@@ -149,6 +155,7 @@ def test_a_resumed_sweep_keeps_what_was_chosen(holotrain):
     assert kept(job)["data"]["batch_size"] == chosen
 
 
+@pytest.mark.slow
 def test_no_more_is_taken_than_there_is(holotrain):
     words = ["data.batch_size=auto", "memory=10GiB", "trainer.max_epochs=1", "hydra.run.dir=run"]
     assert holotrain("fit", *RUN, *words)[0] == 0 and kept("run")["data"]["batch_size"] == 128
@@ -178,6 +185,7 @@ def test_several_devices_are_predicted_and_what_is_assumed_is_said(holotrain):
     assert single["low"] <= strategies["DDP"]["seconds"]["low"]
 
 
+@pytest.mark.slow
 def test_layers_that_cannot_be_shared_out_say_why(holotrain):
     asked = [*SMALL, "model.depth=1", "device=cuda", "gpu=H100 PCIe"]
     status, out, _ = holotrain("plan", *asked, "devices=7", "json=figures.json")

@@ -61,13 +61,7 @@ def write_text(folder: Path) -> None:
 
 
 KINDS = {"images": IMAGES, "text": TEXT}
-MATRIX = [
-    ("images", "ddp", "reversible"),
-    ("images", "pipeline", "reversible"),
-    ("text", "fsdp", "pareprop"),
-    ("text", "tp", "reversible"),
-]
-"""Each strategy once."""
+QUICK = [("images", "ddp", "reversible"), ("text", "fsdp", "pareprop")]
 EACH_PAIR = [
     ("images" if number % 2 == 0 or strategy == "pipeline" else "text", strategy, backward)
     for number, (strategy, backward) in enumerate(
@@ -84,19 +78,27 @@ def runs_of(cases: list[tuple[str, str, str]]) -> dict[str, list[str]]:
 SHARDED = "trainer.sharded_checkpoints=true"
 FEW_BITS = [*CONTINUED, "trainer=fsdp", SHARDED, "optimizer=adamw_8bit", "synthesis=shared", "model.dim=128"]
 WORK = {
-    **runs_of(MATRIX),
+    **runs_of(QUICK),
     "begun": ["-m", *CONTINUED, "trainer=fsdp,tp", "trainer.max_epochs=1", SHARDED],
-    "continued": [*CONTINUED, "trainer=fsdp", f"ckpt_path=did_begun/0/{LAST}"],
-    "stages_continue": [*CONTINUED, "trainer=pipeline", "data.batch_size=16", f"ckpt_path=did_begun/0/{LAST}"],
-    "muon": [*MUON, "trainer=fsdp"],
-    "dropout": [*DROPOUT, "trainer=tp", "backward=reversible"],
-    "compressed": ["-m", *COMPRESSED, "trainer=ddp", "trainer.compression=bf16,fp16"],
     "mistaken": [*TEXT, *SHARED, "trainer=ddp", "data.files=[none/*.txt]"],
     "signalled": [*SIGNALLED, "trainer=fsdp"],
     "resumed": ["resume=true"],
     "killed": [*CONTINUED, "trainer=ddp"],
 }
 """Command lines of fit, in this order; srun starts the first. What some of them are for is in two_ranks.py."""
+
+
+def more_work(begun: Path) -> dict[str, list[str]]:
+    """Command lines for slow tests; two of them continue what was ``begun``."""
+    return {
+        "pipeline": [*IMAGES, *SHARED, "trainer=pipeline", "backward=reversible"],
+        "continued": [*CONTINUED, "trainer=fsdp", f"ckpt_path={begun}"],
+        "stages_continue": [*CONTINUED, "trainer=pipeline", "data.batch_size=16", f"ckpt_path={begun}"],
+        "muon": [*MUON, "trainer=fsdp"],
+        "dropout": [*DROPOUT, "trainer=tp", "backward=reversible"],
+        "compressed": ["-m", *COMPRESSED, "trainer=ddp", "trainer.compression=bf16,fp16"],
+    }
+
 
 FEW_BITS_WORK = {
     "few_bits": FEW_BITS,
@@ -132,6 +134,14 @@ def left(tmp_path_factory) -> tuple[Path, list[dict]]:
     return folder, [json.loads((folder / f"found_{rank}.json").read_text()) for rank in (0, 1)]
 
 
+@pytest.fixture(scope="session")
+def left_by_more(tmp_path_factory, left) -> tuple[Path, list[dict]]:
+    """The same of ``more_work``."""
+    work = more_work(left[0] / "did_begun/0" / LAST)
+    folder = made_once(tmp_path_factory, "two_ranks_more", lambda made: done_by_two_ranks(made, work, [0, 0]))
+    return folder, [json.loads((folder / f"found_{rank}.json").read_text()) for rank in (0, 1)]
+
+
 def assert_losses_of_one_process(holotrain, folder: Path, cases: list, kind: str) -> None:
     """Of the cases of images, or of text with accumulated and clipped gradients, that were done in ``folder``.
 
@@ -164,7 +174,7 @@ def assert_losses_of_one_process(holotrain, folder: Path, cases: list, kind: str
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_are_those_of_one_process(holotrain, left, kind):
-    assert_losses_of_one_process(holotrain, left[0], MATRIX, kind)
+    assert_losses_of_one_process(holotrain, left[0], QUICK, kind)
 
 
 @pytest.mark.slow
@@ -189,16 +199,18 @@ def test_states_of_few_bits_and_holograms_are_resumed_to_the_bit(tmp_path):
     assert_same_weights(*(tmp_path / f"did_few_bits{which}/checkpoints/last.ckpt" for which in ("", "_continued")))
 
 
-def test_muon_orthogonalises_whole_matrices(holotrain, left):
+@pytest.mark.slow
+def test_muon_orthogonalises_whole_matrices(holotrain, left_by_more):
     """It does so in bfloat16, but in the same one: what it is given differs in the last of 53 bits, of which it takes 8."""
     write_text(Path("text"))
-    run = left[0] / "did_muon"
+    run = left_by_more[0] / "did_muon"
     alone = alone_in(holotrain, "alone", *MUON, "data.batch_size=16")
     assert losses(run) == pytest.approx(losses(alone), rel=1e-9)
     assert_close(weights(run / LAST), weights(alone / LAST), rtol=1e-9, atol=1e-11)
 
 
-def test_tensor_parallel_processes_drop_alike(holotrain, left, monkeypatch):
+@pytest.mark.slow
+def test_tensor_parallel_processes_drop_alike(holotrain, left_by_more, monkeypatch):
     """One process draws what they draw if it, too, drops the same neurons of both halves of a hidden layer."""
 
     def begin(self, trainer, module) -> None:
@@ -212,28 +224,31 @@ def test_tensor_parallel_processes_drop_alike(holotrain, left, monkeypatch):
     monkeypatch.setattr(ExactResume, "on_train_start", begin)
     monkeypatch.setattr(MLPBranch, "update", update)
     dropped = losses(alone_in(holotrain, "alone", *DROPOUT, "backward=autograd"))
-    assert losses(left[0] / "did_dropout") == pytest.approx(dropped, rel=1e-9)
+    assert losses(left_by_more[0] / "did_dropout") == pytest.approx(dropped, rel=1e-9)
     monkeypatch.undo()
 
 
-def test_what_all_have_whole_stays_the_same_on_all(left):
+@pytest.mark.slow
+def test_what_all_have_whole_stays_the_same_on_all(left, left_by_more):
     """Bit for bit: all parameters under DDP, of compressed gradients too; norms, biases, embeddings of tensor parallelism."""
-    zero, one = (seen["seen"] for seen in left[1])
-    counts = {}
-    for folder, noted in zero.items():
-        if "alike" in noted:
-            assert noted["alike"] == one[folder]["alike"], folder
-            counts[folder] = noted["alike"][0]
-    for folder in ("did_images_ddp_reversible", "did_compressed/0", "did_compressed/1"):
-        assert counts[folder] == len(weights(left[0] / folder / LAST)), folder
-    everything = len(weights(left[0] / "did_dropout" / LAST))
-    assert everything / 2 < counts["did_dropout"] < everything
+    runs = {}
+    for folder, found in (left, left_by_more):
+        zero, one = (seen["seen"] for seen in found)
+        for name, noted in zero.items():
+            if "alike" in noted:
+                assert noted["alike"] == one[name]["alike"], name
+                runs[name] = noted["alike"][0], len(weights(folder / name / LAST))
+    for name in ("did_images_ddp_reversible", "did_compressed/0", "did_compressed/1"):
+        assert runs[name][0] == runs[name][1], name
+    alike, everything = runs["did_dropout"]
+    assert everything / 2 < alike < everything
 
 
-def test_compressed_gradients_train_nearly_as_others(holotrain, left):
+@pytest.mark.slow
+def test_compressed_gradients_train_nearly_as_others(holotrain, left_by_more):
     """bf16 has 8 bits, fp16 11: an update of the weights is off by 1/256 or 1/2048 of its size or so, and the losses by less,
     for they begin as the same ones."""
-    folder, _ = left
+    folder, _ = left_by_more
     write_text(Path("text"))
     alone = losses(alone_in(holotrain, "alone", *COMPRESSED, "data.batch_size=16"))
     for job, off in (("0", 1 / 256), ("1", 1 / 2048)):
@@ -313,8 +328,8 @@ def test_a_mistake_under_torchrun_is_printed_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("job", ["0", "1"])
-def test_a_sharded_training_continues_on_any_number_of_processes(holotrain, left, job):
-    """Job 0 began under FSDP2, job 1 tensor parallel; FSDP2 and a pipeline continued the first."""
+def test_a_sharded_training_continues_in_one_process(holotrain, left, job):
+    """Job 0 began under FSDP2, job 1 tensor parallel."""
     checkpoint = left[0] / "did_begun" / job / LAST
     kept = load(checkpoint)["state_dict"]
     assert {type(weight) for weight in kept.values()} == {torch.Tensor}
@@ -322,14 +337,20 @@ def test_a_sharded_training_continues_on_any_number_of_processes(holotrain, left
     words = [*CONTINUED, f"data.batch_size={8 if job == '1' else 16}"]
     rest = losses(alone_in(holotrain, "rest", *words, f"ckpt_path={checkpoint}", "trainer=default"))
     assert rest == pytest.approx(losses(alone_in(holotrain, "whole", *words))[3:], rel=1e-9)
-    for name in ("continued", "stages_continue") if job == "0" else ():
-        assert losses(left[0] / f"did_{name}") == pytest.approx(rest, rel=1e-9), name
 
 
-def test_one_process_continues_what_a_pipeline_began(holotrain, left):
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["continued", "stages_continue"])
+def test_a_sharded_training_continues_in_two_processes(holotrain, left_by_more, name):
+    whole = losses(alone_in(holotrain, "whole", *CONTINUED, "data.batch_size=16"))
+    assert losses(left_by_more[0] / f"did_{name}") == pytest.approx(whole[3:], rel=1e-9)
+
+
+@pytest.mark.slow
+def test_one_process_continues_what_a_pipeline_began(holotrain, left_by_more):
     words = [*CONTINUED, f"trainer.limit_train_batches={STEPS}"]
     whole = losses(alone_in(holotrain, "whole", *words))
-    rest = losses(alone_in(holotrain, "rest", *words, f"ckpt_path={left[0] / 'did_images_pipeline_reversible' / LAST}"))
+    rest = losses(alone_in(holotrain, "rest", *words, f"ckpt_path={left_by_more[0] / 'did_pipeline' / LAST}"))
     assert len(whole) == 2 * STEPS and rest == pytest.approx(whole[STEPS:], rel=1e-9)
 
 

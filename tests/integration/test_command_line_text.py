@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from compared import assert_equal
+from covering import slow
 from left_by_runs import only, rows, scalars, summary
 from made_once import made_once
 from small_run import fit_in
@@ -108,7 +109,7 @@ def test_generation_continues_a_prompt_as_it_is_the_same_way_for_a_seed(holotrai
     assert texts[0] == texts[1] and len(set(texts)) == 3
 
 
-@pytest.mark.parametrize("name", ["mine.txt", "mine.jsonl"])
+@pytest.mark.parametrize("name", [slow("mine.txt"), "mine.jsonl"])
 def test_prompts_from_a_file_are_continued_together(holotrain, trained, name):
     checkpoint = trained("causal_lm")
     prompts = ["fig", "iron zinc", "a"]
@@ -123,7 +124,7 @@ def test_prompts_from_a_file_are_continued_together(holotrain, trained, name):
     assert alone["text"] == made[1]["text"]
 
 
-@pytest.mark.parametrize("int8", ["false", "true"])
+@pytest.mark.parametrize("int8", [slow("false"), "true"])
 def test_an_export_is_all_that_is_needed(holotrain, trained, int8):
     """A trained tokenizer travels along; data and checkpoint are gone."""
     checkpoint = Path(shutil.copy(trained("causal_lm, bpe"), "gone.ckpt"))
@@ -139,6 +140,7 @@ def test_an_export_is_all_that_is_needed(holotrain, trained, int8):
     assert tokenizer_from_json(Path("exported/tokenizer.json").read_text()).vocab_size == 280
 
 
+@pytest.mark.slow
 def test_a_sweep_takes_the_checkpoints_configuration(holotrain, trained):
     checkpoint = trained("causal_lm")
     words = [f"ckpt_path={checkpoint}", "prompt=fig", "max_tokens=30", "-m", "seed=1,2", "stream=false"]
@@ -296,6 +298,7 @@ def test_mistakes_about_a_checkpoint_are_answered_in_a_line(holotrain, trained, 
         assert err.count("\n") <= 2 and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_other_classes_than_the_checkpoints_are_refused(holotrain, trained):
     Path("texts/fruit").rename("texts/zebra")
     err = holotrain.refused("test", f"ckpt_path={trained('sequence_classification')}")

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed
 import yaml
+from covering import slow
 from left_by_runs import only, summary
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
@@ -280,7 +281,7 @@ def test_no_training_continues_with_parts_of_another_optimizers_state(holotrain)
     assert "ckpt_path: the optimizer's state does not fit: exp_avg is torch.float32 (7,), not torch.float32 (" in err
 
 
-@pytest.mark.parametrize("part", ["exact_resume", "lr_schedulers", "optimizer_states", "callbacks"])
+@pytest.mark.parametrize("part", ["exact_resume", slow("lr_schedulers"), slow("optimizer_states"), "callbacks"])
 def test_no_training_continues_from_parts_that_cannot_be_restored(holotrain, honest, part):
     crafted = torch.load(honest / "image.ckpt", weights_only=True)
     values = {
@@ -335,8 +336,8 @@ def test_crafted_files_of_an_export_are_refused(holotrain, honest, kind):
     ("command", "sizes"),
     [
         ("test", {"depth": 10**7}),
-        ("predict", {"depth": 10**4, "dim": 10**5}),
-        ("export", {"dim": 2 * 10**9}),
+        slow("predict", {"depth": 10**4, "dim": 10**5}),
+        slow("export", {"dim": 2 * 10**9}),
         ("fit", {"adapters": 10**12}),
     ],
 )

@@ -60,6 +60,7 @@ def test_where_none_is_sound_nothing_changes(holotrain, run):
     assert {path: path.read_bytes() for path in LAST.parent.glob("[bl]*.ckpt")} == before
 
 
+@pytest.mark.slow
 def test_jobs_of_a_sweep_fall_back_too(holotrain):
     words = [*WORDS, "hydra.sweep.dir=sweep", "optimizer.lr=1e-3,1e-4"]
     holotrain.done("fit", "-m", *words)
@@ -69,6 +70,7 @@ def test_jobs_of_a_sweep_fall_back_too(holotrain):
     assert holotrain("fit", "-m", *words, "resume=true", "trainer.max_epochs=3")[::2] == (0, said)
 
 
+@pytest.mark.slow
 def test_a_folder_has_its_name_only_where_no_other_run_is(holotrain, run):
     """The run that is about to rename it may live."""
     temporary, more = begun(LAST), ["resume=true", "hydra.run.dir=run", "trainer.max_epochs=3"]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import slow
 from small_models import FAMILIES, TRANSFORMERS, example
 from torch._dynamo.utils import counters
 
@@ -31,7 +32,7 @@ def test_gradients_are_those_of_the_model_as_it_is(name, options):
     assert not any("_orig_mod" in name for name in model.state_dict())
 
 
-@pytest.mark.parametrize(("name", "codes"), [("RevViT", 4), ("ViT", 4), ("RevGPT", 4), ("RevRoBERTa", 4)])
+@pytest.mark.parametrize(("name", "codes"), [("RevViT", 4), slow("ViT", 4), slow("RevGPT", 4), slow("RevRoBERTa", 4)])
 def test_twelve_blocks_share_the_codes_of_one(name, codes):
     """Those of f and g, and both again for the first block, in which no sample is dropped. No graph breaks."""
     torch.compiler.reset()

@@ -9,6 +9,7 @@ import timm
 import torch
 import transformers
 from compared import assert_close, assert_equal
+from covering import slow
 from safetensors.torch import save_file
 from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
 from timm.models.swin_transformer import SwinTransformer
@@ -132,9 +133,9 @@ def published(model, name):
         pytest.param(lambda: windows(8, 16, (1, 2, 2)), 8, id="swin, windows larger than maps"),
         pytest.param(lambda: pooled(64, (1, 2, 3), 2, 4), 64, id="mvit, three stages"),
         pytest.param(lambda: pooled(32, (2, 1, 1, 2), 1, 2), 32, id="mvit, four stages"),
-        pytest.param(lambda: published(ViT(pool="class"), "vit_small_patch16_224"), 224, id="vit_small"),
-        pytest.param(lambda: published(Swin(**SWIN_SIZES["tiny"]), "swin_tiny_patch4_window7_224"), 224, id="swin_tiny"),
-        pytest.param(lambda: published(MViT(**MVIT_SIZES["tiny"]), "mvitv2_tiny"), 224, id="mvit_tiny", marks=pytest.mark.slow),
+        slow(lambda: published(ViT(pool="class"), "vit_small_patch16_224"), 224, id="vit_small"),
+        slow(lambda: published(Swin(**SWIN_SIZES["tiny"]), "swin_tiny_patch4_window7_224"), 224, id="swin_tiny"),
+        slow(lambda: published(MViT(**MVIT_SIZES["tiny"]), "mvitv2_tiny"), 224, id="mvit_tiny"),
     ],
 )
 def test_models_of_images_are_timms_in_float64(both, size):

@@ -128,6 +128,7 @@ def test_every_backward_that_its_blocks_support_gives_the_same_weights(typed, mo
         assert summary(Path(name))["backward"] == name
 
 
+@pytest.mark.slow
 def test_a_task_without_model_and_optimizer(typed, tmp_path):
     """The class has everything; what the command line would bring along is left out."""
     words = [*OWN, "task=denoising", "task.noise=0.1"]
@@ -187,6 +188,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_a_checkpoint_whose_package_is_not_here(typed, tmp_path, monkeypatch):
     assert typed("fit", *GUEST, "hydra.run.dir=run", "test=false", "trainer.max_epochs=1")[0] == 0
     assert typed("export", "--config-dir", "conf", "ckpt_path=run", "to=exported")[0] == 0
@@ -263,6 +265,7 @@ def test_the_batch_size_is_chosen_by_the_plan(typed):
     assert (status, err) == (0, "") and "data.batch_size=60 is the largest that fits into 1 MiB" in out
 
 
+@pytest.mark.slow
 def test_a_plan_names_the_options_that_the_data_have(typed):
     from holotrain import compose
     from holotrain.commands.memory_limits import rules

@@ -141,6 +141,7 @@ def find(rank: int) -> dict:
     return {kind: compare_processes(kind, Path(sys.argv[3]).parent) for kind in OPTIMIZERS}
 
 
+@pytest.mark.slow
 def test_two_processes_and_each_checkpoint_continue_as_one_process_does(tmp_path):
     """To the bit; Adafactor and Muon, whose sums are rounded, within 1e-9."""
     assert found_by_processes(Path(__file__), tmp_path) == dict.fromkeys(OPTIMIZERS, 3)

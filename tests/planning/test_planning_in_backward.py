@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from covering import slow
 from small_planners import made
 from torch import nn
 from torch.distributed._tools.common_utils import get_untyped_storages
@@ -30,7 +31,7 @@ def vit(backward="reversible", depth=24):
     return RevViT(**SIZES, depth=depth, backward=backward)
 
 
-@pytest.mark.parametrize("backward", ["autograd", "reversible"])
+@pytest.mark.parametrize("backward", [slow("autograd"), "reversible"])
 def test_at_the_peak_of_24_blocks_there_is_a_tenth_of_the_gradients_at_most(backward):
     with fake_tensors():
         usual, ours = (simulate_step(step_of(lambda: vit(backward), in_backward)) for in_backward in (False, True))
@@ -44,10 +45,10 @@ def test_at_the_peak_of_24_blocks_there_is_a_tenth_of_the_gradients_at_most(back
 @pytest.mark.parametrize(
     ("make", "optimizer"),
     [
-        (lambda: vit("autograd", 24), adamw),
+        slow(lambda: vit("autograd", 24), adamw),
         (lambda: vit("pareprop", 2), sgd),
         (lambda: vit("checkpoint", 2), muon),
-        (lambda: vit("reversible", 24), adamw),
+        slow(lambda: vit("reversible", 24), adamw),
         (lambda: vit("reversible", 2), adamw_low_bit),
         (lambda: vit("reversible", 2), adafactor),
         (lambda: RevGPT(vocab=260, context=64, dim=64, depth=2, heads=4, backward="reversible"), adamw),
@@ -84,6 +85,7 @@ def test_the_bytes_of_the_optimizers_state_are_those_that_it_holds(optimizer, le
     assert least * entries <= planned <= most * entries
 
 
+@pytest.mark.slow
 def test_schedules_are_chosen_with_it():
     def make_model(backward, depth):
         return vit(backward, depth or 4)

@@ -14,6 +14,7 @@ from urllib.parse import unquote
 import pytest
 import torch
 import yaml
+from covering import slow
 from forked import COMMAND_LINE, Forked
 from made_once import made_once
 from readme_blocks import ROOT, Line, anchors, blocks, commands, links, readmes
@@ -82,7 +83,9 @@ PRINTED = re.compile(r"```\s+It prints (\d.*)")
 """The numbers after a block that prints the same on every machine."""
 
 
-@pytest.mark.parametrize("readme", [readme for readme in READMES if blocks(ROOT / readme, "python")])
+@pytest.mark.parametrize(
+    "readme", [name if name == "README.md" else slow(name) for name in READMES if blocks(ROOT / name, "python")]
+)
 def test_python_blocks_run_one_after_another(readme, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     threads, page = torch.get_num_threads(), (ROOT / readme).read_text()

@@ -131,6 +131,7 @@ def test_results_are_compared_with_the_goals():
     assert "| synthesis | failed: batch | 3 |" in text
 
 
+@pytest.mark.slow
 def test_torch_and_pytest_are_all_that_it_needs():
     script = Path(__file__).with_name("with_torch_and_pytest_alone.py")
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
