@@ -78,8 +78,8 @@ BENCHES = {
 """Benches whose sizes are options, and the smallest that they take. The others measure one thing for minutes."""
 
 MULTIPLE = re.compile(r"trainer=(ddp|fsdp|tp)")
-NEEDS_A_GPU = re.compile(r"cuda_graph=true|trainer\.signals=true|trainer\.accelerator=(gpu|cuda)$|submitit_slurm")
-"""Words that ask for several processes, or for what this machine has not: a GPU, a cluster."""
+NOT_HERE = re.compile(r"cuda_graph=true|trainer\.signals=true|trainer\.accelerator=(gpu|cuda)$|hydra/launcher=")
+"""Words that ask for several processes, or for a GPU or a launcher of jobs, which have tests of their own."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Small:
         words: after ``holotrain``.
         torchrun: it starts the processes.
         processes: several train together.
-        gpu: needs a GPU or a cluster; it is composed and checked alone.
+        gpu: needs a GPU, a cluster or a launcher of jobs; it is composed and checked alone.
     """
 
     words: tuple[str, ...]
@@ -155,7 +155,7 @@ def made_small(line: Line) -> Small:
     torchrun = line.words[0] == "torchrun"
     several = torchrun or any(MULTIPLE.match(word) for word in words)
     several = several and command in ("fit", "validate", "test") and given.get("trainer.devices") != "1"
-    gpu = any(NEEDS_A_GPU.search(word) for word in words)
+    gpu = any(NOT_HERE.search(word) for word in words)
     if several:
         always |= PROCESSES
     kept = [word for word in words if word.partition("=")[0] not in always]

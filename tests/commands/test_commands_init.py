@@ -67,7 +67,7 @@ def inside(holotrain, project, tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_other_commands(inside, project, tmp_path):
     train, _, others = of_the_readme(project)
     assert {line.split()[3] for line in others} == {"fit", "plan", "test", "export"}
@@ -78,7 +78,7 @@ def test_the_other_commands(inside, project, tmp_path):
     assert package.load(tmp_path / "exported", trust=[NAME]).head[-1].out_features == 10
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_run_resumes_to_the_same_weights(inside, tmp_path):
     words = ["--config-dir", "conf", "experiment=my_experiment", "trainer.max_epochs=2", "trainer.limit_train_batches=6"]
     assert inside("fit", *words, "output_dir=whole")[0] == 0

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from covering import long, slow
 from failures.wrong_command_lines import LONG, WRONG
 from small_run import SMALL
 
@@ -42,7 +43,13 @@ def files() -> list[Path]:
     return sorted(path for path in Path().rglob("*") if path.is_file() and path.parts[0] not in ("data", "runs"))
 
 
-@pytest.mark.parametrize(("line", "words"), WRONG, ids=[line.replace(LONG, "long")[-60:] for line, _ in WRONG])
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (slow if number % 4 else pytest.param)(line, words, id=line.replace(LONG, "long")[-60:])
+        for number, (line, words) in enumerate(WRONG)
+    ],
+)
 def test_a_wrong_command_line_is_answered_in_a_line_or_two(typed, line, words):
     before = files()
     status, out, err = typed(line)
@@ -122,16 +129,16 @@ def changed(words: list[str], values: list[str], choose: random.Random) -> list[
     return words
 
 
-@pytest.mark.slow
-def test_no_changed_command_line_ends_in_a_traceback(typed, holotrain, monkeypatch):
-    """300 changes of valid command lines, which end where data would be read."""
+@pytest.mark.parametrize(("seed", "count"), [slow(0, 100), long(1, 500)])
+def test_no_changed_command_line_ends_in_a_traceback(typed, holotrain, monkeypatch, seed, count):
+    """Changes of valid command lines, which end where data would be read."""
     monkeypatch.setattr(MultiprocessRunner, "run", lambda *_: 0)
     lines = [shlex.split(line) for line in VALID]
     values = [word.partition("=")[2] for words in lines for word in words if "=" in word]
     for words in lines:
         assert holotrain(*words)[0] == 0, words
-    choose, wrong = random.Random(0), []
-    for _ in range(300):
+    choose, wrong = random.Random(seed), []
+    for _ in range(count):
         words = changed(choose.choice(lines), values, choose)
         try:
             status, _, err = holotrain(*words)

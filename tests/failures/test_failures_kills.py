@@ -13,6 +13,7 @@ import torch
 import torch.distributed
 import yaml
 from compared import assert_equal
+from covering import long, slow
 from failures.killed import APART
 from forked import Forked
 from made_once import made_once
@@ -21,10 +22,7 @@ from torch import Tensor
 
 from holotrain.models.checkpoint_files import read
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed"),
-]
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 
 TINY = ["model.dim=16", "model.depth=2", "model.heads=2", "model.dropout=0.2", "trainer.max_epochs=2", "logger=none"]
 TINY += ["trainer.accelerator=cpu", "callbacks.progress=null", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1"]
@@ -45,47 +43,49 @@ KINDS = {
 CASES = [
     # kind, moment, how often it has come then, signals; in a sweep, the job; in two processes, which one and whom it sends them
     ("images", "built", 1, "SIGKILL"),
+    ("images", "writing", 3, "SIGTERM"),
+    ("images", "written", 4, "SIGINT SIGINT"),
+    ("images", "removing", 1, "SIGKILL"),
+    ("images", "backward", 5, "SIGKILL"),
+    ("images", "validation", 2, "SIGINT"),
+    ("images", "time", 1, "SIGKILL"),
+    ("text", "writing", 2, "SIGKILL"),
+    ("sweep", "writing", 3, "SIGKILL", "job=0"),
+    ("sweep", "backward", 4, "SIGTERM", "job=0"),
+    ("two processes", "backward", 3, "SIGKILL", "rank=1"),
+    ("two processes", "validation", 2, "SIGINT SIGINT", "rank=0 to=parent"),
+]
+MORE = [
     ("images", "built", 1, "SIGINT SIGINT"),
     ("images", "setup", 1, "SIGINT"),
     ("images", "setup", 1, "SIGTERM"),
     ("images", "writing", 1, "SIGKILL"),
-    ("images", "writing", 3, "SIGTERM"),
     ("images", "writing", 5, "SIGINT SIGINT SIGINT"),
     ("images", "written", 1, "SIGKILL"),
-    ("images", "written", 4, "SIGINT SIGINT"),
     ("images", "renamed", 6, "SIGKILL"),
-    ("images", "removing", 1, "SIGKILL"),
     ("images", "removing", 1, "SIGINT SIGINT"),
     ("images", "batch", 1, "SIGTERM"),
     ("images", "backward", 1, "SIGINT"),
-    ("images", "backward", 5, "SIGKILL"),
     ("images", "backward", 9, "SIGINT SIGINT"),
     ("images", "validation", 1, "SIGKILL"),
-    ("images", "validation", 2, "SIGINT"),
     ("images", "validation", 3, "SIGINT SIGINT"),
     ("images", "epoch", 1, "SIGTERM SIGTERM"),
     ("images", "epoch", 2, "SIGINT SIGINT"),
     ("images", "test", 1, "SIGINT"),
-    ("images", "time", 1, "SIGKILL"),
     ("images", "time", 3, "SIGTERM"),
     ("images", "time", 4, "SIGINT"),
     ("images", "time", 5, "SIGINT SIGINT"),
-    ("text", "writing", 2, "SIGKILL"),
     ("text", "backward", 7, "SIGTERM"),
     ("text", "validation", 1, "SIGINT SIGINT"),
     ("text", "time", 6, "SIGKILL"),
     ("text", "time", 7, "SIGTERM"),
     ("sweep", "built", 1, "SIGKILL", "job=0"),
-    ("sweep", "writing", 3, "SIGKILL", "job=0"),
-    ("sweep", "backward", 4, "SIGTERM", "job=0"),
     ("sweep", "writing", 1, "SIGINT SIGINT", "job=1"),
     ("sweep", "validation", 3, "SIGKILL", "job=1"),
     ("sweep", "time", 9, "SIGKILL"),
     ("sweep", "time", 10, "SIGINT SIGINT"),
-    ("two processes", "backward", 3, "SIGKILL", "rank=1"),
     ("two processes", "writing", 3, "SIGKILL", "rank=0"),
     ("two processes", "backward", 4, "SIGTERM", "rank=1 to=parent"),
-    ("two processes", "validation", 2, "SIGINT SIGINT", "rank=0 to=parent"),
     ("two processes", "setup", 1, "SIGINT", "rank=0 to=parent"),
 ]
 """``time``: after a share of the uninterrupted run's seconds, which is drawn with the number as seed."""
@@ -121,7 +121,9 @@ def incident(moment: str, count: int, names: str, *given: str) -> list[str]:
     return [f"++callbacks.kill.{name}={value}" for name, value in options.items()]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)).replace(" ", "-"))
+@pytest.mark.parametrize(
+    "case", [*map(slow, CASES), *map(long, MORE)], ids=lambda case: "-".join(map(str, case)).replace(" ", "-")
+)
 def test_what_a_signal_ends_is_resumed_and_ends_as_if_nothing_had_been(tmp_path, whole, case):
     kind, moment, count, names, *given = case
     reference = whole(kind)

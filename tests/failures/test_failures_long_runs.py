@@ -5,6 +5,7 @@ import random
 from statistics import linear_regression, median
 
 import pytest
+from covering import long, slow
 from small_run import fit_apart
 
 STEPS, EVERY, BEGUN = 2000, 50, 600
@@ -21,8 +22,7 @@ TASKS = {
 OPTIONS = ["trainer.accelerator=cpu", "callbacks.progress=null", "test=false"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", [slow(task) if task == "image_classification" else long(task) for task in TASKS])
 def test_nothing_grows_in_2000_steps(tmp_path, task, record_property):
     draw = random.Random(1)
     for label in ("a", "b"):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from covering import long, slow
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import IMAGE
@@ -282,9 +283,9 @@ def check(reader: Read, path: Path, content: bytes) -> None:
         assert path.name in said or str(path.parent) in said, said
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("examples", [slow(200), long(2000)])
 @pytest.mark.parametrize("name", READERS)
-def test_a_reader_returns_or_names_the_file(name, tmp_path, monkeypatch):
+def test_a_reader_returns_or_names_the_file(name, examples, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     (tmp_path / "files").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -298,7 +299,7 @@ def test_a_reader_returns_or_names_the_file(name, tmp_path, monkeypatch):
         ways.append(changed_values(value).map(partial(written, reader)))
     left = sorted(tmp_path.rglob("*"))
 
-    @settings(max_examples=1000, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
     @given(st.one_of(*ways))
     def every(content):
         with warnings.catch_warnings():

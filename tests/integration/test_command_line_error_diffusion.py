@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from compared import assert_equal
+from covering import long
 from left_by_runs import only, rows, scalars, summary, weights
 
 import holotrain as package
@@ -18,9 +19,7 @@ WHOLE = [(1, 40, 0.97), (17, 40, 0.95)]
 QUICK = [*SMALL, "test=false", "logger=none", "callbacks.progress=null"]
 
 
-@pytest.mark.parametrize(
-    ("depth", "epochs", "accuracy"), [(1, 10, 0.97), *(pytest.param(*case, marks=pytest.mark.slow) for case in WHOLE)]
-)
+@pytest.mark.parametrize(("depth", "epochs", "accuracy"), [(1, 10, 0.97), *(long(*case) for case in WHOLE)])
 def test_ten_classes_of_digits(holotrain, depth, epochs, accuracy):
     holotrain.done("fit", *TASK, f"model.depth={depth}", f"trainer.max_epochs={epochs}")
     folder = only(Path("runs/fit"))

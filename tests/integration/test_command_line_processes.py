@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed
 from compared import assert_close, assert_equal
+from covering import long, slow
 from forked import Forked
 from gloo_pair import by_forks, free_port, statuses_of
 from left_by_runs import assert_same_weights, only, summary, weights
@@ -88,16 +89,16 @@ WORK = {
 """Command lines of fit, in this order; srun starts the first. What some of them are for is in two_ranks.py."""
 
 
-def more_work(begun: Path) -> dict[str, list[str]]:
-    """Command lines for slow tests; two of them continue what was ``begun``."""
-    return {
-        "pipeline": [*IMAGES, *SHARED, "trainer=pipeline", "backward=reversible"],
-        "continued": [*CONTINUED, "trainer=fsdp", f"ckpt_path={begun}"],
-        "stages_continue": [*CONTINUED, "trainer=pipeline", "data.batch_size=16", f"ckpt_path={begun}"],
-        "muon": [*MUON, "trainer=fsdp"],
-        "dropout": [*DROPOUT, "trainer=tp", "backward=reversible"],
-        "compressed": ["-m", *COMPRESSED, "trainer=ddp", "trainer.compression=bf16,fp16"],
-    }
+MORE_WORK = {
+    "pipeline": [*IMAGES, *SHARED, "trainer=pipeline", "backward=reversible"],
+    "begun": [*CONTINUED, "trainer=fsdp", "trainer.max_epochs=1", SHARDED],
+    "continued": [*CONTINUED, "trainer=fsdp", f"ckpt_path=did_begun/{LAST}"],
+    "stages_continue": [*CONTINUED, "trainer=pipeline", "data.batch_size=16", f"ckpt_path=did_begun/{LAST}"],
+    "muon": [*MUON, "trainer=fsdp"],
+    "dropout": [*DROPOUT, "trainer=tp", "backward=reversible"],
+    "compressed": ["-m", *COMPRESSED, "trainer=ddp", "trainer.compression=bf16,fp16"],
+}
+"""For slow tests."""
 
 
 FEW_BITS_WORK = {
@@ -127,19 +128,20 @@ def done_by_two_ranks(folder: Path, commands: dict[str, list[str]], expected: li
     assert statuses == expected and said[1] == "", said
 
 
+def found_by_two_ranks(tmp_path_factory, name: str, work: dict, expected: list[int]) -> tuple[Path, list[dict]]:
+    """The folder where two processes did all of the work, and what each of them wrote down."""
+    folder = made_once(tmp_path_factory, name, lambda made: done_by_two_ranks(made, work, expected))
+    return folder, [json.loads((folder / f"found_{rank}.json").read_text()) for rank in (0, 1)]
+
+
 @pytest.fixture(scope="session")
 def left(tmp_path_factory) -> tuple[Path, list[dict]]:
-    """The folder where two processes did all of WORK, and what each of them wrote down."""
-    folder = made_once(tmp_path_factory, "two_ranks", lambda made: done_by_two_ranks(made, WORK, [-signal.SIGKILL, 0]))
-    return folder, [json.loads((folder / f"found_{rank}.json").read_text()) for rank in (0, 1)]
+    return found_by_two_ranks(tmp_path_factory, "two_ranks", WORK, [-signal.SIGKILL, 0])
 
 
 @pytest.fixture(scope="session")
-def left_by_more(tmp_path_factory, left) -> tuple[Path, list[dict]]:
-    """The same of ``more_work``."""
-    work = more_work(left[0] / "did_begun/0" / LAST)
-    folder = made_once(tmp_path_factory, "two_ranks_more", lambda made: done_by_two_ranks(made, work, [0, 0]))
-    return folder, [json.loads((folder / f"found_{rank}.json").read_text()) for rank in (0, 1)]
+def left_by_more(tmp_path_factory) -> tuple[Path, list[dict]]:
+    return found_by_two_ranks(tmp_path_factory, "two_ranks_more", MORE_WORK, [0, 0])
 
 
 def assert_losses_of_one_process(holotrain, folder: Path, cases: list, kind: str) -> None:
@@ -228,20 +230,29 @@ def test_tensor_parallel_processes_drop_alike(holotrain, left_by_more, monkeypat
     monkeypatch.undo()
 
 
+def alike(folder: Path, found: list[dict], name: str) -> tuple[int, int]:
+    """How many parameters all processes have whole, bit for bit the same, and how many there are."""
+    zero, one = (seen["seen"][name]["alike"] for seen in found)
+    assert zero == one
+    return zero[0], len(weights(folder / name / LAST))
+
+
+def test_all_have_the_same_weights_under_ddp(left):
+    count, everything = alike(*left, "did_images_ddp_reversible")
+    assert count == everything
+
+
 @pytest.mark.slow
-def test_what_all_have_whole_stays_the_same_on_all(left, left_by_more):
-    """Bit for bit: all parameters under DDP, of compressed gradients too; norms, biases, embeddings of tensor parallelism."""
-    runs = {}
-    for folder, found in (left, left_by_more):
-        zero, one = (seen["seen"] for seen in found)
-        for name, noted in zero.items():
-            if "alike" in noted:
-                assert noted["alike"] == one[name]["alike"], name
-                runs[name] = noted["alike"][0], len(weights(folder / name / LAST))
-    for name in ("did_images_ddp_reversible", "did_compressed/0", "did_compressed/1"):
-        assert runs[name][0] == runs[name][1], name
-    alike, everything = runs["did_dropout"]
-    assert everything / 2 < alike < everything
+def test_all_have_the_same_weights_of_compressed_gradients(left_by_more):
+    for job in ("did_compressed/0", "did_compressed/1"):
+        count, everything = alike(*left_by_more, job)
+        assert count == everything
+
+
+@pytest.mark.slow
+def test_norms_biases_and_embeddings_are_the_same_in_tensor_parallel_processes(left_by_more):
+    count, everything = alike(*left_by_more, "did_dropout")
+    assert everything / 2 < count < everything
 
 
 @pytest.mark.slow
@@ -301,10 +312,9 @@ def by_torchrun(processes: int, *words: str) -> tuple[int, list[str]]:
     return done.returncode, [path.read_text() for path in said]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("started", "pair"),
-    [(by_torchrun, ["tp", "trainer.tensor_parallel=2"]), (by_forks, ["pipeline", "trainer.pipeline_stages=2"])],
+    [long(by_torchrun, ["tp", "trainer.tensor_parallel=2"]), slow(by_forks, ["pipeline", "trainer.pipeline_stages=2"])],
 )
 def test_two_pairs_of_processes_share_a_model(holotrain, started, pair):
     """FSDP2 between two pairs of processes, each of which is tensor parallel within; averages between two pipelines."""
@@ -378,11 +388,7 @@ COMMANDS, LOST = ("fit", "validate", "export"), ("tensors-*/*.safetensors", "ten
 
 @pytest.mark.parametrize(
     ("command", "lost"),
-    [
-        (command, lost) if x == y else pytest.param(command, lost, marks=pytest.mark.slow)
-        for x, command in enumerate(COMMANDS)
-        for y, lost in enumerate(LOST)
-    ],
+    [(command, lost) if x == y else long(command, lost) for x, command in enumerate(COMMANDS) for y, lost in enumerate(LOST)],
 )
 def test_a_checkpoint_that_lost_a_part_is_refused_in_a_line(holotrain, left, command, lost):
     checkpoint = Path(shutil.copytree(left[0] / "did_begun/0" / LAST, "broken.ckpt"))

@@ -9,6 +9,7 @@ import datasets
 import psutil
 import pytest
 import torch.distributed
+from covering import long, slow
 from gloo_pair import by_forks
 from left_by_runs import assert_same_weights, only, rows, summary, weights
 
@@ -42,8 +43,7 @@ def save_text() -> None:
     datasets.Dataset.from_dict(texts).save_to_disk("saved", num_shards=2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", RESTARTED)
+@pytest.mark.parametrize("kind", [slow(kind) if kind == "DDP" else long(kind) for kind in RESTARTED])
 def test_after_kill_9_all_start_again_and_end_as_if_nothing_had_been(holotrain, kind):
     save_text()
     words = [*WORDS, *RESTARTED[kind]]
@@ -54,7 +54,7 @@ def test_after_kill_9_all_start_again_and_end_as_if_nothing_had_been(holotrain, 
     assert_same_weights(Path("run") / LAST, Path("whole") / LAST)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_restart_falls_back_from_a_damaged_checkpoint(holotrain):
     words = [*WORDS, "trainer=fsdp", "trainer.sharded_checkpoints=true"]
     status, _, err = holotrain("fit", *words, "trainer.max_restarts=1", *incident("damage"))
@@ -92,8 +92,7 @@ def test_a_mistake_in_one_process_is_one_line(holotrain):
     assert holotrain.refused("fit", *WORDS, *incident("mistake")) == "holotrain: give another disk\n"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", [slow("SIGTERM"), long("SIGINT")])
 def test_a_signal_saves_and_ends_all(holotrain, name):
     signum = getattr(signal, name)
     before, children = signal.getsignal(signum), set(psutil.Process().children(recursive=True))

@@ -8,13 +8,14 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Set
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 import torch
 import yaml
-from covering import slow
+from covering import long, slow
 from forked import COMMAND_LINE, Forked
 from made_once import made_once
 from readme_blocks import ROOT, Line, anchors, blocks, commands, links, readmes
@@ -42,9 +43,11 @@ LATER = {words for words, line in ALONE.items() if line.readme != "README.md" an
 """Lines that are run as slow tests."""
 
 
-def named(lines: dict[str, Line]) -> list:
-    slow = {words: pytest.mark.slow for words in LATER}
-    return [pytest.param(line, id=f"{line.where} {words}", marks=slow.get(words, ())) for words, line in lines.items()]
+def named(lines: dict[str, Line], later: Set[str] = frozenset(), mark: pytest.MarkDecorator = pytest.mark.slow) -> list:
+    """As pytest's parameters; those named by ``later`` have the mark."""
+    return [
+        pytest.param(line, id=f"{line.where} {words}", marks=mark if words in later else ()) for words, line in lines.items()
+    ]
 
 
 # Pages
@@ -192,13 +195,16 @@ def test_commands_for_a_gpu_or_a_cluster_are_composed_and_checked(line):
     structured(arguments.command, OmegaConf.to_container(config, resolve=True))
 
 
-@pytest.mark.parametrize("line", named(ALONE))
+@pytest.mark.parametrize("line", named(ALONE, LATER))
 def test_commands_run(line, prepared, run):
     run(prepared(line, run))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("line", named(TOGETHER))
+FIRST = {line.readme: line for line in reversed(TOGETHER.values())}
+"""The first line of each README. The others are for the long tests."""
+
+
+@pytest.mark.parametrize("line", [(slow if line in FIRST.values() else long)(line, id=str(line)) for line in TOGETHER.values()])
 def test_commands_in_two_processes(line, prepared, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     said = tmp_path / "said"
@@ -275,18 +281,14 @@ def test_commands_of_other_programs_are_read(line, monkeypatch):
         readers[words[0]](words)
 
 
-def benches() -> dict[str, Line]:
-    """Of each bench one line for every set of options, since their sizes are replaced."""
-    found = {}
-    for line in filter(is_script, OTHERS.values()):
-        options = (word for word in line.words if word.startswith("--"))
-        if Path(line.words[1]).name in BENCHES and "swin_tiny" not in line.words:  # which runs what the others run
-            found.setdefault((line.words[1], *sorted(options)), line)
-    return {str(line): line for line in found.values()}
+BENCH_LINES = {
+    line.words[1]: line for line in reversed(OTHERS.values()) if is_script(line) and Path(line.words[1]).name in BENCHES
+}
+"""The first line of each bench. Their other lines differ in options, which are read above."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", named(benches()))
+@pytest.mark.parametrize("line", named(BENCH_LINES))
 def test_benches_run_at_their_smallest(line, tmp_path):
     words = list(line.words[2:])
     for option in ("--minrev", "--picture"):  # a checkout and a library that tests do without

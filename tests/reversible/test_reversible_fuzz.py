@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from covering import long, slow
 from engine_cases import (
     F64,
     WIDTH,
@@ -160,8 +161,7 @@ def test_random_cases(first):
         require_equal(seed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(DEFAULT, MORE, 100))
+@pytest.mark.parametrize("first", [slow(first) if first < 500 else long(first) for first in range(DEFAULT, MORE, 100)])
 def test_many_random_cases(first):
     for seed in range(first, first + 100):
         require_equal(seed)
