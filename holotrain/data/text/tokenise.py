@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from torch import Tensor
 
 from holotrain.data.hub import class_names, column, reading
@@ -194,6 +193,8 @@ class Corpus:
         self.offsets = np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum()
         self.labels = None
         if classes:
+            import pyarrow.compute as pc  # takes half a second
+
             found = pc.index_in(dataset.data.column("label"), pa.array(classes))  # ty: ignore[missing-attribute]: made when imported
             self.labels = found.fill_null(-1).to_numpy().astype(np.int64)
 
