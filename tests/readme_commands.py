@@ -64,7 +64,7 @@ PROCESSES = {"trainer.devices": "2", "trainer.accelerator": "cpu", "trainer.time
 """Where several processes train on this machine."""
 
 BENCHES = {
-    "bench_backward.py": "--dim 16 --heads 2 --depth 2 --tokens 8 --batch 1 --rounds 1",
+    "bench_backward.py": "--dim 16 --heads 2 --depth 2 --tokens 8 --batch 1 --rounds 1 --engines checkpoint reversible",
     "bench_error_diffusion.py": "--shallowest 1 --deepest 2 --width 4 --batch 4 --deep 2 --rounds 1",
     "bench_frontier.py": "--depth 2 --batch 1 --pixels 32 --tokens 16 --budgets 2 --rounds 1",
     "bench_generation.py": "--tokens 8 --rounds 1",
