@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from functools import cached_property
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -51,8 +52,6 @@ from holotrain.parallel.rank import ProcessRank, rank_from_environment
 from holotrain.targets import first_line
 
 if TYPE_CHECKING:
-    from io import TextIOWrapper
-
     from holotrain.commands.multiprocess import MultiprocessRunner
     from holotrain.commands.run_folder import Run
 
@@ -61,7 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command line and returns its exit status."""
     if argv is None:
         argv = sys.argv[1:]
-        cast("TextIOWrapper", sys.stdout).reconfigure(errors="backslashreplace")  # names of files need not be Unicode
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be valid UTF-8
         sys.path.append(os.getcwd())  # where a user's own package may lie; python -m does so, a console script does not
     if not argv or argv[0] in ("--help", "-h", "help"):
         print(overview())

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+from covering import slow
 from forked import composed_once
 from made_once import made_once
 from small_run import SMALL, fit_in
@@ -54,7 +55,7 @@ def cache(tmp_path_factory):
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
-@pytest.fixture(params=["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.fixture(params=["eager", slow("inductor")])
 def compiler(request, monkeypatch):
     """What torch.compile uses where the code under test names no backend: the captured graph as it is, or generated code."""
     import torch

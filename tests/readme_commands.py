@@ -79,7 +79,7 @@ BENCHES = {
 
 MULTIPLE = re.compile(r"trainer=(ddp|fsdp|tp)")
 NOT_HERE = re.compile(r"cuda_graph=true|trainer\.signals=true|trainer\.accelerator=(gpu|cuda)$|hydra/launcher=")
-"""Words that ask for several processes, or for a GPU or a launcher of jobs, which have tests of their own."""
+"""Words that ask for several processes; words that ask for a GPU or a launcher of jobs. Launchers have tests of their own."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,13 @@ class Small:
         words: after ``holotrain``.
         torchrun: it starts the processes.
         processes: several train together.
-        gpu: needs a GPU, a cluster or a launcher of jobs; it is composed and checked alone.
+        composed_only: needs a GPU, a cluster or a launcher of jobs; it is only composed and checked.
     """
 
     words: tuple[str, ...]
     torchrun: bool = False
     processes: bool = False
-    gpu: bool = False
+    composed_only: bool = False
 
     def value(self, key: str) -> str | None:
         found = [word.partition("=")[2] for word in self.words if word.partition("=")[0] == key]
@@ -155,7 +155,7 @@ def made_small(line: Line) -> Small:
     torchrun = line.words[0] == "torchrun"
     several = torchrun or any(MULTIPLE.match(word) for word in words)
     several = several and command in ("fit", "validate", "test") and given.get("trainer.devices") != "1"
-    gpu = any(NOT_HERE.search(word) for word in words)
+    composed_only = any(NOT_HERE.search(word) for word in words)
     if several:
         always |= PROCESSES
     kept = [word for word in words if word.partition("=")[0] not in always]
@@ -164,7 +164,7 @@ def made_small(line: Line) -> Small:
         small = [option for option in small if not option.startswith("model.depth")]
     if given.get("sweep") == "error_diffusion":  # 54 jobs
         small += ["hydra.sweeper.params={model.rule:'kaneko,article',model.depth:'1',model.width:'4',seed:'0'}"]
-    return Small((*kept, *small, *(f"{key}={value}" for key, value in always.items())), torchrun, several, gpu)
+    return Small((*kept, *small, *(f"{key}={value}" for key, value in always.items())), torchrun, several, composed_only)
 
 
 def is_text(small: Small) -> bool:

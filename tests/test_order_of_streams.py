@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compared import assert_close
+from covering import slow
 from engine_cases import MIXED, WIDTH, sequence
 from happens_before import Race
 from paper_gpu import Event, Stream, WrongDevice, paper_gpu
@@ -143,7 +144,7 @@ def test_a_captured_step(on_paper, backward):
 
 @pytest.mark.parametrize(
     "family",
-    ["RevViT", "RevRoBERTa", "RevGPT", *(pytest.param(each, marks=pytest.mark.slow) for each in ("RevSwin", "RevMViT"))],
+    ["RevViT", "RevRoBERTa", "RevGPT", *(slow(each) for each in ("RevSwin", "RevMViT"))],
 )
 def test_models_that_are_stepped_in_the_backward(on_paper, family):
     arguments = FAMILIES[family.removeprefix("Rev")]

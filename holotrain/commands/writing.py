@@ -39,6 +39,6 @@ def write_whole(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
-            temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files need not be Unicode
+            temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # file names need not be valid UTF-8
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error

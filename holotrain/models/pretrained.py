@@ -255,8 +255,12 @@ def load_pretrained(model: nn.Module, weights: Weights) -> Loaded:
     try:
         renamed = _by_head(_renamed(source, weights), model)
         given = _fitted(renamed, model)
-    except (IndexError, KeyError, RuntimeError, TypeError) as error:  # tensors of fewer dimensions, or some are missing
-        raise ValueError(f"the tensors of these weights do not have the shapes of {source.name}: {error}") from error
+    except KeyError as error:
+        raise ValueError(f"these weights, of {source.name}, lack {error.args[0]}") from error
+    except torch.OutOfMemoryError:
+        raise
+    except (IndexError, RuntimeError, TypeError) as error:
+        raise ValueError(f"tensors of these weights have other shapes than those of {source.name}: {error}") from error
     own = dict(model.named_parameters())
     head = {name for name in own if name.startswith("head.")}
     if {name: own[name].shape for name in head} == {name: x.shape for name, x in given.items() if name.startswith("head.")}:

@@ -324,12 +324,12 @@ class Graphed:
         self._device = inputs[0].device
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device):
-            ambient, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-            aside.wait_stream(ambient)
+            current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+            aside.wait_stream(current)
             with torch.cuda.stream(aside):
                 for _ in range(WARM_UPS):
                     compute(*self._inputs)
-            ambient.wait_stream(aside)
+            current.wait_stream(aside)
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # a loader's thread may pin memory meanwhile
                 self._result = compute(*self._inputs)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from compared import assert_equal
+from covering import slow
 from forked import Forked
 from small_trainings import Residual, quiet_trainer
 from torch import nn
@@ -108,9 +109,7 @@ def test_resuming_from_the_end_of_an_epoch_and_of_a_validation(tmp_path, epoch_e
         assert_resumed(fit(checkpoint=tmp_path / f"step={step}.ckpt", **options), reference, step)
 
 
-@pytest.mark.parametrize(
-    ("most", "steps"), [(STEPS, EVERY_STEP), (100, [4, 7]), pytest.param(100, EVERY_STEP, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("most", "steps"), [(STEPS, EVERY_STEP), (100, [4, 7]), slow(100, EVERY_STEP)])
 def test_resuming_where_steps_are_bounded_too(tmp_path, most, steps):
     """After each step, at the ends of epochs too, and where a bound had ended the training within an epoch."""
     reference = fit([every_step(tmp_path)], max_steps=most)

@@ -39,7 +39,7 @@ def of_the_readme(project: Path) -> tuple[str, str, list[str]]:
     return train.strip(), test.strip(), others.splitlines()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_that_trains(project, tmp_path):
     train, _, _ = of_the_readme(project)
     out = in_a_shell(project, " ".join([train, *SHORT, f"hydra.run.dir={tmp_path}/run"]))
@@ -67,7 +67,7 @@ def inside(holotrain, project, tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_other_commands(inside, project, tmp_path):
     train, _, others = of_the_readme(project)
     assert {line.split()[3] for line in others} == {"fit", "plan", "test", "export"}

@@ -1,6 +1,7 @@
 """Plans of configured runs, task by task, against the same step on real tensors."""
 
 import pytest
+from covering import slow
 from tracked_memory import check_plan
 
 from holotrain import compose
@@ -44,7 +45,7 @@ def configured(name, tokens):
     return config, data
 
 
-@pytest.mark.parametrize("name", [name if name in SOON else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize("name", [name if name in SOON else slow(name) for name in CASES])
 def test_a_plan_of_each_task_is_what_its_step_takes(name, tokens):
     config, data = configured(name, tokens)
     planner = planner_of(config, data, "cpu")

@@ -42,6 +42,7 @@ KINDS = {
 
 CASES = [
     # kind, moment, how often it has come then, signals; in a sweep, the job; in two processes, which one and whom it sends them
+    # "time": after a share of the uninterrupted run's seconds, which is drawn with the number as seed
     ("images", "built", 1, "SIGKILL"),
     ("images", "writing", 3, "SIGTERM"),
     ("images", "written", 4, "SIGINT SIGINT"),
@@ -88,7 +89,7 @@ MORE = [
     ("two processes", "backward", 4, "SIGTERM", "rank=1 to=parent"),
     ("two processes", "setup", 1, "SIGINT", "rank=0 to=parent"),
 ]
-"""``time``: after a share of the uninterrupted run's seconds, which is drawn with the number as seed."""
+"""The rest, for the long tests."""
 
 
 def ended(process: Forked, folder: Path) -> None:

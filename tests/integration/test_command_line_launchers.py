@@ -114,7 +114,7 @@ def test_a_signal_elsewhere_ends_the_sweep_with_its_status(holotrain, elsewhere,
     assert status == 128 + signal.SIGTERM and "SIGTERM ended the training" in err
 
 
-@pytest.mark.parametrize("launcher", [long("joblib"), slow("submitit_local")])
+@pytest.mark.parametrize("launcher", [slow("joblib"), long("submitit_local")])
 def test_the_table_does_not_depend_on_the_launcher(holotrain, tmp_path, launcher):
     """Four jobs: two that fail, two that complete."""
     pytest.importorskip(f"hydra_plugins.hydra_{launcher.removesuffix('_local')}_launcher")

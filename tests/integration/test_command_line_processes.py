@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed
 from compared import assert_close, assert_equal
-from covering import long, slow
+from covering import long
 from forked import Forked
 from gloo_pair import by_forks, free_port, statuses_of
 from left_by_runs import assert_same_weights, only, summary, weights
@@ -63,6 +63,7 @@ def write_text(folder: Path) -> None:
 
 KINDS = {"images": IMAGES, "text": TEXT}
 QUICK = [("images", "ddp", "reversible"), ("text", "fsdp", "pareprop")]
+"""Done by default. Every pair is done in a slow test."""
 EACH_PAIR = [
     ("images" if number % 2 == 0 or strategy == "pipeline" else "text", strategy, backward)
     for number, (strategy, backward) in enumerate(
@@ -88,7 +89,6 @@ WORK = {
 }
 """Command lines of fit, in this order; srun starts the first. What some of them are for is in two_ranks.py."""
 
-
 MORE_WORK = {
     "pipeline": [*IMAGES, *SHARED, "trainer=pipeline", "backward=reversible"],
     "begun": [*CONTINUED, "trainer=fsdp", "trainer.max_epochs=1", SHARDED],
@@ -98,8 +98,7 @@ MORE_WORK = {
     "dropout": [*DROPOUT, "trainer=tp", "backward=reversible"],
     "compressed": ["-m", *COMPRESSED, "trainer=ddp", "trainer.compression=bf16,fp16"],
 }
-"""For slow tests."""
-
+"""For slow tests, in this order: two of them continue what has begun."""
 
 FEW_BITS_WORK = {
     "few_bits": FEW_BITS,
@@ -129,9 +128,16 @@ def done_by_two_ranks(folder: Path, commands: dict[str, list[str]], expected: li
 
 
 def found_by_two_ranks(tmp_path_factory, name: str, work: dict, expected: list[int]) -> tuple[Path, list[dict]]:
-    """The folder where two processes did all of the work, and what each of them wrote down."""
+    """The folder where two processes did all of the work, and what each of them wrote down.
+
+    Parameters that each process has whole are the same in both, bit for bit, after every training.
+    """
     folder = made_once(tmp_path_factory, name, lambda made: done_by_two_ranks(made, work, expected))
-    return folder, [json.loads((folder / f"found_{rank}.json").read_text()) for rank in (0, 1)]
+    found = [json.loads((folder / f"found_{rank}.json").read_text()) for rank in (0, 1)]
+    zero, one = (rank["seen"] for rank in found)
+    for run in (run for run, noted in zero.items() if "alike" in noted):
+        assert zero[run]["alike"] == one[run]["alike"], run
+    return folder, found
 
 
 @pytest.fixture(scope="session")
@@ -141,7 +147,9 @@ def left(tmp_path_factory) -> tuple[Path, list[dict]]:
 
 @pytest.fixture(scope="session")
 def left_by_more(tmp_path_factory) -> tuple[Path, list[dict]]:
-    return found_by_two_ranks(tmp_path_factory, "two_ranks_more", MORE_WORK, [0, 0])
+    folder, found = found_by_two_ranks(tmp_path_factory, "two_ranks_more", MORE_WORK, [0, 0])
+    assert [rank["statuses"] for rank in found] == [dict.fromkeys(MORE_WORK, 0)] * 2
+    return folder, found
 
 
 def assert_losses_of_one_process(holotrain, folder: Path, cases: list, kind: str) -> None:
@@ -230,28 +238,22 @@ def test_tensor_parallel_processes_drop_alike(holotrain, left_by_more, monkeypat
     monkeypatch.undo()
 
 
-def alike(folder: Path, found: list[dict], name: str) -> tuple[int, int]:
-    """How many parameters all processes have whole, bit for bit the same, and how many there are."""
-    zero, one = (seen["seen"][name]["alike"] for seen in found)
-    assert zero == one
-    return zero[0], len(weights(folder / name / LAST))
+def whole_on_all(folder: Path, found: list[dict], name: str) -> tuple[int, int]:
+    """How many parameters each process has whole, and how many there are."""
+    return found[0]["seen"][name]["alike"][0], len(weights(folder / name / LAST))
 
 
-def test_all_have_the_same_weights_under_ddp(left):
-    count, everything = alike(*left, "did_images_ddp_reversible")
+def test_all_have_all_parameters_under_ddp(left):
+    count, everything = whole_on_all(*left, "did_images_ddp_reversible")
     assert count == everything
 
 
 @pytest.mark.slow
-def test_all_have_the_same_weights_of_compressed_gradients(left_by_more):
+def test_all_have_all_parameters_of_compressed_gradients_and_norms_biases_and_embeddings_of_tensor_parallelism(left_by_more):
     for job in ("did_compressed/0", "did_compressed/1"):
-        count, everything = alike(*left_by_more, job)
+        count, everything = whole_on_all(*left_by_more, job)
         assert count == everything
-
-
-@pytest.mark.slow
-def test_norms_biases_and_embeddings_are_the_same_in_tensor_parallel_processes(left_by_more):
-    count, everything = alike(*left_by_more, "did_dropout")
+    count, everything = whole_on_all(*left_by_more, "did_dropout")
     assert everything / 2 < count < everything
 
 
@@ -312,9 +314,10 @@ def by_torchrun(processes: int, *words: str) -> tuple[int, list[str]]:
     return done.returncode, [path.read_text() for path in said]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("started", "pair"),
-    [long(by_torchrun, ["tp", "trainer.tensor_parallel=2"]), slow(by_forks, ["pipeline", "trainer.pipeline_stages=2"])],
+    [(by_torchrun, ["tp", "trainer.tensor_parallel=2"]), (by_forks, ["pipeline", "trainer.pipeline_stages=2"])],
 )
 def test_two_pairs_of_processes_share_a_model(holotrain, started, pair):
     """FSDP2 between two pairs of processes, each of which is tensor parallel within; averages between two pipelines."""

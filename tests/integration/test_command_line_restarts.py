@@ -54,7 +54,7 @@ def test_after_kill_9_all_start_again_and_end_as_if_nothing_had_been(holotrain, 
     assert_same_weights(Path("run") / LAST, Path("whole") / LAST)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_restart_falls_back_from_a_damaged_checkpoint(holotrain):
     words = [*WORDS, "trainer=fsdp", "trainer.sharded_checkpoints=true"]
     status, _, err = holotrain("fit", *words, "trainer.max_restarts=1", *incident("damage"))

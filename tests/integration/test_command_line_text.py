@@ -267,7 +267,7 @@ def test_an_image_classifier_is_exported_to_onnx(holotrain, image_run):
     assert described["class_names"] == [str(digit) for digit in range(10)] and len(described["statistics"]) == 2
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (1, 2))])
+@pytest.mark.parametrize("first", [0, *(slow(first) for first in (1, 2))])
 def test_mistakes_about_a_checkpoint_are_answered_in_a_line(holotrain, trained, first):
     checkpoint = trained("causal_lm")
     Path("none.jsonl").write_text('\n{"text": "a"}\n')

@@ -237,7 +237,7 @@ def refused(holotrain, honest, monkeypatch):
     return give
 
 
-@pytest.mark.parametrize("share", [6, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [6, slow(2)])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_crafted_description_is_refused(refused, change, share):
     """In a checkpoint or in the config.json of an export, by every sixth command; or in both, by every second."""
@@ -256,7 +256,7 @@ def test_a_crafted_description_is_refused(refused, change, share):
         refused(f"{kind}_export", commands)
 
 
-@pytest.mark.parametrize("share", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [3, slow(1)])
 @pytest.mark.parametrize("kind", FILES)
 def test_a_crafted_checkpoint_is_refused(refused, kind, share):
     """By every third command, or by each."""
@@ -355,8 +355,8 @@ def test_a_model_that_no_machine_holds_is_not_built(holotrain, honest, sizes, co
     "of",
     [
         "local://{folder}/precious",
-        pytest.param("{folder}/precious", marks=pytest.mark.slow),
-        pytest.param("{checkpoints}/../../precious", marks=pytest.mark.slow),
+        slow("{folder}/precious"),
+        slow("{checkpoints}/../../precious"),
     ],
 )
 def test_a_checkpoint_does_not_say_what_is_removed(holotrain, honest, of):

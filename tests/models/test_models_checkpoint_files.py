@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from compared import assert_equal
+from covering import slow
 from safetensors.torch import save_file
 
 from holotrain.models import checkpoint_files
@@ -43,7 +44,7 @@ def refused(path: Path) -> bool:
     return False
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [300, slow(5000)])
 def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path, count):
     """Anywhere in a file: in what it holds it is always refused, in the zip around that it may not matter."""
     torch.save(HELD, tmp_path / "sound.ckpt")

@@ -445,6 +445,7 @@ def test_a_download_that_fails_without_a_word_says_what_kind_of_error_it_is(monk
     [
         (timm_vit, lambda: ViT(**IMAGE, pool="class")),
         (timm_swin, lambda: Swin(**WINDOWS)),
+        (lambda: pooled(32, (2, 1), 1, 2)[1], lambda: pooled(32, (2, 1), 1, 2)[0]),
         (gpt2, lambda: GPT(**TEXT, positions="learned", gelu="tanh")),
         (roberta, lambda: RoBERTa(norm="post", **ENCODER)),
     ],
@@ -453,9 +454,21 @@ def test_a_number_in_place_of_a_tensor_is_refused_wherever_it_stands(theirs, mod
     weights, model = theirs().state_dict(), model()
     before = {name: x.clone() for name, x in model.state_dict().items()}
     for name in [name for name in weights if not name.startswith(("head.", "lm_head."))]:  # another head is left out
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="these weights"):
             load_pretrained(model, weights | {name: torch.tensor(1.0)})
     assert_equal(model.state_dict(), before)
+
+
+def test_a_number_in_place_of_segments_is_of_no_known_model():
+    with pytest.raises(ValueError, match="no known model"):
+        load_pretrained(GPT(**TEXT), {"embeddings.token_type_embeddings.weight": torch.tensor(1.0)})
+
+
+def test_a_tensor_without_which_others_cannot_be_renamed_is_named():
+    weights = roberta().state_dict()
+    del weights["roberta.encoder.layer.1.attention.self.key.weight"]
+    with pytest.raises(ValueError, match=r"Hugging Face RoBERTa, lack encoder\.layer\.1\.attention\.self\.key"):
+        load_pretrained(RoBERTa(norm="post", **ENCODER), weights)
 
 
 def test_norms_after_a_missing_one_move_too():

@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 import torch
 from compared import assert_equal
+from covering import slow
 from small_models import CELLS, FAMILIES, IMAGE, TRANSFORMERS, example
 from torch import nn
 
@@ -177,10 +178,10 @@ def test_weights_without_a_checksum_are_read(tmp_path):
     ("name", "options"),
     [
         ("RevViT", {"pool": "class"}),
-        pytest.param("ViT", {}, marks=pytest.mark.slow),
-        pytest.param("Swin", {}, marks=pytest.mark.slow),
-        pytest.param("RevSwin", {"backward": "pareprop"}, marks=pytest.mark.slow),
-        pytest.param("RevMViT", {}, marks=pytest.mark.slow),
+        slow("ViT", {}),
+        slow("Swin", {}),
+        slow("RevSwin", {"backward": "pareprop"}),
+        slow("RevMViT", {}),
     ],
 )
 def test_programs_give_the_same_outputs_for_any_batch(tmp_path, name, options):
@@ -196,9 +197,9 @@ def test_programs_give_the_same_outputs_for_any_batch(tmp_path, name, options):
     ("name", "options", "int8"),
     [
         ("ViT", {}, True),
-        pytest.param("ViT", {}, False, marks=pytest.mark.slow),
-        pytest.param("RevSwin", {"backward": "pareprop"}, False, marks=pytest.mark.slow),
-        pytest.param("RevSwin", {"backward": "pareprop"}, True, marks=pytest.mark.slow),
+        slow("ViT", {}, False),
+        slow("RevSwin", {"backward": "pareprop"}, False),
+        slow("RevSwin", {"backward": "pareprop"}, True),
     ],
 )
 def test_onnx_gives_the_same_outputs_for_any_batch(tmp_path, name, options, int8):

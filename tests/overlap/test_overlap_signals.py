@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from covering import slow
 from layer_cases import Log
 
 from holotrain.overlap import Columns, EmulatedCollectives, row_parallel_linear, signals
@@ -114,7 +115,7 @@ def test_wide_reads_and_writes_come_where_strides_allow_them(aligned):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("shapes", [40, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shapes", [40, slow(500)])
 def test_the_kernel_computes_and_counts_in_the_interpreter(shapes):
     """Random sizes from one row and no features on, and operands that are transposed, sliced, offset, strided or repeated."""
     here = Path(__file__)

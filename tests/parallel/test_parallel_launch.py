@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed
+from covering import slow
 
 from holotrain.errors import UserError
 
@@ -31,7 +32,7 @@ def test_modules_in_the_working_directory_are_not_imported(work):
     assert not Path("imported").exists()
 
 
-@pytest.mark.parametrize(("error", "attempts"), [(UserError, 1), pytest.param(ValueError, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("error", "attempts"), [(UserError, 1), slow(ValueError, 2)])
 def test_processes_do_not_start_again_after_a_mistake_of_the_user(work, error, attempts):
     from holotrain.parallel.launch import ProcessFailed, launch
 

@@ -6,7 +6,7 @@ includes the scratch of kernels and libraries, which depends on the CPU: it lies
 
 import pytest
 import torch
-from covering import thinned
+from covering import slow, thinned
 from small_planners import made
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -264,9 +264,7 @@ def test_the_machine_is_asked_as_pytorch_asks_it(monkeypatch):
             assert goes_to_onednn(dtype) == getattr(torch.ops.mkldnn, name)()
 
 
-@pytest.mark.parametrize(
-    "backward", ["reversible", *(pytest.param(other, marks=pytest.mark.slow) for other in REVERSIBLE if other != "reversible")]
-)
+@pytest.mark.parametrize("backward", ["reversible", *(slow(other) for other in REVERSIBLE if other != "reversible")])
 def test_a_plan_agrees_with_pytorchs_memory_tracker(backward):
     with fake_tensors():
         planned = simulate_step(training_step("RevViT", backward, fake=True))

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Set
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -36,18 +36,25 @@ for readme in readmes():
 
 OURS = {words: line for words, line in LINES.items() if ours(line) is not None}
 OTHERS = {words: line for words, line in LINES.items() if ours(line) is None}
-ELSEWHERE = {words: line for words, line in OURS.items() if made_small(line).gpu}
+ELSEWHERE = {words: line for words, line in OURS.items() if made_small(line).composed_only}
 TOGETHER = {words: line for words, line in OURS.items() if made_small(line).processes and words not in ELSEWHERE}
 ALONE = {words: line for words, line in OURS.items() if words not in ELSEWHERE | TOGETHER}
-LATER = {words for words, line in ALONE.items() if line.readme != "README.md" and not made_small(line).shows}
-"""Lines that are run as slow tests."""
 
 
-def named(lines: dict[str, Line], later: Set[str] = frozenset(), mark: pytest.MarkDecorator = pytest.mark.slow) -> list:
-    """As pytest's parameters; those named by ``later`` have the mark."""
+def named(lines: Iterable[Line], default: Collection[Line] = (), slowly: Collection[Line] = ()) -> list:
+    """As pytest's parameters: those that are run by default, those that are slow, and the long ones."""
     return [
-        pytest.param(line, id=f"{line.where} {words}", marks=mark if words in later else ()) for words, line in lines.items()
+        (pytest.param if line in default else slow if line in slowly else long)(line, id=f"{line.where} {line}")
+        for line in lines
     ]
+
+
+def first_of(lines: Iterable[Line], count: int, key: Callable[[Line], str]) -> list[Line]:
+    """The first lines of each key."""
+    found: dict[str, list[Line]] = {}
+    for line in lines:
+        found.setdefault(key(line), []).append(line)
+    return [line for each in found.values() for line in each[:count]]
 
 
 # Pages
@@ -177,8 +184,8 @@ def run(holotrain):
     return run
 
 
-@pytest.mark.parametrize("line", named(ELSEWHERE))
-def test_commands_for_a_gpu_or_a_cluster_are_composed_and_checked(line):
+@pytest.mark.parametrize("line", named(ELSEWHERE.values(), ELSEWHERE.values()))
+def test_commands_that_are_not_run_here_are_composed_and_checked(line):
     """The first job, where there are several."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -195,16 +202,15 @@ def test_commands_for_a_gpu_or_a_cluster_are_composed_and_checked(line):
     structured(arguments.command, OmegaConf.to_container(config, resolve=True))
 
 
-@pytest.mark.parametrize("line", named(ALONE, LATER))
+QUICK = [line for line in ALONE.values() if line.readme == "README.md" or made_small(line).shows]
+
+
+@pytest.mark.parametrize("line", named(ALONE.values(), QUICK, first_of(ALONE.values(), 3, lambda line: line.readme)))
 def test_commands_run(line, prepared, run):
     run(prepared(line, run))
 
 
-FIRST = {line.readme: line for line in reversed(TOGETHER.values())}
-"""The first line of each README. The others are for the long tests."""
-
-
-@pytest.mark.parametrize("line", [(slow if line in FIRST.values() else long)(line, id=str(line)) for line in TOGETHER.values()])
+@pytest.mark.parametrize("line", named(TOGETHER.values(), (), first_of(TOGETHER.values(), 1, lambda line: line.readme)))
 def test_commands_in_two_processes(line, prepared, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     said = tmp_path / "said"
@@ -270,7 +276,7 @@ def is_script(line: Line) -> bool:
     return line.words[0] == "python" and len(line.words) > 1 and line.words[1].startswith("scripts/")
 
 
-@pytest.mark.parametrize("line", named(OTHERS))
+@pytest.mark.parametrize("line", named(OTHERS.values(), OTHERS.values()))
 def test_commands_of_other_programs_are_read(line, monkeypatch):
     words = list(line.words)
     readers = {"pip": read_by_pip, "pytest": read_by_pytest, "tensorboard": read_by_tensorboard}
@@ -281,14 +287,17 @@ def test_commands_of_other_programs_are_read(line, monkeypatch):
         readers[words[0]](words)
 
 
-BENCH_LINES = {
-    line.words[1]: line for line in reversed(OTHERS.values()) if is_script(line) and Path(line.words[1]).name in BENCHES
-}
-"""The first line of each bench. Their other lines differ in options, which are read above."""
+def benches() -> list[Line]:
+    """Of each bench one line for every set of options, since their sizes are replaced."""
+    found = {}
+    for line in filter(is_script, OTHERS.values()):
+        options = (word for word in line.words if word.startswith("--"))
+        if Path(line.words[1]).name in BENCHES and "swin_tiny" not in line.words:  # which runs what the others run
+            found.setdefault((line.words[1], *sorted(options)), line)
+    return list(found.values())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("line", named(BENCH_LINES))
+@pytest.mark.parametrize("line", named(benches(), (), first_of(benches(), 1, lambda line: line.words[1])))
 def test_benches_run_at_their_smallest(line, tmp_path):
     words = list(line.words[2:])
     for option in ("--minrev", "--picture"):  # a checkout and a library that tests do without

@@ -186,7 +186,7 @@ def rounded_grads(seed: int, backward: str, compiled: bool) -> list:
     return torch.autograd.grad((y1 * y2.sin()).sum(), list(net.parameters()))
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiled", [False, slow(True)])
 @pytest.mark.parametrize("backward", ["checkpoint", "reversible", "pareprop"])
 def test_random_cases_in_half_precision(backward, compiled):
     for seed in range(6 if compiled else 20):

@@ -79,7 +79,7 @@ def gradients(net, x):
 
 
 def test_each_half_is_recomputed_beside_the_gradients_of_the_half_behind_it(machine):
-    """All gradients on the ambient stream. Half a block runs ahead as soon as the backward reaches the half behind it."""
+    """All gradients on the current stream. Half a block runs ahead as soon as the backward reaches the half behind it."""
     gradients(net_on(machine, 3), rows(3))
     halves = [f"{i}.{letter}" for i in (2, 1, 0) for letter in "gf"]
     expected = [(f"recompute {halves[0]}", MAIN)]
@@ -163,8 +163,8 @@ class DelayedBranch(nn.Module):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 class TestOnCuda:
-    @pytest.mark.parametrize("ambient", ["default", "another"])
-    def test_random_delays_on_either_stream_never_change_a_gradient(self, ambient):
+    @pytest.mark.parametrize("current", ["default", "another"])
+    def test_random_delays_on_either_stream_never_change_a_gradient(self, current):
         torch.manual_seed(0)
         net = ReversibleSequence([ReversibleBlock(DelayedBranch(), DelayedBranch()) for _ in range(3)], "autograd")
         net.double().cuda()
@@ -176,7 +176,7 @@ class TestOnCuda:
 
         reference = gradients()
         net.backward = "pareprop"
-        stream = torch.cuda.Stream() if ambient == "another" else torch.cuda.current_stream()
+        stream = torch.cuda.Stream() if current == "another" else torch.cuda.current_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             first = gradients()

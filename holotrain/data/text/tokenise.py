@@ -193,7 +193,7 @@ class Corpus:
         self.offsets = np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum()
         self.labels = None
         if classes:
-            import pyarrow.compute as pc  # takes half a second
+            import pyarrow.compute as pc  # this import takes half a second
 
             found = pc.index_in(dataset.data.column("label"), pa.array(classes))  # ty: ignore[missing-attribute]: made when imported
             self.labels = found.fill_null(-1).to_numpy().astype(np.int64)
