@@ -325,6 +325,7 @@ def test_validate_test_predict_and_export(here, run):
     assert same(holotrain.load(exported), holotrain.load(run / "checkpoints/last.ckpt"))
 
 
+@pytest.mark.slow
 def test_generate_returns_what_follows_each_prompt(here):
     (here / "mine.txt").write_text("".join(f"{number} sheep jumped over the fence\n" for number in range(500)))
     words = ["task=causal_lm", "data=text_files", "data.files=mine.txt", "data.unit=line", "data.context=32"]
@@ -351,6 +352,7 @@ def test_plan_is_that_of_the_command_line(here):
     assert holotrain.plan(holotrain.compose("fit", words)).as_json() == plan.as_json()
 
 
+@pytest.mark.slow
 def test_plan_of_objects_leaves_them_as_they_are(here, capsys):
     net, data = Net(), samples()
     before = {name: value.clone() for name, value in net.state_dict().items()}

@@ -357,6 +357,7 @@ trainer.fit(Signalled(), torch.utils.data.DataLoader(torch.ones(4, 1)))
 """
 
 
+@pytest.mark.slow
 def test_the_same_signal_again_acts_at_once(tmp_path):
     out, errors = tmp_path / "out", tmp_path / "errors"
     process = Forked(TWICE, tmp_path / "x.ckpt", folder=tmp_path, out=out, errors=errors)

@@ -254,6 +254,7 @@ def test_mistakes_are_said_in_one_line(tmp_path, monkeypatch, options, message):
     one_line(lambda: module(tmp_path, **options), message)
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_python_files_and_its_largest_packages_are_classes(tmp_path):
     options = {"layout": "documents", "cache_dir": str(tmp_path)}
     found = {file.name: file for file in StdlibText(classes=5, **options).files()}

@@ -355,6 +355,7 @@ def test_reversible_blocks_train(holotrain, tmp_path, kind, task):
         assert_equal(back(given).logits, model(given))
 
 
+@pytest.mark.slow
 def test_lora_is_trained_and_merged(holotrain):
     pytest.importorskip("peft")
     write_network(Path("network"), "vit")

@@ -233,6 +233,7 @@ def test_an_option_needs_only_its_line_in_the_signature(holotrain):
     assert "holds another model" in holotrain("test", "ckpt_path=run", "model.layer_scale=null")[2]
 
 
+@pytest.mark.slow
 def test_checkpoints_that_do_not_fit_are_refused(holotrain, trained):
     folder, checkpoint = trained
     truncated = Path("truncated.ckpt")
@@ -273,6 +274,7 @@ def test_the_module_starts_and_prints_its_configuration(tmp_path):
     assert yaml.safe_load(process.stdout)["seed"] == 7
 
 
+@pytest.mark.slow
 def test_a_trace_is_left_and_told_of(holotrain):
     status, out, _ = holotrain("fit", *QUICK, "profiler=trace")
     assert status == 0

@@ -64,6 +64,7 @@ def test_hparams_without_validation_have_no_column_that_stays_empty(holotrain):
     assert_every_column_has_values(only(Path("runs/fit")))
 
 
+@pytest.mark.slow
 def test_hparams_of_a_killed_run_show_its_options(holotrain, tmp_path):
     fit_and_kill(tmp_path, *SMALL, "trainer.limit_train_batches=6", "optimizer.lr=0.02", "hydra.run.dir=killed")
     experiment, options = hparams(tmp_path / "killed")

@@ -52,6 +52,7 @@ def test_precisions_mixed_labels_and_the_published_form(holotrain, options):
     holotrain.done("fit", *QUICK, *options)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_exported_and_read_again(holotrain):
     checkpoint = Path("run/checkpoints/last.ckpt")
     holotrain.done("fit", *QUICK, "hydra.run.dir=run")

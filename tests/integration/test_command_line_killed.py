@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from covering import slow
 from left_by_runs import assert_same_weights, summary
 from small_run import SMALL, fit_and_kill
 
@@ -67,7 +66,8 @@ def write_data(kind: str) -> None:
     rows.save_to_disk("saved")
 
 
-@pytest.mark.parametrize("kind", [kind if kind == "saved images" else slow(kind) for kind in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CASES)
 def test_a_killed_run_resumes_to_the_same_weights(holotrain, tmp_path, kind):
     """One of them is killed in the first epoch, the others in the second."""
     write_data(kind)

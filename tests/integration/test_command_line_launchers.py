@@ -54,6 +54,7 @@ def test_a_defect_elsewhere_is_the_status_of_the_command(holotrain, elsewhere, m
     assert [(row["status"], row["error"]) for row in table()] == [("failed", "ZeroDivisionError: division by zero")] * 2
 
 
+@pytest.mark.slow
 def test_a_defect_counts_for_more_than_a_mistake(holotrain, monkeypatch):
     from holotrain.commands import fit
     from holotrain.errors import UserError

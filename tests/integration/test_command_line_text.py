@@ -151,6 +151,7 @@ def test_a_sweep_takes_the_checkpoints_configuration(holotrain, trained):
     assert generations(sweep / "0")[0]["text"] != generations(sweep / "1")[0]["text"]
 
 
+@pytest.mark.slow
 def test_texts_are_scored_and_classified(holotrain, trained):
     checkpoint = trained("causal_lm")
     Path("texts/metal").rename("metal")  # predictions need no data

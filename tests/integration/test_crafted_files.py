@@ -401,6 +401,7 @@ def test_a_checkpoint_does_not_decide_where_files_go(holotrain, honest):
     assert summary(only(Path("runs/test")))["checkpoint"] == "crafted.ckpt"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_does_not_decide_where_data_are_written(holotrain, honest):
     shown = ["test", f"ckpt_path={honest / 'text.ckpt'}", "--cfg", "job"]
     assert yaml.safe_load(holotrain(*shown)[1])["data"]["cache_dir"] == "data/text"

@@ -144,6 +144,7 @@ def test_a_task_without_model_and_optimizer(typed, tmp_path):
     assert rows[0] == ["sample", "brightness"] and len(rows) == 25
 
 
+@pytest.mark.slow
 def test_a_task_in_a_file_of_its_own_group(typed):
     """Beside the model and the data of the command line, and without ``@package _global_``."""
     Path("conf/task/turning.yaml").write_text("_target_: own_package.Rotation\n")

@@ -23,6 +23,7 @@ def work(tmp_path, monkeypatch):
     return lambda *lines: (modules / "its_work.py").write_text("\n".join(lines))
 
 
+@pytest.mark.slow
 def test_modules_in_the_working_directory_are_not_imported(work):
     from holotrain.parallel.launch import launch
 

@@ -31,7 +31,8 @@ def vit(backward="reversible", depth=24):
     return RevViT(**SIZES, depth=depth, backward=backward)
 
 
-@pytest.mark.parametrize("backward", [slow("autograd"), "reversible"])
+@pytest.mark.slow
+@pytest.mark.parametrize("backward", ["autograd", "reversible"])
 def test_at_the_peak_of_24_blocks_there_is_a_tenth_of_the_gradients_at_most(backward):
     with fake_tensors():
         usual, ours = (simulate_step(step_of(lambda: vit(backward), in_backward)) for in_backward in (False, True))

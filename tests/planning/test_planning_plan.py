@@ -33,6 +33,7 @@ def test_what_must_fit_is_the_bound(monkeypatch):
         choose_schedules(packed, budget)
 
 
+@pytest.mark.slow
 def test_the_largest_depth_fits_and_one_more_block_does_not():
     planned = planner()
     budget = planned.footprint("checkpoint", depth=7).bound

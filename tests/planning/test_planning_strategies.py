@@ -54,6 +54,7 @@ def test_where_no_time_is_known_memory_is_left(monkeypatch):
         assert not any("link" in line for line in found.assumptions)
 
 
+@pytest.mark.slow
 def test_a_rank_takes_less_the_more_there_are():
     planned = planner(device="cuda", schedules=("reversible",))
     plan = make_plan(planned, None)
