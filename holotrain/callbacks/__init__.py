@@ -10,7 +10,7 @@ classifiers         Predictions and ConfusionMatrix: what a classifier says of i
 samples             Samples: texts of a causal language model
 drawing             pictures and texts for each kind of logger
 trace               TraceProfiler: a few batches as a trace for Perfetto, and memory during a batch as SVG
-exact_resume        ExactResume: state that Lightning leaves out of checkpoints; stops and validations after whole steps only
+exact_resume        ExactResume: random states and more that Lightning leaves out of checkpoints; stops after whole steps only
 exact_checkpoint    ExactCheckpoint, BestCheckpoint: checkpoints for exact resumption; WeightAverage: of the weights
 interrupt           SaveOnSignal: saves a checkpoint before a signal ends the training, in all processes at the same batch
 epoch_log           EpochLog: one line per epoch; progress: bar or lines

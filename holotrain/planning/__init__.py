@@ -5,8 +5,8 @@ allocators       how a device's allocator counts storages, and what operations h
 tracker          all bytes that operations allocate and free, and the memory of a step
 training_step    one training step, simulated or measured
 planner          the memory of a step with other schedules, batch sizes and depths; free memory
-choice           memory and time of a block under each schedule, and the schedules of all blocks within a budget
-memory_plan      memory under each schedule, largest batch and depth, and the choice of what a training leaves open
+choice           memory and time of a block under each schedule; what backward=auto chooses for each within a budget
+memory_plan      memory under each schedule, largest batch and depth; asks `choice` for what a training leaves open
 step_times       the arithmetic of a step, and its time on one device; clock: how it is timed
 scaling          memory and time of a step on several devices
 several_devices  the prediction for each parallel strategy
