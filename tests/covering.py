@@ -1,20 +1,16 @@
 """Parameters of tests: some cases by default, others marked slow or long."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
-from typing import Any
 
 import pytest
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+"""One case of a test's parameters that is run with the slow tests."""
 
-def slow(*values: object, id: str | None = None) -> Any:
-    """One case of a test's parameters that is run with the slow tests."""
-    return pytest.param(*values, marks=pytest.mark.slow, id=id)
-
-
-def long(*values: object, id: str | None = None) -> Any:
-    """One case that only ``pytest -m long`` runs."""
-    return pytest.param(*values, marks=pytest.mark.long, id=id)
+long = partial(pytest.param, marks=pytest.mark.long)
+"""One case that only ``pytest -m long`` runs."""
 
 
 def thinned(*options: Sequence, keep: Sequence[tuple], allowed: Callable[..., bool] = lambda *case: True) -> list:

@@ -41,10 +41,12 @@ TOGETHER = {words: line for words, line in OURS.items() if made_small(line).proc
 ALONE = {words: line for words, line in OURS.items() if words not in ELSEWHERE | TOGETHER}
 
 
-def named(lines: Iterable[Line], default: Collection[Line] = (), slowly: Collection[Line] = ()) -> list:
-    """As pytest's parameters: those that are run by default, those that are slow, and the long ones."""
+def named(lines: Iterable[Line], default: Collection[Line] | None = None, slowly: Collection[Line] = ()) -> list:
+    """As pytest's parameters: those that are run by default (None: all), those that are slow, and the long ones."""
     return [
-        (pytest.param if line in default else slow if line in slowly else long)(line, id=f"{line.where} {line}")
+        (pytest.param if default is None or line in default else slow if line in slowly else long)(
+            line, id=f"{line.where} {line}"
+        )
         for line in lines
     ]
 
@@ -184,7 +186,7 @@ def run(holotrain):
     return run
 
 
-@pytest.mark.parametrize("line", named(ELSEWHERE.values(), ELSEWHERE.values()))
+@pytest.mark.parametrize("line", named(ELSEWHERE.values()))
 def test_commands_that_are_not_run_here_are_composed_and_checked(line):
     """The first job, where there are several."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -276,7 +278,7 @@ def is_script(line: Line) -> bool:
     return line.words[0] == "python" and len(line.words) > 1 and line.words[1].startswith("scripts/")
 
 
-@pytest.mark.parametrize("line", named(OTHERS.values(), OTHERS.values()))
+@pytest.mark.parametrize("line", named(OTHERS.values()))
 def test_commands_of_other_programs_are_read(line, monkeypatch):
     words = list(line.words)
     readers = {"pip": read_by_pip, "pytest": read_by_pytest, "tensorboard": read_by_tensorboard}
@@ -287,7 +289,7 @@ def test_commands_of_other_programs_are_read(line, monkeypatch):
         readers[words[0]](words)
 
 
-def benches() -> list[Line]:
+def bench_lines() -> list[Line]:
     """Of each bench one line for every set of options, since their sizes are replaced."""
     found = {}
     for line in filter(is_script, OTHERS.values()):
@@ -297,7 +299,10 @@ def benches() -> list[Line]:
     return list(found.values())
 
 
-@pytest.mark.parametrize("line", named(benches(), (), first_of(benches(), 1, lambda line: line.words[1])))
+BENCH_LINES = bench_lines()
+
+
+@pytest.mark.parametrize("line", named(BENCH_LINES, (), first_of(BENCH_LINES, 1, lambda line: line.words[1])))
 def test_benches_run_at_their_smallest(line, tmp_path):
     words = list(line.words[2:])
     for option in ("--minrev", "--picture"):  # a checkout and a library that tests do without
