@@ -217,7 +217,8 @@ def test_debugging_runs(holotrain):
 
 @pytest.mark.slow
 def test_compiled_blocks_train(holotrain):
-    holotrain.done("fit", *QUICK, "compile=true", "trainer.max_epochs=1", "hydra.run.dir=run")
+    # PyTorch may log about this machine's compilers, so what stands on the standard error is not asserted.
+    assert holotrain("fit", *QUICK, "compile=true", "trainer.max_epochs=1", "hydra.run.dir=run")[0] == 0
     assert not any("_orig_mod" in name for name in weights(Path("run/checkpoints/last.ckpt")))
 
 
