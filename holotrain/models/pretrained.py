@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from holotrain.models.building import allocated
 from holotrain.models.gpt import GPT
 from holotrain.models.layers.attention import Attention
 from holotrain.models.mvit import MViT
@@ -245,16 +246,17 @@ def load_pretrained(model: nn.Module, weights: Weights) -> Loaded:
     completely or, if any part of it has another shape, not at all.
 
     Raises:
-        ValueError: the weights are of an unknown source or of another family, a tensor outside the head has another shape, or
-            fewer than half of the parameters fit. The model is then unchanged.
+        ValueError: the weights are of an unknown source or of another family, a tensor outside the head has another shape,
+            fewer than half of the parameters fit, or memory is too small to rename them. The model is then unchanged.
     """
     kind = type(model).__name__
     source = _source(weights)
     if not isinstance(model, source.model):
         raise ValueError(f"these weights are for {source.name}; the model is a {kind}")
     try:
-        renamed = _by_head(_renamed(source, weights), model)
-        given = _fitted(renamed, model)
+        with allocated():
+            renamed = _by_head(_renamed(source, weights), model)
+            given = _fitted(renamed, model)
     except KeyError as error:
         raise ValueError(f"these weights, of {source.name}, lack {error.args[0]}") from error
     except torch.OutOfMemoryError:

@@ -471,6 +471,14 @@ def test_a_tensor_without_which_others_cannot_be_renamed_is_named():
         load_pretrained(RoBERTa(norm="post", **ENCODER), weights)
 
 
+def test_weights_too_large_to_be_renamed_do_not_fit_into_memory():
+    weights, model = roberta().state_dict(), RoBERTa(norm="post", **ENCODER)
+    layer = "roberta.encoder.layer.1.attention.self."
+    huge = {f"{layer}{part}.weight": torch.zeros(1).expand(2**23, 2**23) for part in ("query", "key", "value")}
+    with pytest.raises(ValueError, match="do not fit into memory"):
+        load_pretrained(model, weights | huge)
+
+
 def test_norms_after_a_missing_one_move_too():
     post = RoBERTa(norm="post", **ENCODER)
     weights = {name: torch.full_like(x, number) for number, (name, x) in enumerate(post.state_dict().items())}
