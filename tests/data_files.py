@@ -48,11 +48,12 @@ def write_cifar(root, kind, monkeypatch, per_file=20):
 
 
 def write_saved_images(folder):
-    """Sixty small images of three classes, as save_to_disk writes them; the red of each is its number."""
+    """Sixty small images of three classes, as save_to_disk writes them; the red of each is its number, and
+    every other one is half transparent."""
     from datasets import ClassLabel, Dataset, Features
     from datasets import Image as Column
 
-    pictures = [Image.new("RGB", (20 + n % 5, 18), (n * 4, 9, n % 3)) for n in range(60)]
+    pictures = [Image.new("RGBA", (20 + n % 5, 18), (n * 4, 9, n % 3, 255 - n % 2 * 128)) for n in range(60)]
     features = Features({"image": Column(), "label": ClassLabel(names=["a", "b", "c"])})
     Dataset.from_dict({"image": pictures, "label": [n % 3 for n in range(60)]}, features).save_to_disk(folder)
     return folder

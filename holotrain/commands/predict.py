@@ -25,7 +25,7 @@ PREDICTIONS = "predictions.csv"
 
 
 def run(config: PredictConfig, run: Run) -> int:
-    """Writes one row per sample: its file or its number in the test set, then what the task predicts: a class and its
+    """Writes one row per sample: its file, or its number in the test set, then what the task predicts: a class and its
     probability, for causal_lm bytes and bits per byte, for a task of one's own what its ``predict_step`` returns."""
     path, files = config.checkpoint, config.images or config.texts
     if config.trainer.limit_predict_batches == 0:
@@ -41,16 +41,16 @@ def run(config: PredictConfig, run: Run) -> int:
         described, loader = description(config, data), data.predict_dataloader()
     screen.show_start("predict", config, run, model_of(task), path)
     in_int8(model_of(task), config.int8)
-    read = PathsRead() if config.images else None
-    trainer = build_trainer(config.trainer, run.folder, [read] if read else [], False)
+    read = PathsRead()
+    trainer = build_trainer(config.trainer, run.folder, [read], False)
     with lightning_refusals("predict"):
         batches = trainer.predict(task, dataloaders=loader)
     own = loader.dataset if files else None
-    names = read.paths if read else map(str, own.paths) if isinstance(own, LooseFiles) else count()
+    names = read.paths or (map(str, own.paths) if isinstance(own, LooseFiles) else count())
     named = list(zip(names, _samples(batches or []), strict=False))  # limit_predict_batches may leave names unused
     left_out = sum(name == "" for name, _ in named)
     if left_out and left_out == len(named):
-        raise UserError(f"images: there is no readable image in {files}")
+        raise UserError(f"images: there is no readable image in {files or 'the test set'}")
     named = [each for each in named if each[0] != ""]
     of = "text" if is_a(config.data, TEXT) else "image" if is_a(config.data, IMAGES) else "sample"
     if is_a(config.task, CAUSAL_LM):
@@ -67,7 +67,7 @@ def run(config: PredictConfig, run: Run) -> int:
 
 
 class PathsRead(pl.Callback):
-    """The path of each image of the batches; empty where its file cannot be read."""
+    """The path of each image, of batches (images, paths); empty where its file cannot be read."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
@@ -81,7 +81,8 @@ class PathsRead(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self.paths += batch[1]
+        if isinstance(batch, tuple | list) and len(batch) > 1 and isinstance(batch[1], tuple | list):
+            self.paths += map(str, batch[1])
 
 
 def _samples(batches: list[Any]) -> list[dict[str, Any]]:

@@ -27,13 +27,12 @@ def run(config: ReportConfig) -> int:
     """Writes the page and returns 0.
 
     Raises:
-        UserError: an argument names no run that can be read, or none with scalars, or the page cannot be written.
+        UserError: an argument names no run, no run can be read, none has scalars, or the page cannot be written.
     """
     target = Path(config.to)
     if target.is_dir():
         raise UserError(f"to: {target} is a folder; give a file, such as to={target / 'report.html'}")
-    named = {word: runs_at(word) for word in config.runs}
-    folders = {folder.resolve(): folder for found in named.values() for folder in found}
+    folders = {folder.resolve(): folder for word in config.runs for folder in runs_at(word)}
     console = plain(soft_wrap=True)
     read: dict[Path, Reported] = {}
     unreadable: dict[Path, UserError] = {}
@@ -42,12 +41,10 @@ def run(config: ReportConfig) -> int:
             read[place] = _read(folders[place])
         except UserError as error:  # the other runs are still worth comparing
             unreadable[place] = error
-    for word, found in named.items():
-        places = [folder.resolve() for folder in found]
-        if not any(place in read for place in places):
-            raise unreadable[places[0]]
-        if not any(read[place].curves for place in places if place in read):
-            raise UserError(f"{word}: no scalars found; train with logger=tensorboard or logger=csv")
+    if not read:
+        raise next(iter(unreadable.values()))
+    if not any(reported.curves for reported in read.values()):
+        raise UserError(f"{' '.join(config.runs)}: no scalars found; train with logger=tensorboard or logger=csv")
     write_whole(target, page(list(read.values())))
     for error in unreadable.values():
         console.print(f"left out: {error}")

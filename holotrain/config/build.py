@@ -38,7 +38,7 @@ from holotrain.config.signatures import REQUIRED
 from holotrain.data import ByteTokenizer, tokenizer_from_json
 from holotrain.errors import UserError, naming_group
 from holotrain.models import compile_blocks
-from holotrain.models.adapters import add_adapters, add_peft, freeze
+from holotrain.models.adapters import PEFT, add_adapters, add_peft, freeze
 from holotrain.models.block_schedules import schedule_blocks, set_backward
 from holotrain.models.building import allocated, bounded
 from holotrain.models.checkpoint_files import read_weights
@@ -46,7 +46,7 @@ from holotrain.models.foreign import Foreign
 from holotrain.models.pretrained import load_pretrained
 from holotrain.optimizers.stepping import InBackward
 from holotrain.synthesis import HolographicSynthesis
-from holotrain.targets import instantiate, is_of
+from holotrain.targets import instantiate, is_of, needed
 from holotrain.tasks.optimizers import decay_groups
 
 
@@ -297,9 +297,10 @@ def with_adapters(model: nn.Module, adapters: int | dict[str, Any]) -> None:
         adapters: the option ``model.adapters``.
 
     Raises:
-        ValueError: the model has no place for them.
+        ValueError: the model has no place for them, or they need peft, which is not installed.
     """
     if isinstance(adapters, dict):
+        needed(*PEFT)
         add_peft(model, instantiate(adapters))
     elif adapters:
         add_adapters(model, adapters)

@@ -9,7 +9,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from holotrain.data.hub import FromHub, class_names, column
-from holotrain.data.image_folder import UNREADABLE
+from holotrain.data.image_folder import UNREADABLE, grey_or_rgb
 from holotrain.data.images import Labelled, OfClasses, SizedImages, chosen_classes, held_out
 from holotrain.errors import UserError
 from holotrain.numeric import require_within
@@ -110,6 +110,6 @@ class HubRows(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         try:
-            return self.rows[index][self.image], int(self.labels[index])
+            return grey_or_rgb(self.rows[index][self.image]), int(self.labels[index])
         except UNREADABLE as error:
             raise UserError(f"data: row {index} holds no readable image ({error})") from error

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from PIL import Image
 from torch import Tensor
@@ -28,10 +28,36 @@ def read_image(path: Path) -> Image.Image:
     """
     try:
         with Image.open(path) as image:
-            image.load()
-            return image
+            return grey_or_rgb(image)
     except UNREADABLE as error:
         raise UserError(f"{path} is not a readable image ({error})") from error
+
+
+def grey_or_rgb(image: Image.Image) -> Image.Image:
+    """The image, decoded. Palettes, transparency and other colour spaces become RGB; grey values keep their 8, 16 or 32 bits.
+
+    Raises:
+        OSError, ValueError: it is damaged, or Pillow cannot convert it.
+    """
+    image.load()
+    if image.mode in ("RGB", "L", "I;16", "I", "F"):
+        return image
+    if image.mode.startswith("I;16"):  # in the other order of bytes
+        return image.convert("I").convert("I;16")
+    if "transparency" in image.info:  # else Pillow warns about palettes with several transparent colours
+        image = image.convert("RGBA")
+    return image.convert("RGB")
+
+
+def leave_out(on_corrupt: str, error: UserError) -> None:
+    """Warns, once per file, that it cannot be read.
+
+    Raises:
+        UserError: ``on_corrupt`` is ``"error"``.
+    """
+    if on_corrupt == "error":
+        raise UserError(f"data: {error}; data.on_corrupt=skip leaves such images out") from error
+    warnings.warn(f"left out: {error}", stacklevel=3)
 
 
 def image_paths(folder: Path) -> list[Path]:
@@ -40,21 +66,15 @@ def image_paths(folder: Path) -> list[Path]:
 
 
 class ImageFiles(Dataset):
-    """The image at a path, or all images below it, as (transformed image, path).
+    """Image files as (transformed image, path).
 
-    For a file that cannot be read it warns, and gives a blank image without a path: the others are still worth having.
-
-    Raises:
-        UserError: there is no image.
+    Args:
+        on_corrupt: what to do with a file that cannot be read: ``"error"`` or ``"skip"``, which gives a blank image without a
+            path.
     """
 
-    def __init__(self, path: Path, transform: Callable[[Image.Image], Tensor]) -> None:
-        if not path.exists():
-            raise UserError(f"images: there is no file or folder {path}")
-        self.paths = [path] if path.is_file() else image_paths(path)
-        if not self.paths:
-            raise UserError(f"images: there is no image in {path}; known extensions are {', '.join(sorted(EXTENSIONS))}")
-        self.transform = transform
+    def __init__(self, paths: Sequence[Path], transform: Callable[[Image.Image], Tensor], on_corrupt: str = "skip") -> None:
+        self.paths, self.transform, self.on_corrupt = paths, transform, on_corrupt
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -64,12 +84,13 @@ class ImageFiles(Dataset):
         try:
             return self.transform(read_image(path)), str(path)
         except UserError as error:
-            warnings.warn(f"left out: {error}", stacklevel=2)
+            leave_out(self.on_corrupt, error)
             return self.transform(Image.new("RGB", (1, 1))), ""
 
 
 def image_files(path: Path, channels: int, image_size: int, statistics: Statistics, batch_size: int, **loading: Any) -> Loader:
-    """Image files of any size, converted to these channels, this size and normalisation, in batches (images, paths).
+    """The image at a path, or all images below it, converted to these channels, this size and normalisation, in batches
+    (images, paths).
 
     Args:
         loading: options of DataLoader, such as ``num_workers``.
@@ -77,8 +98,13 @@ def image_files(path: Path, channels: int, image_size: int, statistics: Statisti
     Raises:
         UserError: there is no image at ``path``.
     """
+    if not path.exists():
+        raise UserError(f"images: there is no file or folder {path}")
+    paths = [path] if path.is_file() else image_paths(path)
+    if not paths:
+        raise UserError(f"images: there is no image in {path}; known extensions are {', '.join(sorted(EXTENSIONS))}")
     transform = v2.Compose([*resized(channels, image_size), *normalised(statistics)])
-    return Loader(ImageFiles(path, transform), batch_size=batch_size, **loading)
+    return Loader(ImageFiles(paths, transform), batch_size=batch_size, **loading)
 
 
 class LabelledFiles(Dataset):
@@ -87,7 +113,7 @@ class LabelledFiles(Dataset):
     Args:
         samples: path and label of each.
         on_corrupt: ``"error"`` raises a UserError that names the file. ``"skip"`` warns and returns the next readable image
-            instead (after the last, the first), so that the length does not change and batches and resuming still work.
+            and its label instead (after the last, the first), so that the length does not change and resuming still works.
     """
 
     def __init__(self, samples: list[tuple[Path, int]], on_corrupt: str = "error") -> None:
@@ -102,9 +128,7 @@ class LabelledFiles(Dataset):
             try:
                 return read_image(path), label
             except UserError as error:
-                if self.on_corrupt == "error":
-                    raise UserError(f"data: {error}; data.on_corrupt=skip leaves such images out") from error
-                warnings.warn(f"skipped: {error}", stacklevel=2)  # shown once per file
+                leave_out(self.on_corrupt, error)
         raise UserError("data: there is no readable image")
 
 
@@ -143,6 +167,11 @@ class ImageFolder(SizedImages):
         test = "test" if (self.root / "test").is_dir() else "val"
         folders = {"train": "train", "val": "val", "test": test}
         self._splits = {name: LabelledFiles(self._samples(folder), self.on_corrupt) for name, folder in folders.items()}
+
+    def predict_dataloader(self) -> Loader:
+        """The test set in batches (images, paths)."""
+        paths = [path for path, _ in cast(LabelledFiles, self._splits["test"]).samples]
+        return Loader(ImageFiles(paths, self.eval_transform(), self.on_corrupt), self.batch_size, **self.loading)
 
     def _classes(self, part: str) -> list[Path]:
         folders = sorted(folder for folder in (self.root / part).glob("*") if folder.is_dir())

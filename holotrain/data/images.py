@@ -1,7 +1,6 @@
 """What all image data sets share: transforms, loaders, augmentation, mixing, some of the classes."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -11,9 +10,10 @@ from torch.utils.data import Dataset, Subset, default_collate
 from torchvision.transforms import v2
 
 from holotrain.data.loader import Loader, LoadingModule, ResumableLoader, SeededDataset, TransformedDataset
-from holotrain.errors import UserError, one_of
+from holotrain.errors import UserError, naming_group, one_of
 from holotrain.files import read_json
 from holotrain.numeric import require_at_least, require_within
+from holotrain.targets import needed
 
 Statistics = tuple[Sequence[float], Sequence[float]]
 """Mean and standard deviation of each channel, for values in [0, 1]."""
@@ -100,11 +100,10 @@ def _of_folder(folder: Path) -> dict[str, Any]:
 
 
 def _of_timm(name: str) -> dict[str, Any]:
-    with suppress(ImportError):
-        import timm
-
-        if published := timm.get_pretrained_cfg(name):
-            return published.to_dict()
+    with naming_group("data.processor"):
+        timm = needed("timm", f"there is no folder {name}; for a name of timm's", "timm")
+    if published := timm.get_pretrained_cfg(name):
+        return published.to_dict()
     raise UserError(f"data.processor: there is no folder {name}, and no model of timm's with this name")
 
 

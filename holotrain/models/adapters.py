@@ -13,7 +13,7 @@ from holotrain.models.layers.blocks import ResidualBlock
 from holotrain.reversible import ReversibleBlock
 from holotrain.targets import first_line, needed
 
-PEFT = ("these adapters need peft", "peft")
+PEFT = ("peft", "these adapters need peft", "peft")
 
 
 class Adapted(nn.Module):
@@ -85,7 +85,7 @@ def add_peft(model: nn.Module, config: Any) -> None:
     Raises:
         ValueError: peft is not installed, the configuration is none of peft's, or the model has no layer that it names.
     """
-    peft = needed("peft", *PEFT)
+    peft = needed(*PEFT)
     if not isinstance(config, peft.PeftConfig):
         raise ValueError(f"adapters: a {type(config).__name__} is no configuration of peft, such as peft.LoraConfig")
     try:
@@ -101,10 +101,12 @@ def merge_peft(model: nn.Module) -> None:
     """Adds what peft's layers have learned to the layers that they stand beside, and takes them away, in place."""
     if not any(hasattr(module, "base_layer") for module in model.modules()):
         return
-    layers = needed("peft.tuners.tuners_utils", *PEFT)
+    needed(*PEFT)
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, layers.BaseTunerLayer):
+            if isinstance(child, BaseTunerLayer):
                 child.merge()
                 setattr(module, name, child.get_base_layer())
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -116,6 +117,46 @@ def test_imagefolder_evaluates_the_middle_of_the_image(tmp_path, size):
     assert_close(images[0] * std + mean, expected, atol=2.5 / 255)
 
 
+MODES = {
+    "RGBA": ("png", (200, 10, 30, 128), (200, 10, 30)),
+    "P": ("png", 1, (200, 10, 30)),
+    "LA": ("png", (90, 128), (90, 90, 90)),
+    "L": ("png", 90, (90, 90, 90)),
+    "1": ("png", 1, (255, 255, 255)),
+    "I;16": ("png", 257 * 90, (90, 90, 90)),
+    "I;16B": ("tiff", 257 * 90, (90, 90, 90)),
+    "CMYK": ("tiff", (55, 245, 225, 0), (200, 10, 30)),
+    "YCbCr": ("tiff", (69, 105, 221), (200, 10, 30)),
+}
+"""Images of one colour: the form of their file, the colour as their mode has it, and as RGB."""
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_images_of_every_kind_have_their_colours(tmp_path, mode):
+    form, colour, rgb = MODES[mode]
+    image = Image.new(mode, (40, 40), colour)
+    transparent = {}
+    if mode == "P":
+        image.putpalette([0, 0, 0, *rgb])
+        transparent = {"transparency": b"\0\x80"}
+    for part, kind in (("train", "cat"), ("train", "dog"), ("val", "cat"), ("val", "dog")):
+        (tmp_path / part / kind).mkdir(parents=True)
+        image.save(tmp_path / part / kind / f"0.{form}", **transparent)
+    data = ready(ImageFolder(str(tmp_path), image_size=32, batch_size=2))
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in data.statistics)
+    expected = torch.tensor(rgb).view(3, 1, 1).expand(3, 32, 32) / 255
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        images, _ = next(iter(data.val_dataloader()))
+        predicted, _ = next(iter(data.predict_dataloader()))
+        files, _ = next(iter(image_files(tmp_path / "val", 3, 32, data.statistics, batch_size=2)))
+        trained, _ = next(iter(data.train_dataloader()))
+    for batch in (images, predicted, files):
+        assert_close(batch[0] * std + mean, expected, atol=2 / 255)
+    seen = trained[0] * std + mean
+    assert_close(seen[:, 12:20, 12:20], expected[:, 12:20, 12:20], atol=2 / 255)  # the edge may be padded
+
+
 @pytest.fixture
 def damaged(tmp_path):
     """A folder of images, and the one that is cut off."""
@@ -147,6 +188,24 @@ def test_a_truncated_image_is_skipped_and_its_place_filled(damaged, workers):
         images = torch.cat([images for images, _ in batches])
         twice = sum(torch.equal(images[i], images[j]) for i in range(12) for j in range(i))
         assert twice == 1
+
+
+def test_a_truncated_image_has_no_prediction(tmp_path):
+    write_folder(tmp_path, each=2)
+    (tmp_path / "val" / "cat" / "1.jpg").write_bytes(b"nothing")
+    data = ready(ImageFolder(str(tmp_path), image_size=32, on_corrupt="skip"))
+    with pytest.warns(UserWarning, match="left out: .*cat/1.jpg"):
+        ((images, paths),) = data.predict_dataloader()
+    assert len(images) == 4
+    assert [path and str(Path(path).relative_to(tmp_path / "val")) for path in paths] == [
+        "cat/0.png",
+        "",
+        "dog/0.png",
+        "dog/1.jpg",
+    ]
+    data = ready(ImageFolder(str(tmp_path), image_size=32))
+    with pytest.raises(UserError, match=r"cat/1.jpg is not a readable image .*; data.on_corrupt=skip"):
+        list(data.predict_dataloader())
 
 
 def test_only_broken_images_end_the_search(tmp_path):

@@ -379,12 +379,12 @@ def test_a_configuration_of_adapters_is_one_of_pefts(holotrain, monkeypatch):
     status, _, err = holotrain("fit", *SHORT, *TINY, "model.adapters={r: 4}")
     assert status == 2 and "model.adapters: give a width, or model.adapters._target_=peft.LoraConfig" in err
     monkeypatch.setitem(sys.modules, "peft", None)
-    status, _, err = holotrain("fit", *SHORT, *TINY, "model.adapters={_target_: holotrain.models.Sampling}")
+    status, _, err = holotrain("fit", *SHORT, *TINY, "model.adapters={_target_: peft.LoraConfig, r: 4}")
     assert (status, err) == (2, "holotrain: model: these adapters need peft: pip install 'holotrain[peft]'\n")
 
 
 @pytest.mark.slow
-def test_images_are_normalised_as_the_model_asks(holotrain, tmp_path):
+def test_images_are_normalised_as_the_model_asks(holotrain, tmp_path, monkeypatch):
     write_folder(tmp_path / "photos", size=16)
     data = ["data=imagefolder", "data.root=photos", "data.image_size=16", "data.batch_size=4", "data.num_workers=0"]
     words = [*SHORT, *TINY, *data, "test=false"]
@@ -397,6 +397,17 @@ def test_images_are_normalised_as_the_model_asks(holotrain, tmp_path):
     assert holotrain("fit", *words, "data.processor=normal", "hydra.run.dir=other")[::2] == (0, "")
     checkpoint = torch.load("other/checkpoints/last.ckpt", weights_only=True)
     assert checkpoint["holotrain"]["description"]["statistics"] == [[0.1, 0.2, 0.3], [1.0, 2.0, 3.0]]
+    with monkeypatch.context() as lacking:
+        lacking.setitem(sys.modules, "timm", None)
+        words_of_timm = ["model=vit_tiny", "data.processor=vit_small_patch16_224"]
+        err = holotrain.refused("fit", *data, *words_of_timm)
+        assert err.endswith("there is no folder vit_small_patch16_224; for a name of timm's: pip install 'holotrain[timm]'\n")
     for wrong, said in (("nowhere", "there is no folder nowhere"), ("photos", "holds neither preprocessor_config.json nor")):
         status, _, err = holotrain("fit", *words, f"data.processor={wrong}")
         assert status == 2 and err.startswith(f"holotrain: data.processor: {'photos ' * (wrong == 'photos')}{said}")
+    (tmp_path / "photos/val/cat/0.png").write_bytes(b"broken")
+    with pytest.warns(UserWarning, match="left out: photos/val/cat/0.png"):
+        holotrain("predict", "ckpt_path=run", "data.on_corrupt=skip", "hydra.run.dir=predicted")
+    table = Path("predicted/predictions.csv").read_text().splitlines()
+    assert table[0] == "image,class,probability" and table[1].startswith("photos/val/cat/1.jpg,")
+    assert len(table) == 12 and json.loads(Path("predicted/summary.json").read_text())["metrics"]["unreadable"] == 1

@@ -226,11 +226,16 @@ def test_help_knows_the_report_and_does_without_torch(holotrain):
     assert "holotrain report RUN... [to=...]" in done.stdout and "to=report.html" in done.stdout
 
 
-def test_a_run_that_cannot_be_read_is_left_out_of_the_others(holotrain):
+def test_a_run_that_cannot_be_read_is_left_out_of_the_others(holotrain, monkeypatch):
     for folder in ("runs/fit/a", "runs/fit/b"):
         Path(folder, "csv/version_0").mkdir(parents=True)
         Path(folder, "csv/version_0/metrics.csv").write_text("step,train/loss\n0,1.5\n")
     Path("runs/fit/b/summary.json").write_text("{")
-    out = holotrain.done("report", "runs/fit")
-    assert "1 run written" in out
-    assert out.startswith("left out: runs/fit/b/summary.json is not a readable summary")
+    for words in (["runs/fit"], ["runs/fit/b", "runs/fit/a"]):
+        out = holotrain.done("report", *words)
+        assert "1 run written" in out
+        assert out.startswith("left out: runs/fit/b/summary.json is not a readable summary")
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert holotrain.refused("report", "runs/fit") == (
+        "holotrain: report: jinja2 is not installed: pip install 'holotrain[report]'\n"
+    )
