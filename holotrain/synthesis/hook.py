@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from holotrain.arguments import show_arguments
 from holotrain.optimizers.shards import local
 from holotrain.synthesis.delayed import Delayed
 from holotrain.synthesis.keys import Covers, Keys, Layer, layers_of, pairs, shares_of, working_dtype
@@ -40,7 +41,7 @@ class HolographicSynthesis:
         model: already on its device; forward hooks on its layers gather the keys in training mode.
         mode: ``"associative"``, ``"shared"`` or ``"bind"``.
         covers: whether to cover a parameter, given its name and the parameter; None: all that require grad.
-        options: of :class:`~holotrain.synthesis.SynthesisOptions`.
+        options: those of :class:`~holotrain.synthesis.SynthesisOptions`.
 
     Attributes:
         steps: number of synthesised steps; skipped: number of steps skipped because a gradient held NaN or infinity.
@@ -195,3 +196,6 @@ class HolographicSynthesis:
             "parameters": self._shapes,
             "processes": self._processes,
         }
+
+
+show_arguments(HolographicSynthesis, (HolographicSynthesis, SynthesisOptions))

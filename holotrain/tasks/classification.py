@@ -86,8 +86,8 @@ class Classifier(Task):
 class ImageClassifier(Classifier):
     """Trains any module that maps images (B, channels, height, width) to logits (B, classes).
 
-    Takes the arguments of :class:`~holotrain.tasks.classification.Classifier`. Batches are (images, labels), with class
-    indices (B,) or probabilities (B, classes) (MixUp, CutMix) as labels. For predictions the labels are ignored.
+    Batches are (images, labels), with class indices (B,) or probabilities (B, classes) (MixUp, CutMix) as labels. For
+    predictions the labels are ignored.
     """
 
     def inputs(self, batch: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
@@ -98,8 +98,7 @@ class ImageClassifier(Classifier):
 class SequenceClassifier(Classifier):
     """Trains any module that maps tokens (B, T) and a mask (B, T), False for padding, to logits (B, classes).
 
-    Takes the arguments of :class:`~holotrain.tasks.classification.Classifier`. Batches are dictionaries of ``tokens`` (B, T),
-    ``lengths`` (B,) and ``labels`` (B,); predictions need no labels.
+    Batches are dictionaries of ``tokens`` (B, T), ``lengths`` (B,) and ``labels`` (B,); predictions need no labels.
     """
 
     def inputs(self, batch: dict[str, Any]) -> tuple[Any, ...]:

@@ -90,7 +90,6 @@ class CausalLM(LanguageModelling):
     """Trains a model to predict the next token.
 
     The model takes tokens (B, T) and returns logits (B, T, V); with ``targets`` (B, T) in addition, their mean cross-entropy.
-    Takes the arguments of :class:`LanguageModelling`.
 
     Batches are dictionaries of ``tokens`` (B, T + 1) and optionally ``lengths`` (B,); tokens after a row's length are padding.
 

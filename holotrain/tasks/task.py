@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from holotrain.arguments import show_arguments
 from holotrain.optimizers import InBackward
 from holotrain.reversible import GraphedStep
 
@@ -27,6 +28,11 @@ class Task(pl.LightningModule):
 
     Logs ``train/loss`` and ``train/lr`` every ``log_every_n_steps`` (0: never), and what each task adds.
     """
+
+    def __init_subclass__(cls, **others: Any) -> None:
+        """Has ``help(ImageClassifier)`` show the arguments of its base classes too."""
+        super().__init_subclass__(**others)
+        show_arguments(cls)
 
     def __init__(
         self,

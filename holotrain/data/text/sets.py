@@ -140,10 +140,7 @@ class TextFiles(TextInColumns):
 
 
 class HubText(FromHub, TextInColumns):
-    """Text of a data set of the Hugging Face Hub, of a folder that ``save_to_disk`` of its datasets library wrote, or of files.
-
-    Takes the arguments of :class:`~holotrain.data.hub.FromHub` and :class:`TextInColumns`.
-    """
+    """Text of a data set of the Hugging Face Hub, of a folder that ``save_to_disk`` (datasets) wrote, or of files."""
 
     def rows(self) -> list[Rows]:
         shares = zip(("val", "test"), self.fractions, strict=True)

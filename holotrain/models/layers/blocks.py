@@ -5,9 +5,7 @@ Shapes: B batch, T tokens, C channels.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Sequence
-from inspect import Signature, getdoc, signature
 from itertools import islice
 from typing import Any, Literal, cast
 
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from holotrain.arguments import show_arguments
 from holotrain.models.layers.attention import Attention
 from holotrain.numeric import require_at_least, require_within
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, checkpointed
@@ -300,7 +299,7 @@ class Reversible:
             :class:`~holotrain.reversible.ReversibleSequence`; a list: of each block
         store: blocks that store their activations: a number (the last n blocks) or a list of indices
         exact: recompute activations bit for bit on a fixed-point grid; true: choose its step from the first batch; k: step 2^-k
-        keep: results to store instead of recomputing: attention, or operator names such as aten.mm.default
+        keep: results to store instead of recomputing: attention, matmul, or operator names such as aten.mm.default
         arguments: those of the plain model
     """
 
@@ -319,29 +318,7 @@ class Reversible:
     def __init_subclass__(cls, **others: Any) -> None:
         """Has ``help(RevViT)`` show what ViT and this class say of their arguments, which are written once."""
         super().__init_subclass__(**others)
-        if "__init__" in vars(cls):
-            cls.__signature__ = None  # not the one of a base class
-            return
-        plain = cls.__mro__[cls.__mro__.index(Reversible) + 1]
-        if Reversible not in cls.__bases__ or plain is object:
-            return
-        ours = {name: each for name, each in signature(Reversible).parameters.items() if name != "arguments"}
-        theirs = [
-            each.replace(kind=each.KEYWORD_ONLY) for each in signature(plain).parameters.values() if each.name not in ours
-        ]
-        cls.__signature__ = Signature([*theirs, *ours.values()])
-        if not cls.__doc__:  # python -OO
-            return
-        said = [line for of in (plain, Reversible) for line in _arguments(of) if not line.strip().startswith("arguments:")]
-        own, *rest = re.split(r"^(?=Shapes:|Raises:)", getdoc(cls) or "", maxsplit=1, flags=re.MULTILINE)
-        cls.__doc__ = "\n\n".join([own.rstrip(), "\n".join(["Args:", *said]), *rest])
-
-
-def _arguments(of: type) -> list[str]:
-    """The lines of a docstring below ``Args:``; ``backward`` is the reversible model's."""
-    block = (getdoc(of) or "").partition("Args:\n")[2].partition("\n\n")[0]
-    items = re.split(r"\n(?=    \w)", block)
-    return [item for item in items if of is Reversible or not item.strip().startswith("backward:")]
+        show_arguments(cls, last=Reversible)
 
 
 def make_sequences(
