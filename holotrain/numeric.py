@@ -77,8 +77,8 @@ def in_words(size: float, up: bool = False) -> str:
 
 
 def counted(number: float, noun: str) -> str:
-    """``"1 thread"``, ``"2 threads"``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """``"1 thread"``, ``"2 threads"``; a ``process`` is two ``processes``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def mixed_seed(*numbers: int) -> int:

@@ -139,5 +139,5 @@ def encoded(text: str, tokenizer: Tokenizer, context: int, several: bool) -> tor
     ids = torch.from_numpy(tokenizer.encode(text).astype("int64"))
     if len(ids) >= context:
         which = f"prompts: {text[:20]!r}... is" if several else "prompt: it is"
-        raise UserError(f"{which} {len(ids)} tokens long; it must be shorter than the model's context of {context}")
+        raise UserError(f"{which} {counted(len(ids), 'token')} long; it must be shorter than the model's context of {context}")
     return ids if len(ids) else torch.tensor([tokenizer.end_id])

@@ -17,7 +17,7 @@ from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.option_groups import AUTO, OBJECT_GROUPS, PLAIN, reversible, takes
 from holotrain.config.plans import NO_OPTION, budget_of, planner_of, smallest_batch
 from holotrain.errors import UserError
-from holotrain.numeric import in_words
+from holotrain.numeric import counted, in_words
 from holotrain.planning import ALLOCATORS, Choice, Plan, TooSmall, Unplannable, choose_batch, choose_schedules, make_plan
 
 
@@ -108,7 +108,7 @@ def remedies(config: RunConfig, plan: Plan) -> list[str]:
     resets = "".join(f" backward.{name}={value}" for name, value in undone.items() if getattr(config.backward, name))
     fitting = [name for name, found in plan.footprints.items() if found.bound <= plan.budget and name != plan.backward]
     sizes = [
-        f"batches of {limit.value} samples{_options_of_data(config)}"
+        f"batches of {counted(limit.value, 'sample')}{_options_of_data(config)}"
         if limit.option == NO_OPTION
         else f"{limit.option}={limit.value}"
         for limit in plan.limits

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from holotrain.commands.writing import write_whole
 from holotrain.config.annotations import read_fields
 from holotrain.config.objects import ObjectConfig
+from holotrain.numeric import counted
 
 if TYPE_CHECKING:  # reading a summary does not import torch and Lightning
     from torch import nn
@@ -97,7 +98,7 @@ def ended(trainer: ObjectConfig, folder: Path) -> str | None:
         return None
     for name, limit in (("epochs", trainer.max_epochs), ("steps", trainer.max_steps)):
         if limit > 0 and (found.get(name) or 0) >= limit:
-            return f"{folder}: already complete, {found[name]} of {limit} {name}; nothing to do"
+            return f"{folder}: already complete, {found[name]} of {counted(limit, name[:-1])}; nothing to do"
     return None
 
 

@@ -160,15 +160,15 @@ def check_processes(config: RunConfig, process: ProcessRank | None) -> None:
         raise UserError("trainer.max_restarts: needs several devices")
     if process is not None and (trainer.devices not in ("auto", count) or trainer.num_nodes not in (None, process.nodes)):
         machines = f" on each of {process.nodes} machines" if process.nodes > 1 else ""
-        raise UserError(f"{named}: the launcher started {count} processes{machines}; use trainer.devices=auto")
+        raise UserError(f"{named}: the launcher started {counted(count, 'process')}{machines}; use trainer.devices=auto")
     size = process.size if process else count
     for option in ("tensor_parallel", "pipeline_stages"):
         if size % (asked := getattr(trainer, option) or 1):
-            raise UserError(f"trainer.{option}={asked}: {size} processes are not a multiple of it")
+            raise UserError(f"trainer.{option}={asked}: the number of processes, {size}, is not a multiple of it")
     if trainer.strategy == "pipeline" and trainer.pipeline_schedule == "1f1b":
         _check_microbatches(config, trainer.pipeline_stages or size)
     if kind == "cuda" and count > (gpus := torch.cuda.device_count()):
-        raise UserError(f"{named}: this machine has {gpus} GPUs; use at most as many, or trainer.accelerator=cpu")
+        raise UserError(f"{named}: this machine has {counted(gpus, 'GPU')}; use at most as many, or trainer.accelerator=cpu")
 
 
 def _check_microbatches(config: RunConfig, stages: int) -> None:

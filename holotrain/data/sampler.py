@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from holotrain.errors import UserError
-from holotrain.numeric import mixed_seed
+from holotrain.numeric import counted, mixed_seed
 
 _set: tuple[int, int] | None = None
 
@@ -99,7 +99,7 @@ class EpochBatchSampler(ResumableBatchSampler):
         super().__init__(seed, shard)
         self.size = size
         if size < self.world_size:
-            raise UserError(f"data: {size} samples cannot be split among {self.world_size} processes")
+            raise UserError(f"data: {counted(size, 'sample')} cannot be split among {self.world_size} processes")
         self.share = size // self.world_size
         self.batch_size = min(batch_size, self.share)
 
@@ -139,7 +139,7 @@ class FixedBatches(list[list[int]]):
                 keep = len(batches) // parts * parts
                 batches[keep - 1 :] = [np.concatenate(batches[keep - 1 :])]
             else:
-                raise UserError(f"data: {len(batches)} samples cannot be split among {parts} processes")
+                raise UserError(f"data: {counted(len(batches), 'sample')} cannot be split among {parts} processes")
         super().__init__(batch.tolist() for batch in batches[rank::parts])
 
 

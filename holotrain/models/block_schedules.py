@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from holotrain.models.layers.blocks import PostNormBlock, ResidualBlock, ResidualSequence, stored_by_stage
 from holotrain.models.mvit import Transition
+from holotrain.numeric import counted
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, ReversibleStack, stack_of
 from holotrain.reversible.make_reversible import is_list_of_blocks, outermost
 
@@ -41,7 +42,7 @@ def schedule_blocks(model: nn.Module, schedules: Sequence[str]) -> None:
     listed = [] if runs else listed_blocks(model)
     depth = sum(len(run.blocks) for run in runs) + len(listed)
     if len(schedules) != depth:
-        raise ValueError(f"there are {len(schedules)} schedules for {depth} blocks")
+        raise ValueError(f"{counted(len(schedules), 'schedule')} for {counted(depth, 'block')}")
     left = iter(schedules)
     for run in runs:
         run.backward = list(islice(left, len(run.blocks)))

@@ -18,6 +18,7 @@ from holotrain.models.mvit import MViT
 from holotrain.models.roberta import RoBERTa
 from holotrain.models.swin import Swin
 from holotrain.models.vit import ViT
+from holotrain.numeric import counted
 
 Weights = dict[str, Tensor]
 
@@ -236,7 +237,7 @@ class Loaded:
         """A line for people: the number of tensors that were loaded, and the names of all others."""
         parts = {"new": (*self.missing, *self.head), "left out": self.unexpected, "of another size, fitted": self.resized}
         said = [f"{name}: {', '.join(sorted(names))}" for name, names in parts.items() if names]
-        return "; ".join([f"{len(self.loaded)} tensors of {self.source}", *said])
+        return "; ".join([f"{counted(len(self.loaded), 'tensor')} of {self.source}", *said])
 
 
 def load_pretrained(model: nn.Module, weights: Weights) -> Loaded:

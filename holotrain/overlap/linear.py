@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from holotrain.numeric import counted
 from holotrain.overlap.collectives import Collectives, collectives_of
 from holotrain.overlap.functions import AllReduce, AllToAll, ReduceScatter, SendInput, SendResult
 from holotrain.overlap.groups import Grouping
@@ -259,7 +260,7 @@ def _rows_exchanged(
     if input_sizes is None or output_sizes is None:
         output_sizes = input_sizes = [len(x) // ranks] * ranks
     if not len(input_sizes) == len(output_sizes) == ranks or sum(input_sizes) != len(x):
-        raise ValueError(f"{len(x)} rows cannot be split into {list(input_sizes)} for {ranks} ranks")
+        raise ValueError(f"{counted(len(x), 'row')} cannot be split into {list(input_sizes)} for {counted(ranks, 'rank')}")
     here, there = ([inner * size for size in sizes] for sizes in (input_sizes, output_sizes))
     near, far = (here, there) if function is SendResult else (there, here)
     y = _apply(function, rows_of(x), weight, bias, AllToAll(overlap, near, far, rows))

@@ -27,7 +27,7 @@ from torch.utils._pytree import KeyPath, MappingKey, tree_leaves_with_path
 from holotrain.models.gpt import GPT
 from holotrain.models.layers.blocks import ResidualSequence
 from holotrain.models.vit import ViT
-from holotrain.numeric import mixed_seed
+from holotrain.numeric import counted, mixed_seed
 from holotrain.optimizers import CombinedOptimizer
 from holotrain.parallel.strategies import TaskWithModel, average, clip, gradients_of, parameters_of, set_timeouts
 from holotrain.reversible import ReversibleSequence
@@ -45,7 +45,7 @@ def check_stages(model: nn.Module, stages: int) -> None:
     if getattr(model.blocks, "grid", None) is not None:
         raise ValueError("exact streams have one grid for all blocks; use backward.exact=false")
     if (depth := len(model.blocks.blocks)) < stages:
-        raise ValueError(f"a model of {depth} {'block' if depth == 1 else 'blocks'} cannot be divided into {stages} stages")
+        raise ValueError(f"a model of {counted(depth, 'block')} cannot be divided into {stages} stages")
 
 
 def equal_parts(rows: int, most: int) -> int:

@@ -17,6 +17,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from holotrain.numeric import counted
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -70,7 +72,7 @@ def schedules_of(
     if not isinstance(backward, Sequence):
         raise ValueError(f"backward must be one of {', '.join(SCHEDULES)}, or a list of them, not {backward!r}")
     if not isinstance(backward, str) and len(backward) != depth:
-        raise ValueError(f"backward lists {len(backward)} schedules for {depth} blocks")
+        raise ValueError(f"backward lists {counted(len(backward), 'schedule')} for {counted(depth, 'block')}")
     stored = frozenset(range(depth - store, depth) if isinstance(store, int) else store)
     if not stored <= set(range(depth)) or isinstance(store, bool) or (isinstance(store, int) and store < 0):
         raise ValueError(f"store must be a number of blocks up to {depth} or indices below {depth}, not {store!r}")

@@ -24,6 +24,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from holotrain.numeric import counted
 from holotrain.reversible.backward_schedules import Kept, Schedule
 from holotrain.reversible.block import Coupling, Run
 from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, require_unwrapped
@@ -190,7 +191,7 @@ class Branch:
         if kinds != self.kinds:
             different = next((pair for pair in zip(self.kinds, kinds, strict=False) if pair[0] != pair[1]), "others")
             raise RuntimeError(
-                f"{name} saved {len(self.kinds)} tensors for its gradient in the forward and {len(kinds)} in the "
+                f"{name} saved {counted(len(self.kinds), 'tensor')} for its gradient in the forward and {len(kinds)} in the "
                 f"recomputation ({different}), so it did something else; its forward must do the same whenever it runs on the "
                 "same input"
             )

@@ -11,6 +11,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from holotrain.numeric import counted
 from holotrain.reversible.backward_schedules import SCHEDULES, Schedule, Shorthand
 from holotrain.reversible.block import Additive, ReversibleBlock, Storing
 from holotrain.reversible.grid import FixedPointGrid
@@ -124,7 +125,7 @@ class ReversibleSequence(nn.Module):
         if not isinstance(keywords, Sequence):
             raise TypeError(f"f_kwargs and g_kwargs are a dict, or a list of one dict for each block, not {keywords!r}")
         if len(keywords) != depth:
-            raise ValueError(f"there are keyword arguments for {len(keywords)} blocks, and {depth} blocks")
+            raise ValueError(f"keyword arguments for {counted(len(keywords), 'block')} of {depth}")
         return keywords
 
     def _store(self, x1: Tensor, x2: Tensor, keywords: list, coupling: Additive) -> tuple[Tensor, Tensor]:

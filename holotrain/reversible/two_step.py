@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from holotrain.numeric import counted
 from holotrain.reversible.grid import Grid
 
 LARGEST_BITS = 6
@@ -45,7 +46,9 @@ def tapered(bits: int | Sequence[int], depth: int) -> list[int]:
     steps = max(0, depth - 1)
     each = [max(bits, LARGEST_BITS - min(k, steps - 1 - k)) for k in range(steps)] if isinstance(bits, int) else list(bits)
     if len(each) != steps:
-        raise ValueError(f"bits lists {len(each)} numbers; {depth} blocks take {steps}, since the first keeps none")
+        raise ValueError(
+            f"bits lists {counted(len(each), 'number')}; {counted(depth, 'block')} take {steps}, since the first keeps none"
+        )
     wrong = [m for m in (bits, *each) if not isinstance(m, Sequence) and m not in range(1, 9)]
     if wrong:
         raise ValueError(f"bits must be 1 to 8, not {wrong[0]!r}")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from holotrain.arguments import show_arguments
+from holotrain.numeric import counted
 from holotrain.optimizers.shards import local
 from holotrain.synthesis.delayed import Delayed
 from holotrain.synthesis.keys import Covers, Keys, Layer, layers_of, pairs, shares_of, working_dtype
@@ -126,7 +127,8 @@ class HolographicSynthesis:
                 parameter.grad = None
             if self.skipped in TOLD:
                 warnings.warn(
-                    f"gradients hold NaN or infinity after {self.steps} steps: the step is skipped ({self.skipped} so far)",
+                    f"gradients hold NaN or infinity after {counted(self.steps, 'step')}: the step is skipped "
+                    f"({self.skipped} so far)",
                     stacklevel=2,
                 )
             self.measured = None

@@ -86,7 +86,7 @@ def test_json_files_of_a_project_are_plain_text_and_a_missing_column_names_the_f
     write(tmp_path, "c.csv", b"n,m\n1,2\n")
     options = {"val_files": str(tmp_path / "a.txt"), "test_files": str(tmp_path / "b.txt")}
     one_line(
-        lambda: module(tmp_path, str(tmp_path / "*.csv"), **options), r"rows of .*b\.csv and 1 other \.csv files have no column"
+        lambda: module(tmp_path, str(tmp_path / "*.csv"), **options), r"rows of .*b\.csv and 1 other \.csv file have no column"
     )
 
 

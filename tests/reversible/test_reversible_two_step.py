@@ -37,7 +37,7 @@ def test_more_bits_at_both_ends():
         (0, "bits must be 1 to 8, not 0"),
         (9, "not 9"),
         ([2, 0], "not 0"),
-        ([2], "bits lists 1 numbers; 3 blocks take 2"),
+        ([2], "bits lists 1 number; 3 blocks take 2"),
         *((wrong, "bits must be a number from 1 to 8") for wrong in (2.5, None, "2", True)),
     ],
 )

@@ -10,7 +10,7 @@ from holotrain.data.sampler import ResumableBatchSampler, in_batches
 from holotrain.data.text.tokenise import Batch, Corpus
 from holotrain.data.tokenizers import Tokenizer
 from holotrain.errors import UserError
-from holotrain.numeric import mixed_seed
+from holotrain.numeric import counted, mixed_seed
 
 SPECIAL = 2
 """Special tokens of a piece: start and end."""
@@ -109,7 +109,7 @@ class BucketBatchSampler(ResumableBatchSampler):
         super().__init__(seed, shard)
         self.lengths = np.asarray(lengths, dtype=np.int64)
         if len(self.lengths) < self.world_size:
-            raise UserError(f"data: {len(self.lengths)} documents cannot be split among {self.world_size} processes")
+            raise UserError(f"data: {counted(len(self.lengths), 'document')} cannot be split among {self.world_size} processes")
         self._bucket = bucket_of(self.lengths) if bucketing else np.zeros(len(self.lengths), dtype=np.int64)
         self._sizes = self._batch_sizes(batch_size, max_tokens)
 

@@ -18,7 +18,7 @@ from holotrain.data.text.tokenise import PARTS, Batch, Corpus, OnCPU, Reading, R
 from holotrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer, known_tokenizer, tokenizer_from_json
 from holotrain.errors import UserError
 from holotrain.files import replacing
-from holotrain.numeric import require_at_least, require_one_of, require_within
+from holotrain.numeric import counted, require_at_least, require_one_of, require_within
 
 
 class TextDataModule(LoadingModule):
@@ -214,7 +214,7 @@ class TextDataModule(LoadingModule):
             return StreamLoader(stream, self.epoch_batches, batch_size=None, **self.loading)
         if self.layout == "packed":
             if (size := len(self.part("train").tokens)) <= self.context:
-                most = f"the train part has {size} tokens: {size - 1} at most"
+                most = f"the train part has {counted(size, 'token')}: {size - 1} at most"
                 raise UserError(f"data.context: {self.context} is out of range; {most}")
             blocks = PackedBlocks(self.part("train").tokens, self.context, self.seed)
             return ResumableLoader(blocks, self.batch_size, self.seed, **self.loading)

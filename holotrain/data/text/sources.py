@@ -23,6 +23,7 @@ from holotrain.data.text.tokenise import Batch, Reading, Rows, as_it_is, fractio
 from holotrain.data.tokenizers import Tokenizer
 from holotrain.errors import UserError
 from holotrain.files import read_json, replacing
+from holotrain.numeric import counted
 
 FEW = 20
 """With fewer files than this, documents are held out instead, if files hold several."""
@@ -102,7 +103,7 @@ def rows_of(
                     raise UserError(f"{error}; data.on_error=skip leaves it out") from None
             raise
         for dataset, ((part, label), paths) in zip(read.values(), members.items(), strict=True):
-            others = f" and {len(paths) - 1} other {paths[0].suffix} files" if len(paths) > 1 else ""
+            others = f" and {counted(len(paths) - 1, f'other {paths[0].suffix} file')}" if len(paths) > 1 else ""
             of_group = replace(reading, fractions=tuple(shares), part=part, given=label)
             rows.append(Rows(dataset, of_group, f"the rows of {paths[0]}{others}"))
     return rows
