@@ -27,7 +27,7 @@ from holotrain.commands.predict import PREDICTIONS
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import read
 from holotrain.config import checkpointed
-from holotrain.config.commands import COMMANDS, ExportConfig, PlanConfig, RunConfig
+from holotrain.config.command_options import COMMANDS, ExportConfig, PlanConfig, RunConfig
 from holotrain.config.composition import checkpoint_path, relative_to_cwd, run_folder
 from holotrain.config.given import PYTHON_OBJECT, PythonObject, full_name
 from holotrain.config.option_groups import MODEL_OPTIONS, default_backward

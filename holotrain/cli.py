@@ -34,7 +34,7 @@ from holotrain.config.command_line import (
     parse_words,
     word_command_help,
 )
-from holotrain.config.commands import WORD_COMMANDS
+from holotrain.config.command_options import WORD_COMMANDS
 from holotrain.config.composition import (
     LAST_CHECKPOINT,
     composed,

@@ -153,6 +153,7 @@ def save(result: dict, path: Path | None) -> None:
     """Writes the results and the date as JSON, if a path is given, and never half of them."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        unfinished.write_text(json.dumps(result | {"date": date.today().isoformat()}, indent=2) + "\n")
-        unfinished.replace(path)
+        from holotrain.files import replacing  # the checkout's, once sys.path names it
+
+        with replacing(path) as unfinished:
+            unfinished.write_text(json.dumps(result | {"date": date.today().isoformat()}, indent=2) + "\n")

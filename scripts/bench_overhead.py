@@ -25,7 +25,7 @@ from bench_common import DEVICE, alternating, arguments, begin, median_ratio, sa
 from holotrain.cli import main as command_line
 from holotrain.data import Digits
 from holotrain.models import VIT_SIZES, RevViT
-from holotrain.tasks import optimizers, schedules
+from holotrain.tasks import optimizer_functions, schedules
 
 BATCH, WARMUP_EPOCHS, EPOCHS = 32, 1, 3
 
@@ -70,7 +70,7 @@ def bare_step() -> float:
     data.setup()
     loader = data.train_dataloader()
     model = RevViT(image_size=8, patch_size=2, channels=1, classes=10, **VIT_SIZES["tiny"]).to(device)
-    optimizer = optimizers.adamw(model, lr=1e-3)
+    optimizer = optimizer_functions.adamw(model, lr=1e-3)
     scheduler = schedules.cosine(optimizer, (WARMUP_EPOCHS + EPOCHS) * len(loader), warmup=0.1)
     total, steps = 0.0, 0
     for epoch in range(WARMUP_EPOCHS + EPOCHS):

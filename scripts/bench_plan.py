@@ -33,6 +33,7 @@ from holotrain.models import (
 )
 from holotrain.planning import Planner, Size, TrainingStep
 from holotrain.planning.training_step import measured_peak
+from holotrain.reversible.backward_schedules import SCHEDULES
 
 FAMILIES = {
     "vit": (RevViT, VIT_SIZES),
@@ -45,7 +46,6 @@ MODELS = (
     *("vit_tiny", "vit_small", "vit_base", "swin_nano", "swin_tiny", "swin_base", "mvit_nano", "mvit_tiny", "mvit_base"),
     *("roberta_tiny", "roberta_base", "gpt_tiny", "gpt_small"),
 )
-SCHEDULES = ("autograd", "checkpoint", "reversible", "pareprop")
 MASKED = 0.15
 
 
@@ -94,7 +94,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS, help="family and size, such as vit_base")
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
-    parser.add_argument("--backwards", nargs="+", default=SCHEDULES, choices=SCHEDULES)
+    parser.add_argument("--backwards", nargs="+", default=tuple(SCHEDULES), choices=SCHEDULES)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--device", default=DEVICE)

@@ -83,7 +83,7 @@ GENERATION_TOY = words("--size tiny --tokens 4 --compared 8 --rounds 1")
 
 PIECES = (
     Piece("tests_of_the_engine", script("cuda_tests", "reversible models"), minutes=7),
-    Piece("tests_of_the_other_rooms", script("cuda_tests", "synthesis error_diffusion overlap callbacks"), minutes=7),
+    Piece("tests_of_the_other_parts", script("cuda_tests", "synthesis error_diffusion overlap callbacks"), minutes=7),
     Piece(
         "gradients_in_float64",
         (*script("bench_backward", "--double --rounds 2 --engines reversible pareprop checkpoint exact"),

@@ -25,7 +25,7 @@ from holotrain.models.gpt import RevGPT
 from holotrain.models.vit import RevViT
 from holotrain.parallel.checkpoints import CheckpointFiles, ShardedCheckpoints
 from holotrain.parallel.strategies import shard, tensor_parallel
-from holotrain.tasks.optimizers import adamw, muon
+from holotrain.tasks.optimizer_functions import adamw, muon
 
 MODELS = {"vit": lambda: RevViT(**IMAGE), "gpt": lambda: RevGPT(**TEXT | {"heads": 4, "dim": 24})}
 OPTIMIZERS = {"vit": adamw, "gpt": muon}

@@ -20,7 +20,7 @@ from holotrain.planning import ALLOCATORS, fake_parameters
 from holotrain.planning.tracker import AllocationTracker
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 from holotrain.synthesis import HolographicSynthesis
-from holotrain.tasks import optimizers
+from holotrain.tasks import optimizer_functions
 
 CUDA = torch.device("cuda", 0)
 
@@ -70,7 +70,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "schedule", "half"), CASES, ids=str)
 def test_a_step_of_every_model(work, name, schedule, half):
     model, loss = model_of(name, backward=schedule, drop_path=0.1)
-    optimizer = InBackward(optimizers.adamw(model)) if schedule == "pareprop" else optimizers.adamw(model)
+    optimizer = InBackward(optimizer_functions.adamw(model)) if schedule == "pareprop" else optimizer_functions.adamw(model)
     seen = {}
     if schedule == "pareprop":
         optimizer.observe(lambda parameter: seen.update({parameter: parameter.grad}))
@@ -162,10 +162,10 @@ def test_error_diffusion(work, rule, half):
 
 
 OPTIMIZERS = {
-    "adamw": optimizers.adamw,
-    "adafactor": optimizers.adafactor,
-    "muon": optimizers.muon,
-    "sgd": optimizers.sgd,
+    "adamw": optimizer_functions.adamw,
+    "adafactor": optimizer_functions.adafactor,
+    "muon": optimizer_functions.muon,
+    "sgd": optimizer_functions.sgd,
     "fused": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
     "two": lambda model: CombinedOptimizer(
         [torch.optim.SGD([parameter], 0.1, momentum=0.9) for parameter in model.parameters()]

@@ -39,14 +39,14 @@ class DriftMonitor(Monitor):
             found = (module for module in pl_module.modules() if isinstance(module, ReversibleSequence))
             self._watched = [*found, *stacks_in(pl_module)]
             for sequence in self._watched:
-                sequence.witnesses = []
+                sequence.input_checks = []
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        witnesses = [witness for sequence in self._watched for witness in sequence.witnesses or ()]
+        input_checks = [check for sequence in self._watched for check in sequence.input_checks or ()]
         for sequence in self._watched:
-            sequence.witnesses = None
+            sequence.input_checks = None
         self._watched = []
-        drifts = [witness.drift for witness in witnesses if witness.drift is not None]
+        drifts = [check.drift for check in input_checks if check.drift is not None]
         if not drifts:
             return
         drift = torch.stack(drifts).max().item()

@@ -22,7 +22,7 @@ from holotrain.config import checkpointed
 from holotrain.config.build import build_data, build_task
 from holotrain.config.build_callbacks import build_loggers, build_matrices
 from holotrain.config.build_trainer import build_trainer, check_device, check_division
-from holotrain.config.commands import CheckpointConfig, RunConfig
+from holotrain.config.command_options import CheckpointConfig, RunConfig
 from holotrain.errors import UserError
 from holotrain.optimizers import UnfitState
 from holotrain.targets import first_line

@@ -10,7 +10,7 @@ from holotrain.commands.console import console
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import Summary
 from holotrain.config import checkpointed
-from holotrain.config.commands import ExportConfig
+from holotrain.config.command_options import ExportConfig
 from holotrain.data import tokenizer_from_json
 from holotrain.errors import UserError, naming_group
 from holotrain.models import saved

@@ -30,7 +30,7 @@ from holotrain.commands.writing import write_whole
 from holotrain.config.build import build_data, build_task, description
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_trainer import build_trainer, check_division, check_training_device, device_kind, device_name
-from holotrain.config.commands import FitConfig
+from holotrain.config.command_options import FitConfig
 from holotrain.config.composition import MODES
 from holotrain.config.plans import smallest_batch
 from holotrain.config.structured import structured, to_container

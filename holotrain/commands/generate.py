@@ -15,7 +15,7 @@ from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import Summary
 from holotrain.commands.writing import write_whole
 from holotrain.config.build_trainer import autocast_of, check_device, device_kind
-from holotrain.config.commands import GenerateConfig
+from holotrain.config.command_options import GenerateConfig
 from holotrain.data import Tokenizer, tokenizer_from_json
 from holotrain.errors import UserError, naming_group
 from holotrain.files import from_json

@@ -12,7 +12,7 @@ import torch
 from holotrain.commands.console import console
 from holotrain.commands.run_folder import Run
 from holotrain.config.build_trainer import device_kind, device_name
-from holotrain.config.commands import Config, RunConfig
+from holotrain.config.command_options import Config, RunConfig
 from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.option_groups import AUTO, OBJECT_GROUPS, PLAIN, reversible, takes
 from holotrain.config.plans import NO_OPTION, budget_of, planner_of, smallest_batch

@@ -29,7 +29,7 @@ from holotrain.config.build_trainer import (
     processes_of,
 )
 from holotrain.config.checkpointed import restore
-from holotrain.config.commands import FitConfig, RunConfig
+from holotrain.config.command_options import FitConfig, RunConfig
 from holotrain.config.structured import structured, to_container
 from holotrain.data.sampler import set_data_shard
 from holotrain.errors import UserError

@@ -16,7 +16,7 @@ from holotrain.commands.memory_limits import chosen, described, remedies
 from holotrain.commands.run_folder import Run
 from holotrain.commands.writing import write_whole
 from holotrain.config.build import build_data
-from holotrain.config.commands import PlanConfig
+from holotrain.config.command_options import PlanConfig
 from holotrain.config.plans import budget_of, planner_of, smallest_batch
 from holotrain.errors import UserError, one_of
 from holotrain.models.division import divide

@@ -15,7 +15,7 @@ from holotrain.commands.summary import Summary
 from holotrain.commands.writing import write_table
 from holotrain.config.build import build_files_loader, description, task_of
 from holotrain.config.build_trainer import build_trainer, check_device
-from holotrain.config.commands import PredictConfig
+from holotrain.config.command_options import PredictConfig
 from holotrain.config.option_groups import CAUSAL_LM, IMAGES, TEXT, is_a
 from holotrain.data.text.sources import LooseFiles
 from holotrain.errors import UserError

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from holotrain.config.checkpointed import COMMAND_LINE_ONLY
-from holotrain.config.commands import FitConfig, RunConfig
+from holotrain.config.command_options import FitConfig, RunConfig
 from holotrain.config.composition import LAST_CHECKPOINT, key_of
 from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.start import LOCAL_LOGGERS

@@ -7,11 +7,12 @@ import lightning.pytorch as pl
 from rich.table import Table
 from torch import nn
 
+from holotrain.callbacks import trace
 from holotrain.commands.console import console
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import SUMMARY, Summary, parameter_count
 from holotrain.config.build_trainer import data_shard_of, device_name, model_parallel_size, unsharded_layers
-from holotrain.config.commands import RunConfig
+from holotrain.config.command_options import RunConfig
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import ERROR_DIFFUSION, FIT, is_a
 from holotrain.data import TextDataModule
@@ -20,10 +21,10 @@ from holotrain.parallel.rank import ProcessRank
 
 PROFILES = {
     "profile": "fit-profile.txt",
-    "trace": "trace.json*",
-    "operators": "trace-operators.txt",
-    "memory": "trace-memory.svg",
-    "allocations": "trace-allocations.pickle",
+    "trace": f"{trace.TRACE}*",
+    "operators": trace.OPERATORS,
+    "memory": trace.MEMORY,
+    "allocations": trace.ALLOCATIONS,
 }
 """Files that a profiler may have written."""
 

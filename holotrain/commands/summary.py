@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # reading a summary does not import torch and Lightning
     from torch import nn
 
     from holotrain.commands.run_folder import Run
-    from holotrain.config.commands import RunConfig
+    from holotrain.config.command_options import RunConfig
 
 SUMMARY = "summary.json"
 

@@ -22,7 +22,7 @@ from holotrain.callbacks import (
 )
 from holotrain.callbacks.monitor import replays
 from holotrain.commands.run_folder import Run
-from holotrain.config.commands import FitConfig
+from holotrain.config.command_options import FitConfig
 from holotrain.config.composition import key_of
 from holotrain.config.option_groups import PLAIN
 from holotrain.config.structured import to_container

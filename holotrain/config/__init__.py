@@ -7,7 +7,7 @@ signatures       options, types and help texts of a class, read from its source
 objects          a class or function that a group names, with its arguments
 given            objects that Python code gives to a run
 option_groups    the groups: their options beside those of classes, and which classes go together
-commands         the options of each command, and the checks across groups
+command_options  the options of each command, and the checks across groups
 structured       a whole configuration: with all defaults, checked, as dataclasses
 checkpointed     what a checkpoint says of its run, checked, and which classes it may name
 start            from words, and the checkpoint that they name, to a checked configuration

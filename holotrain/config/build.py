@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from holotrain import data as datasets
 from holotrain.callbacks import SynthesisCallback
-from holotrain.config.commands import PlanConfig, RunConfig
+from holotrain.config.command_options import PlanConfig, RunConfig
 from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import (
@@ -47,7 +47,7 @@ from holotrain.models.pretrained import load_pretrained
 from holotrain.optimizers.stepping import InBackward
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.targets import instantiate, is_of, needed
-from holotrain.tasks.optimizers import decay_groups
+from holotrain.tasks.optimizer_functions import decay_groups
 
 
 def build_data(config: RunConfig, tokenizer: str | None = None) -> pl.LightningDataModule:
@@ -310,7 +310,7 @@ def optimizer_maker(chosen: ObjectConfig, clip_value: float | None = None) -> Ca
     """A function of the model that makes its optimizer.
 
     A function or class that takes ``model`` is given the model. One that takes ``params``, as torch's do, is given the two
-    groups of :func:`~holotrain.tasks.optimizers.decay_groups`: norms, biases and positions have no weight decay.
+    groups of :func:`~holotrain.tasks.optimizer_functions.decay_groups`: norms, biases and positions have no weight decay.
 
     Args:
         clip_value: to what an optimizer that steps in the backward clips the entries of gradients; of others the trainer does.

@@ -22,7 +22,7 @@ from holotrain.callbacks import (
 )
 from holotrain.config.build import build_model, facts_of, synthesis_of
 from holotrain.config.build_trainer import device_name
-from holotrain.config.commands import RunConfig
+from holotrain.config.command_options import RunConfig
 from holotrain.config.composition import LAST_CHECKPOINT
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import NAMED_GROUPS, BackwardConfig, is_a, takes

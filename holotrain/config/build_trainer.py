@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from holotrain.callbacks import TraceProfiler
-from holotrain.config.commands import RunConfig
+from holotrain.config.command_options import RunConfig
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import TRAINER_OPTIONS
 from holotrain.errors import UserError, naming_group

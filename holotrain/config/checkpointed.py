@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from holotrain.config.annotations import checked
-from holotrain.config.commands import RunConfig
+from holotrain.config.command_options import RunConfig
 from holotrain.config.composition import config_folder
 from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.option_groups import CLASSIFIER, IMAGES, TEXT, is_a
@@ -242,7 +242,7 @@ def _check_description(described: dict[str, Any], config: dict[str, Any]) -> Non
 
 
 COMPUTING = {
-    "optimizer": ("holotrain.tasks.optimizers.", "torch.optim.optimizer.Optimizer"),
+    "optimizer": ("holotrain.tasks.optimizer_functions.", "torch.optim.optimizer.Optimizer"),
     "scheduler": ("holotrain.tasks.schedules.", "torch.optim.lr_scheduler.LRScheduler"),
 }
 """What needs no further trust in these groups: the public functions of a module, and classes of ``torch.optim`` with a base."""

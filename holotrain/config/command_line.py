@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from holotrain.config.commands import COMMANDS, WORD_COMMANDS, options_of
+from holotrain.config.command_options import COMMANDS, WORD_COMMANDS, options_of
 from holotrain.config.composition import composed, key_of, literal, option_names, register, to_plain
 from holotrain.config.option_groups import NAMED_GROUPS, OBJECT_GROUPS, BackwardConfig
 from holotrain.config.signatures import Option, signature

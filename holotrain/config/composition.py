@@ -14,7 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.version import VersionBase
 from omegaconf import Container, DictConfig, OmegaConf
 
-from holotrain.config.commands import COMMANDS, options_of
+from holotrain.config.command_options import COMMANDS, options_of
 from holotrain.config.option_groups import GROUPS
 from holotrain.config.signatures import defaults_of
 from holotrain.errors import UserError

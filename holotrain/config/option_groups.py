@@ -3,6 +3,7 @@
 Nothing here imports torch, so that ``--help`` is fast. The string below a field of a dataclass is its help text.
 """
 
+import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,7 +93,7 @@ MASKED_LM = "holotrain.tasks.language.MaskedLM"
 TIMM = "holotrain.models.foreign.Timm"
 HUGGING_FACE = "holotrain.models.huggingface.HuggingFace"
 
-LOW_BIT = "holotrain.tasks.optimizers.adamw_low_bit"
+LOW_BIT = "holotrain.tasks.optimizer_functions.adamw_low_bit"
 
 AVERAGE = "lightning.pytorch.callbacks.weight_averaging.WeightAveraging"
 TRAINER = "lightning.pytorch.trainer.trainer.Trainer"
@@ -184,10 +185,6 @@ def optimizer_options(in_backward: bool = False) -> None:
     """
 
 
-MODEL_OPTIONS = ("pretrained", "trained", "adapters")
-"""Options that are not passed on to the model's class."""
-
-
 def model_options(
     pretrained: str | None = None, trained: Literal["all", "head", "adapters"] = "all", adapters: int | dict = 0
 ) -> None:
@@ -210,14 +207,8 @@ def model_options(
         raise UserError("model.trained=adapters: the model has no adapters; give their width, such as model.adapters=64")
 
 
-PROCESS_OPTIONS = (
-    *("strategy", "devices", "num_nodes", "tensor_parallel", "overlap", "signals", "pipeline_stages", "pipeline_schedule"),
-    *("microbatches", "nccl_max_ctas", "nccl_high_priority", "compression", "sharded_checkpoints", "max_restarts"),
-)
-"""Options about several processes. A training continues with the same ones; the other commands default to one process."""
-
-TRAINER_OPTIONS = (*PROCESS_OPTIONS, "float32_matmul_precision", "backend", "timeout")
-"""Options that are not passed on to Lightning."""
+MODEL_OPTIONS = tuple(inspect.signature(model_options).parameters)
+"""Options that are not passed on to the model's class."""
 
 
 def trainer_options(
@@ -293,6 +284,15 @@ def trainer_options(
     }
     for text in [text for text, holds in mistakes.items() if holds]:
         raise ValueError(text)
+
+
+PASSED_ON = ("accelerator", "precision", "gradient_clip_algorithm")
+
+TRAINER_OPTIONS = tuple(name for name in inspect.signature(trainer_options).parameters if name not in PASSED_ON)
+"""Options that are not passed on to Lightning."""
+
+PROCESS_OPTIONS = tuple(name for name in TRAINER_OPTIONS if name not in ("float32_matmul_precision", "backend", "timeout"))
+"""Options about several processes. A training continues with the same ones; the other commands default to one process."""
 
 
 def check_trainer(trainer: ObjectConfig) -> None:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from holotrain.config.build import build_model, build_task, facts_of, synthesis_of
 from holotrain.config.build_trainer import autocast_of
-from holotrain.config.commands import Config, RunConfig
+from holotrain.config.command_options import Config, RunConfig
 from holotrain.config.option_groups import AUTO, MASKED_LM, PLAIN, SCHEDULES, BackwardConfig, is_a, takes
 from holotrain.data.example import batch_unit, example_batch, first_batch, samples_in
 from holotrain.errors import UserError

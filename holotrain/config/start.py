@@ -16,7 +16,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from holotrain.config.command_line import CONFIGURATION_ERRORS, Arguments, explained, explaining, parse
-from holotrain.config.commands import RunConfig
+from holotrain.config.command_options import RunConfig
 from holotrain.config.composition import (
     LAST_CHECKPOINT,
     checkpoint_path,

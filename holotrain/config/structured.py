@@ -7,7 +7,7 @@ from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 from holotrain.config.annotations import checked
-from holotrain.config.commands import COMMANDS, RunConfig, options_of
+from holotrain.config.command_options import COMMANDS, RunConfig, options_of
 from holotrain.config.composition import key_of
 from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.objects import GroupSchema, ObjectConfig

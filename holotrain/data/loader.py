@@ -44,7 +44,13 @@ class OwnGenerator(DataLoader):
 
 
 class Loader(OwnGenerator):
-    """For evaluation. Without a batch sampler it reads in order, and with several processes each reads its share."""
+    """For evaluation. Without a batch sampler it reads in order, and with several processes each reads its share.
+
+    Args:
+        dataset: indexed by number, or by what a batch sampler gives.
+        batch_size: samples in a batch; the last may have fewer.
+        options: those of DataLoader, such as ``num_workers``.
+    """
 
     def __init__(self, dataset: Dataset, batch_size: int = 1, **options: Any) -> None:
         if "batch_sampler" not in options:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from holotrain.models.layers.attention import KVCache, RotaryPositions
 from holotrain.models.layers.blocks import AveragedStreams, ResidualSequence, Reversible, make_sequences, transformer_branches
-from holotrain.models.layers.text import TokenEmbedding, initialise, linear_cross_entropy
+from holotrain.models.layers.text_layers import TokenEmbedding, initialise, linear_cross_entropy
 from holotrain.numeric import require_one_of
 
 # Small and medium as published; tiny suits bytes of text and two CPU cores.

@@ -372,7 +372,8 @@ def folder_of(name: str, download: bool = False) -> Path:
         return path
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
         raise ValueError(f"there is no folder {name}")
-    hub = needed("huggingface_hub", *TRANSFORMERS[1:])
+    import huggingface_hub as hub
+
     try:
         wanted: dict[str, Any] = {"allow_patterns": FILES, "ignore_patterns": ["*/*"]}
         return Path(hub.snapshot_download(name, local_files_only=not download, **wanted))

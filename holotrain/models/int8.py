@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from holotrain.targets import needed
 
-TORCHAO = ("torchao.quantization", "int8 needs torchao", "int8")
+TORCHAO = ("torchao.quantization", "int8 needs torchao", "torchao")
 
 SCALE = "_scale"
 """Suffix for the name of a tensor's scales in a file."""

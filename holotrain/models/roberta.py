@@ -23,7 +23,7 @@ from holotrain.models.layers.blocks import (
     transformer_branches,
 )
 from holotrain.models.layers.packing import padding_context
-from holotrain.models.layers.text import IGNORED, TokenEmbedding, initialise, linear_cross_entropy
+from holotrain.models.layers.text_layers import IGNORED, TokenEmbedding, initialise, linear_cross_entropy
 from holotrain.numeric import require_one_of
 
 # Base and large as published; tiny suits bytes of text and two CPU cores.

@@ -68,7 +68,11 @@ and round latencies. NVLink 3 is that of A100, 4 of H100 and H200, 5 of B200. PC
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """Times measured on a process group: seconds by size in bytes, for each collective."""
+    """Times measured on a process group.
+
+    Args:
+        times: seconds by size in bytes, for each collective.
+    """
 
     times: Mapping[str, Mapping[int, float]]
 

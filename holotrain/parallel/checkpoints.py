@@ -48,6 +48,7 @@ from holotrain.models.checkpoint_files import (
     named,
     numbered,
     read,
+    recover,
     remove_tensors,
 )
 from holotrain.optimizers import CombinedOptimizer
@@ -251,4 +252,4 @@ def save_in_parts(checkpoint: dict[str, Any], path: Path) -> None:
         remove_tensors(folder, but=name)
         if folder != path:
             path.unlink(missing_ok=True)
-            folder.rename(path)
+            recover(path)

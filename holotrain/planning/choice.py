@@ -55,7 +55,12 @@ class Option:
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive identical blocks."""
+    """Consecutive identical blocks.
+
+    Args:
+        depth: how many.
+        options: the schedules that each may have.
+    """
 
     depth: int
     options: Sequence[Option]
@@ -78,7 +83,11 @@ class Choice:
 
 
 class TooSmall(ValueError):
-    """Nothing fits the budget; ``least`` is the smallest bound."""
+    """Nothing fits the budget.
+
+    Args:
+        least: the smallest bound in bytes, which is also an attribute.
+    """
 
     def __init__(self, least: int) -> None:
         super().__init__(f"nothing needs less than {least} bytes")

@@ -54,7 +54,13 @@ Backward = str | list[str]
 
 @dataclass(frozen=True)
 class Size:
-    """A size of a training that a plan can change: its name for messages, its value, and the smallest sensible increment."""
+    """A size of a training that a plan can change.
+
+    Args:
+        name: the option that sets it, for messages.
+        value: as configured.
+        unit: the smallest sensible increment.
+    """
 
     name: str
     value: int

@@ -175,6 +175,12 @@ class TensorParallelWork:
 
 @dataclass(frozen=True)
 class Band:
+    """The lowest and the highest value that something may have, in its unit.
+
+    Args:
+        low, high: the two.
+    """
+
     low: float
     high: float
 

@@ -138,7 +138,14 @@ SECONDS = 6.0
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU: its peak FLOP/s in the precision of the training, and its streaming multiprocessors; None: not known."""
+    """A GPU.
+
+    Args:
+        name: as people write it.
+        precision: of the training, in Lightning's words.
+        peak: FLOP/s in this precision; None: not known.
+        sms: number of streaming multiprocessors; None: not known.
+    """
 
     name: str
     precision: str = ""

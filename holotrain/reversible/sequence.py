@@ -17,7 +17,7 @@ from holotrain.reversible.block import Additive, ReversibleBlock, Storing
 from holotrain.reversible.grid import FixedPointGrid
 from holotrain.reversible.reads import buffers_unchanged, is_compiled
 from holotrain.reversible.replay import generators_among, generators_unmoved, has_no_data, in_trace
-from holotrain.reversible.tape import Recorder, Witness
+from holotrain.reversible.tape import InputCheck, Recorder
 
 Keywords = dict | Sequence[dict] | None
 """Keyword arguments of f or g: the same for every block, or one dict for each."""
@@ -75,7 +75,7 @@ class ReversibleSequence(nn.Module):
         if not isinstance(exact, int) or exact < 0:
             raise ValueError(f"exact must be False, True or a number of bits, not {exact!r}")
         self.grid = None if exact is False else FixedPointGrid(None if exact is True else exact)
-        self.witnesses: list[Witness] | None = None
+        self.input_checks: list[InputCheck] | None = None
 
     def forward(self, x1: Tensor, x2: Tensor, f_kwargs: Keywords = None, g_kwargs: Keywords = None) -> tuple[Tensor, Tensor]:
         """Runs the blocks.
@@ -105,8 +105,8 @@ class ReversibleSequence(nn.Module):
                 grid = self.grid.in_call(x1.dtype)
                 x1, x2 = grid.entered(x1), grid.entered(x2)
         coupling = Additive(grid)
-        if self.witnesses is not None:
-            self.witnesses.clear()
+        if self.input_checks is not None:
+            self.input_checks.clear()
         schedules = self.schedules if torch.is_grad_enabled() else [SCHEDULES["autograd"]] * len(self.blocks)
         if all(schedule.kind == "stored" for schedule in schedules):
             x1, x2 = self._store(x1, x2, keywords, coupling)
@@ -138,7 +138,7 @@ class ReversibleSequence(nn.Module):
     def _recompute(
         self, schedules: list[Schedule], x1: Tensor, x2: Tensor, keywords: list, coupling: Additive
     ) -> tuple[Tensor, Tensor]:
-        recorder, hooked = Recorder(x1.device, self.witnesses), _has_any_global_hook()
+        recorder, hooked = Recorder(x1.device, self.input_checks), _has_any_global_hook()
         for number, (schedule, block, words) in enumerate(zip(schedules, self.blocks, keywords, strict=False)):
             if hooked or block._forward_pre_hooks or block._forward_hooks:
                 recorder.call.present = None  # a hook may draw random numbers

@@ -17,7 +17,7 @@ from holotrain.reversible.backward_schedules import SCHEDULES, Schedule, Shortha
 from holotrain.reversible.grid import FixedPointGrid
 from holotrain.reversible.reads import version_of
 from holotrain.reversible.replay import has_no_data, in_trace
-from holotrain.reversible.tape import Recorder, Witness, same_tensor
+from holotrain.reversible.tape import InputCheck, Recorder, same_tensor
 from holotrain.reversible.two_step import TwoStep, stream_in, tapered, weights
 
 FIRST_HEADROOM_BITS = 20
@@ -66,7 +66,7 @@ class ReversibleStack:
         self.keep = keep
         self.grid = FixedPointGrid()
         self.stream_dtype: torch.dtype | None = None
-        self.witnesses: list[Witness] | None = None
+        self.input_checks: list[InputCheck] | None = None
         self._forwards = [vars(block).get("forward") for block in self.blocks]
         self._compiled_calls: dict[int, Callable] = {}  # of blocks on which compile() was called
         self._compiled: dict[int, Callable] = {}  # their own forwards
@@ -255,7 +255,7 @@ class _Pass:
             self._follow(x)
         if self._recorder is None or not self._recorder.call.as_now():
             self._end_recording()
-            self._recorder = Recorder(self._stream.device, self._stack.witnesses)
+            self._recorder = Recorder(self._stream.device, self._stack.input_checks)
         block, bits = self._stack.blocks[index], self._stack.bits[index - 1] if index else None
         coupling = TwoStep(self._grid, x, self._sign, self._stack.weights[index], bits, schedule.kind == "rebuilt")
         run = self._recorder.block(index, schedule, coupling, block, (self._stream, self._before), forward)
@@ -274,8 +274,8 @@ class _Pass:
         return self._returned if others is None else (self._returned, *others)
 
     def _begin(self, x: Tensor) -> None:
-        if self._stack.witnesses is not None:
-            self._stack.witnesses.clear()
+        if self._stack.input_checks is not None:
+            self._stack.input_checks.clear()
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 2:
             raise ValueError("the first argument of a block must be a floating-point tensor (batch, ...)")
         stack, self._choice = self._stack, None

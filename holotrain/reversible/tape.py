@@ -114,15 +114,15 @@ class Rebuilding:
     Args:
         call: what all branches of the forward share.
         x1, x2: the streams before the first branch.
-        witness: compares the rebuilt inputs with the true ones.
+        check: compares the rebuilt inputs with the true ones.
     """
 
-    def __init__(self, call: Call, x1: Tensor, x2: Tensor, witness: Witness | None = None) -> None:
-        self._call, self._tape = call, Tape(witness)
+    def __init__(self, call: Call, x1: Tensor, x2: Tensor, check: InputCheck | None = None) -> None:
+        self._call, self._tape = call, Tape(check)
         # What the latest branch wrote, and what it read.
         self._streams, self._versions = (x1, x2), (x1._version, x2._version)
-        if witness is not None:
-            witness.remember(x1, x2)
+        if check is not None:
+            check.remember(x1, x2)
 
     def block(self, number: int, schedule: Schedule, coupling: Coupling, forward: Callable | None = None) -> Run:
         """How to run the branches of the next block.
@@ -179,11 +179,11 @@ class Tape:
     The graph holds the tape, and the tape never the graph. Only the streams after the last branch are kept from the forward.
 
     Args:
-        witness: compares the rebuilt input of the first branch with the true one.
+        check: compares the rebuilt input of the first branch with the true one.
     """
 
-    def __init__(self, witness: Witness | None) -> None:
-        self._witness = witness
+    def __init__(self, check: InputCheck | None) -> None:
+        self._check = check
         self.branches: list[_Rebuilt] = []
         # What ``branches[_position]``, the next to be rebuilt, wrote and read.
         self._streams: tuple[Tensor, ...] = ()
@@ -248,12 +248,12 @@ class Tape:
     def _rebuild(self, ahead: bool = False) -> list[Tensor]:
         """Runs the next branch again and inverts its coupling; returns what it saved."""
         branch, (coupled, source) = self.branches[self._position], self._streams
-        inverted = branch.place > 0 or self._witness is not None
+        inverted = branch.place > 0 or self._check is not None
         output, saved = branch.run_again(branch.coupling.read(source), inverted, ahead)
         if inverted:
             target = branch.coupling.undo(coupled, source, output)
-            if branch.place == 0 and self._witness is not None:
-                self._witness.compare(target, source)
+            if branch.place == 0 and self._check is not None:
+                self._check.compare(target, source)
             self._streams = (source, target) if branch.crossed else (target, source)
         self._position -= 1
         return saved
@@ -291,11 +291,11 @@ class Recorder:
 
     Args:
         device: of the streams.
-        witnesses: takes one for each group of consecutive rebuilt blocks; None: drift is not measured.
+        input_checks: takes one for each group of consecutive rebuilt blocks; None: drift is not measured.
     """
 
-    def __init__(self, device: torch.device, witnesses: list[Witness] | None) -> None:
-        self.call, self._witnesses = Call(device), witnesses
+    def __init__(self, device: torch.device, input_checks: list[InputCheck] | None) -> None:
+        self.call, self._input_checks = Call(device), input_checks
         self._kind, self._group = "stored", None
 
     def block(
@@ -343,10 +343,10 @@ class Recorder:
                 "to 0.3 after 96 blocks); keep the streams in fp32 and train under torch.autocast",
                 stacklevel=5,
             )
-        witness = None
-        if self._witnesses is not None:
-            self._witnesses.append(witness := Witness())
-        return Rebuilding(self.call, x1, x2, witness)
+        check = None
+        if self._input_checks is not None:
+            self._input_checks.append(check := InputCheck())
+        return Rebuilding(self.call, x1, x2, check)
 
 
 def _is_tensor_parallel(module: nn.Module) -> bool:
@@ -365,7 +365,7 @@ SAMPLES = 4096
 """Number of entries of each stream that are sampled, approximately."""
 
 
-class Witness:
+class InputCheck:
     """Stores a sample of the input of consecutive blocks and compares it with the input that the backward rebuilds.
 
     The entries are evenly spaced, so sampling draws no random numbers. ``drift`` is a 0-dim tensor on the streams' device: the

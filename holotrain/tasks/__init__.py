@@ -1,11 +1,11 @@
 """Tasks: one LightningModule for each, and the optimizers and schedules that tasks share.
 
-task                the base class of all tasks, and what commands ask of any LightningModule
-classification      ImageClassifier, SequenceClassifier; ErrorDiffusionClassifier, which is trained without a backward pass
-language            CausalLM, MaskedLM; which tokens are masked, and which are padding
-optimizers          AdamW, SGD, Muon and others over parameters with and without weight decay
-sharded_optimizers  Adafactor and Muon for parameters that are sharded among processes
-schedules           cosine, multi-step and constant, after a warm-up
+task                 the base class of all tasks, and what commands ask of any LightningModule
+classification       ImageClassifier, SequenceClassifier; ErrorDiffusionClassifier, which is trained without a backward pass
+language             CausalLM, MaskedLM; which tokens are masked, and which are padding
+optimizer_functions  AdamW, SGD, Muon and others over parameters with and without weight decay
+sharded_optimizers   Adafactor and Muon for parameters that are sharded among processes
+schedules            cosine, multi-step and constant, after a warm-up
 """
 
 from holotrain.tasks.classification import ErrorDiffusionClassifier, ImageClassifier, SequenceClassifier

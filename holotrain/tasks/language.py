@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MetricCollection, SumMetric
 
-from holotrain.models.layers.text import IGNORED
+from holotrain.models.layers.text_layers import IGNORED
 from holotrain.numeric import require_within
 from holotrain.tasks.task import Task
 

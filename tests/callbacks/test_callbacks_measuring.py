@@ -368,7 +368,7 @@ class Reversible(Module):
         x = torch.linspace(-1, 1, 64).view(4, 16) * (batch_idx + 1)
         with torch.autocast("cpu", torch.bfloat16):
             y1, y2 = self.net(x, x.tanh())
-        self.contexts.append(self.net.witnesses is not None)
+        self.contexts.append(self.net.input_checks is not None)
         return (y1 * y2).mean()
 
 
@@ -379,7 +379,7 @@ def test_drift_is_measured_in_one_step_of_a_window():
     assert [step for step, _ in drifts] == [1, 3]
     assert all(1e-8 < drift < 1e-1 for _, drift in drifts)
     assert module.contexts == [False, True, False, True]
-    assert module.net.witnesses is None
+    assert module.net.input_checks is None
 
 
 @pytest.mark.parametrize(("engine", "drifts"), [({"exact": True}, [0.0] * 4), ({"backward": "checkpoint"}, [])])

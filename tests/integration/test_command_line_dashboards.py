@@ -161,7 +161,7 @@ def test_a_run_shows_what_it_learns_and_every_option_and_the_report_shows_it_too
     assert_every_column_has_values(folder)
     experiment, options = hparams(folder)
     assert options["model.dim"].number_value == 16
-    assert options["optimizer._target_"].string_value == "holotrain.tasks.optimizers.adamw"
+    assert options["optimizer._target_"].string_value == "holotrain.tasks.optimizer_functions.adamw"
     assert options["model"].string_value == "rev_vit_tiny" and options["trainer.deterministic"].string_value == "true"
     marked = [info.name for info in experiment.hparam_infos if info.differs]
     assert marked == [word.partition("=")[0] for word in words]

@@ -72,7 +72,7 @@ CHANGES = {
     "an interpolation that names a class": put(
         "config", "optimizer", {"_target_": "torch.optim.SGD", "lr": "${oc.create:{_target_:os.system,command:touch ran}}"}
     ),
-    "an optimizer of another module": put("config", "optimizer", "_target_", "holotrain.tasks.optimizers.nn.Linear"),
+    "an optimizer of another module": put("config", "optimizer", "_target_", "holotrain.tasks.optimizer_functions.nn.Linear"),
     "a class in a list": put("config", "optimizer", {"_target_": "torch.optim.AdamW", "lr": [CALL]}),
     "a class whose name is a list": put("config", "optimizer", {"_target_": "torch.optim.AdamW", "lr": {"_target_": ["os"]}}),
     "a trainer within the trainer": put("config", "trainer", "strategy", {"_target_": "lightning.pytorch.Trainer"}),

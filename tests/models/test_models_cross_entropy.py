@@ -6,7 +6,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from holotrain.models.layers.text import linear_cross_entropy
+from holotrain.models.layers.text_layers import linear_cross_entropy
 
 
 def example(dtype, bias=True):

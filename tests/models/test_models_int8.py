@@ -100,7 +100,7 @@ def test_generation_goes_on_and_compiles(compiler):
 def test_it_is_done_once_and_takes_torchao(monkeypatch):
     model = model_of(ViT, **IMAGE)
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    with pytest.raises(ValueError, match=r"int8 needs torchao: pip install 'holotrain\[int8\]'"):
+    with pytest.raises(ValueError, match=r"int8 needs torchao: pip install 'holotrain\[torchao\]'"):
         quantise(model)
     assert not is_quantised(model)
     monkeypatch.undo()

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from holotrain.models.checkpoint_files import read
 from holotrain.optimizers import CombinedOptimizer
-from holotrain.tasks.optimizers import adafactor, adamw_low_bit
+from holotrain.tasks.optimizer_functions import adafactor, adamw_low_bit
 from holotrain.tasks.sharded_optimizers import ShardedMuon
 
 SHAPES = {

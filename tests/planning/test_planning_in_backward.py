@@ -13,7 +13,7 @@ from tracked_memory import check_plan
 from holotrain.models import RevGPT, RevViT
 from holotrain.optimizers import InBackward
 from holotrain.planning import Planner, Size, TrainingStep, choose_schedules, fake_tensors, simulate_step
-from holotrain.tasks.optimizers import adafactor, adamw, adamw_low_bit, muon, sgd
+from holotrain.tasks.optimizer_functions import adafactor, adamw, adamw_low_bit, muon, sgd
 
 SIZES = {"image_size": 32, "patch_size": 4, "dim": 64, "heads": 2, "classes": 10}
 

@@ -33,7 +33,7 @@ from holotrain.planning.scaling import (
 )
 from holotrain.planning.training_step import simulate_update
 from holotrain.reversible import ReversibleBlock
-from holotrain.tasks.optimizers import adafactor, muon
+from holotrain.tasks.optimizer_functions import adafactor, muon
 
 MIB = 2**20
 NOTHING_TO_WAIT_FOR = Setting(Link(inf, 0.0))

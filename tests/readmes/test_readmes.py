@@ -326,6 +326,7 @@ def test_a_package_says_what_each_module_holds(package):
     assert listed <= modules and modules - {"__init__"} <= {*re.findall(r"\w+", contents)}
 
 
-def test_no_module_is_named_like_one_of_another_package():
+def test_no_module_is_named_like_another_or_like_a_package():
     names = [path.stem for package in PACKAGES for path in package.glob("*.py") if path.stem != "__init__"]
+    names += [package.name for package in PACKAGES]
     assert sorted(names) == sorted({*names})

@@ -1,4 +1,4 @@
-"""Synthesis under DDP and FSDP2 on two gloo processes against one process: figures from two_ranks.py."""
+"""Synthesis under DDP and FSDP2 on two gloo processes against one process: figures from holograms_of_two_ranks.py."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ SHARDED = [
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
-    return found_by_processes(Path(__file__).with_name("two_ranks.py"), tmp_path_factory.mktemp("two_ranks"))
+    return found_by_processes(Path(__file__).with_name("holograms_of_two_ranks.py"), tmp_path_factory.mktemp("two_ranks"))
 
 
 def test_two_processes_train_as_one_does(found):

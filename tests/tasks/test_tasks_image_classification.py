@@ -10,13 +10,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from holotrain.models import VIT_SIZES, RevViT
-from holotrain.tasks import ImageClassifier, optimizers, schedules
+from holotrain.tasks import ImageClassifier, optimizer_functions, schedules
 
 
 def test_norms_biases_and_positions_do_not_decay():
     model = RevViT(image_size=8, patch_size=2, channels=1, classes=10, **VIT_SIZES["tiny"])
     frozen = model.head.weight.requires_grad_(False)
-    decayed, exempt = optimizers.decay_groups(model, 0.3)
+    decayed, exempt = optimizer_functions.decay_groups(model, 0.3)
     assert (decayed["weight_decay"], exempt["weight_decay"]) == (0.3, 0.0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter in exempt["params"]:

@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader
 from holotrain.callbacks import Histograms, OptimizationMonitor, SynthesisCallback
 from holotrain.models import RevViT
 from holotrain.optimizers import InBackward
-from holotrain.tasks import ImageClassifier, optimizers, schedules
+from holotrain.tasks import ImageClassifier, optimizer_functions, schedules
 
 MAKERS = {
-    "sgd": lambda model: optimizers.sgd(model, lr=0.1),
-    "adamw": optimizers.adamw,
-    "muon": lambda model: optimizers.muon(model, lr=0.01),
+    "sgd": lambda model: optimizer_functions.sgd(model, lr=0.1),
+    "adamw": optimizer_functions.adamw,
+    "muon": lambda model: optimizer_functions.muon(model, lr=0.01),
 }
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from holotrain.models import MVIT_SIZES, RevGPT, RevMViT
 from holotrain.optimizers import CombinedOptimizer
-from holotrain.tasks import optimizers, schedules
+from holotrain.tasks import optimizer_functions, schedules
 
 SMALL = {"vocab": 20, "context": 8, "dim": 16, "depth": 2, "heads": 2}
 
@@ -23,7 +23,7 @@ SMALL = {"vocab": 20, "context": 8, "dim": 16, "depth": 2, "heads": 2}
 def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest(make):
     model = make()
     frozen = next(model.blocks.parameters() if hasattr(model, "blocks") else model.stages.parameters()).requires_grad_(False)
-    optimizer = optimizers.muon(model, lr=0.1, weight_decay=0.3)
+    optimizer = optimizer_functions.muon(model, lr=0.1, weight_decay=0.3)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     by_part = [{names[id(p)] for group in part.param_groups for p in group["params"]} for part in optimizer.parts]
     adamw, muon = by_part

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from holotrain.data import TextFiles
 from holotrain.models import RevGPT, RevRoBERTa
-from holotrain.tasks import CausalLM, MaskedLM, SequenceClassifier, optimizers, schedules
+from holotrain.tasks import CausalLM, MaskedLM, SequenceClassifier, optimizer_functions, schedules
 from holotrain.tasks.language import attended, masked
 
 SMALL = {"vocab": 20, "context": 8, "dim": 16, "depth": 2, "heads": 2}
@@ -155,7 +155,7 @@ def test_each_task_learns(kind, steps, lr):
         batch = {"tokens": tokens, "lengths": torch.full((64,), 8), "labels": start}
     task.make_optimizer = lambda model: torch.optim.AdamW(model.parameters(), lr=lr)
     if kind == "muon":
-        task.make_optimizer, task.make_scheduler = partial(optimizers.muon, lr=lr), schedules.cosine
+        task.make_optimizer, task.make_scheduler = partial(optimizer_functions.muon, lr=lr), schedules.cosine
     (first,) = trainer().validate(task, loader([batch]), verbose=False)
     trainer(max_steps=steps).fit(task, loader([batch] * steps))
     (last,) = trainer().validate(task, loader([batch]), verbose=False)

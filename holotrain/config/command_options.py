@@ -121,7 +121,7 @@ class RunConfig(Composed):
             raise UserError(f"synthesis: {layers} Linear layers, which it needs; use synthesis=none")
         if self.compile:
             raise UserError(f"compile: {layers} blocks; on a GPU use backward.cuda_graph=true")
-        if getattr(self.optimizer, "target", None) == "holotrain.tasks.optimizers.muon":
+        if getattr(self.optimizer, "target", None) == "holotrain.tasks.optimizer_functions.muon":
             raise UserError(f"optimizer=muon: {layers} blocks, which it needs; use error_diffusion, sgd or adamw")
         if self.task.clamp_signs and self.model.rule == "kaneko":
             raise UserError("task.clamp_signs: model.rule=kaneko never changes a sign; use rule article or backpropagation")

@@ -1,6 +1,6 @@
 """One of two gloo processes: trains with DDP and synthesis; rank 0 compares with one process on the whole batch.
 
-    python two_ranks.py RANK STORE RESULTS
+    python holograms_of_two_ranks.py RANK STORE RESULTS
 
 Not a test by itself: test_synthesis_distributed.py starts it twice and reads what rank 0 wrote.
 """
