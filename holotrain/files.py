@@ -81,3 +81,9 @@ def replacing(path: Path, ending: str | None = None) -> Generator[Path]:
         with suppress(OSError):  # the folder may not exist
             temporary.unlink()
         raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a file of JSON that is complete as soon as it can be seen. Raises an OSError if it cannot be written."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

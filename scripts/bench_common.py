@@ -153,7 +153,6 @@ def save(result: dict, path: Path | None) -> None:
     """Writes the results and the date as JSON, if a path is given, and never half of them."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        from holotrain.files import replacing  # the checkout's, once sys.path names it
+        from holotrain.files import write_json  # the checkout's, once sys.path names it
 
-        with replacing(path) as unfinished:
-            unfinished.write_text(json.dumps(result | {"date": date.today().isoformat()}, indent=2) + "\n")
+        write_json(path, result | {"date": date.today().isoformat()})

@@ -4,32 +4,32 @@
     python scripts/plot_error_diffusion.py runs/fit/sweeps/... --json scripts/results/error_diffusion_digits_cpu.json \
         --picture scripts/results/error_diffusion_digits_cpu.png
 
-Reads the sweep's sweep.csv.
+Reads the configurations and the summaries of the jobs.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import statistics
 from collections import defaultdict
 from pathlib import Path
 
-from bench_common import arguments, draw_to, plotter, save
+import yaml
+from bench_common import arguments, begin, draw_to, plotter, save
 
 from holotrain.error_diffusion import BACKPROPAGATION, RULES
 
 SHOWN = (*RULES, BACKPROPAGATION)
 
 
-def read(path: Path) -> list[dict]:
+def read(sweep: Path) -> list[dict]:
     """One row for each rule, width and depth."""
     accuracies = defaultdict(list)
-    with path.open() as file:
-        for job in csv.DictReader(file):
-            key = (job["model.rule"], int(job["model.width"]), int(job["model.depth"]))
-            if job["test/accuracy"]:  # a job that failed has none
-                accuracies[key].append(float(job["test/accuracy"]))
+    for path in sorted(sweep.glob("*/summary.json"), key=lambda path: int(path.parent.name)):  # a job that failed has none
+        model = yaml.safe_load(path.with_name("config.yaml").read_text())["model"]
+        accuracies[model["rule"], model["width"], model["depth"]].append(
+            json.loads(path.read_text())["metrics"]["test/accuracy"]
+        )
     return [
         {"rule": rule, "width": width, "depth": depth, "accuracy": found, "mean": statistics.mean(found)}
         for (rule, width, depth), found in sorted(accuracies.items(), key=lambda entry: (SHOWN.index(entry[0][0]), entry[0]))
@@ -61,18 +61,21 @@ def draw(rows: list[dict], path: Path) -> None:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("sweep", type=Path, help="folder of the sweep")
+    parser.add_argument("folder", type=Path, help="that of the sweep")
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
-    table = options.sweep / "sweep.csv"
-    if not table.is_file():
-        parser.error(f"{options.sweep} is not the folder of a finished sweep: it has no sweep.csv")
-    rows = read(table)
+    if not (options.folder / "sweep.csv").is_file():
+        parser.error(f"{options.folder} is not the folder of a finished sweep: it has no sweep.csv")
+    rows = read(options.folder)
+    result = begin(options)
     print(f"{'rule':<16}{'width':>6}{'depth':>6}{'mean':>9}   by seed")
     for row in rows:
         seeds = " ".join(f"{accuracy:.4f}" for accuracy in row["accuracy"])
         print(f"{row['rule']:<16}{row['width']:>6}{row['depth']:>6}{row['mean']:>9.4f}   {seeds}")
-    save({"device": json.loads((options.sweep / "0" / "summary.json").read_text())["device"], "rows": rows}, options.json)
+    save(
+        result | {"device": json.loads((options.folder / "0" / "summary.json").read_text())["device"], "rows": rows},
+        options.json,
+    )
     if options.picture:
         draw(rows, options.picture)
 

@@ -3,7 +3,6 @@
 A job leaves ``job.json`` in its folder, because a launcher may run it in another process, and Hydra has only its return value.
 """
 
-import json
 import logging
 import math
 import sys
@@ -22,7 +21,7 @@ from holotrain.config.annotations import read_fields
 from holotrain.config.command_line import CONFIGURATION_ERRORS
 from holotrain.config.composition import relative_to_cwd
 from holotrain.errors import UserError
-from holotrain.files import replacing
+from holotrain.files import write_json
 from holotrain.targets import first_line
 
 JOB = "job.json"
@@ -60,8 +59,7 @@ class Job:
         if self.value is not None and not math.isfinite(self.value):  # JSON has no infinity
             kept["value"] = None
         folder.mkdir(parents=True, exist_ok=True)
-        with replacing(folder / JOB) as temporary:
-            temporary.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / JOB, kept)
 
     @classmethod
     def read(cls, path: Path) -> "Job | None":

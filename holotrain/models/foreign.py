@@ -1,6 +1,5 @@
 """Models of other libraries, with the inputs and outputs that the tasks expect, and image classifiers of timm."""
 
-import json
 from abc import abstractmethod
 from collections.abc import Sequence
 from importlib import import_module
@@ -11,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from holotrain.files import write_json
 from holotrain.models.checkpoint_files import CONFIG, WEIGHTS, read_weights, save_tensors
 from holotrain.models.pretrained import Loaded
 from holotrain.reversible import make_reversible
@@ -251,5 +251,5 @@ class Timm(Foreign):
         if class_names is not None:
             config["label_names"] = list(class_names)
         save_tensors(self.model.state_dict(), folder / WEIGHTS, metadata={"format": "pt"})
-        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / CONFIG, config)
         return [WEIGHTS, CONFIG]

@@ -1,7 +1,6 @@
 """Models of Hugging Face's transformers; the configuration and the files of one are read as data: nothing in them is run."""
 
 import copy
-import json
 import re
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from holotrain.files import read_json
+from holotrain.files import read_json, write_json
 from holotrain.models.checkpoint_files import CONFIG, IN_A_FOLDER
 from holotrain.models.foreign import Foreign, foreign_weights, take_over
 from holotrain.models.pretrained import image_positions
@@ -229,7 +228,7 @@ class HuggingFace(Foreign):
                 "image_std": list(statistics[1]),
                 **({"do_resize": True, "size": {"height": size, "width": size}} if isinstance(size, int) else {}),
             }
-            (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n", encoding="utf-8")
+            write_json(folder / "preprocessor_config.json", processor)
         return sorted(path.name for path in folder.iterdir() if path.name.startswith(SAVED))
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.cuda import nccl
 from torch.utils._python_dispatch import _disable_current_modes
 
-from holotrain.files import read_json, replacing
+from holotrain.files import read_json, write_json
 from holotrain.overlap.collectives import Collectives
 from holotrain.overlap.functions import AllReduce, AllToAll, ReduceScatter, SendInput, SendResult
 from holotrain.overlap.groups import (
@@ -211,11 +211,9 @@ def read(path: Path, job: Job, link: str) -> Tuned | None:
 def write(path: Path, job: Job, link: str, tuned: Tuned) -> None:
     """A folder that cannot be written does not stop the training."""
     choice = {"of": described(job, link), "with": versions(job.device), "tuned": asdict(tuned)}
-    text = json.dumps(choice, indent=2) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        write_json(path, choice)
     except OSError as error:
         warnings.warn(f"cannot save the measured groups to {path}: {error.strerror or error}", stacklevel=2)
 
