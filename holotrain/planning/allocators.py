@@ -145,13 +145,15 @@ CUDA_BLOCK = 512
 MIXING = {getattr(torch.ops.aten, name).Tensor for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")}
 """Operations that need operands of one dtype on a CPU: an operand of another dtype is copied first (TensorIterator)."""
 
+MEANS = {torch.ops.aten.mean.default, torch.ops.aten.mean.dim}
+
 
 @dataclass(frozen=True)
 class Allocator:
     """
     Args:
         rounded: maps the bytes of a storage to the bytes that are allocated for it.
-        copies_operands: whether arithmetic on two dtypes copies an operand.
+        copies_operands: whether arithmetic on two dtypes copies an operand, and a mean in half precision its input, in fp32.
         scratch: upper bound of the bytes that an operation may allocate in addition, given its arguments.
     """
 
@@ -165,6 +167,8 @@ class Allocator:
             return self.rounded(args[0].nbytes)  # the exponentials before the sum
         if function is torch.ops.aten._safe_softmax.default:
             return self.rounded(args[0].numel())  # the mask
+        if self.copies_operands and function in MEANS and args[0].dtype in HALF and isinstance(result, Tensor):
+            return self.rounded(4 * args[0].numel()) + self.rounded(4 * result.numel())  # the copy, and the mean in fp32
         if self.copies_operands and function in MIXING and isinstance(result, Tensor):
             operands = (arg for arg in args if isinstance(arg, Tensor) and arg.ndim and arg.dtype != result.dtype)
             return sum(self.rounded(operand.numel() * result.element_size()) for operand in operands)

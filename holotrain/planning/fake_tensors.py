@@ -29,6 +29,14 @@ class _FakeTensorMode(FakeTensorMode):
         """Cached, because it is read at every operation and takes half a millisecond without a driver."""
         return super().avoid_device_init
 
+    def __torch_dispatch__(self, func, types, args: Any = (), kwargs: Any = None):
+        result: Any = super().__torch_dispatch__(func, types, args, kwargs or {})
+        weight = args[_NORMS[func]] if func in _NORMS else None
+        if weight is not None and weight.device.type == "cpu" and weight.dtype != args[0].dtype:
+            # PyTorch (2.14) gives fake means and deviations the dtype of the input; the kernel for CPUs gives that of weights.
+            return result[0], *(figure.to(weight.dtype) for figure in result[1:])
+        return result
+
 
 @contextmanager
 def fake_tensors() -> Generator[None]:
@@ -124,5 +132,8 @@ def fused_dropout() -> Generator[None]:
     finally:
         functional.scaled_dot_product_attention = ordinary
 
+
+_NORMS = {torch.ops.aten.native_layer_norm.default: 2, torch.ops.aten.native_group_norm.default: 1}
+"""Operations with means and deviations, and the place of their weight."""
 
 _INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten._index_put_impl_.default}

@@ -107,10 +107,7 @@ def training_step(family, backward, half=False, fake=False, batch=32):
 
 
 @pytest.mark.parametrize(("family", "backward", "half"), CASES, ids=lambda of: {False: "fp32", True: "bf16"}.get(of, of))
-def test_a_plan_is_what_the_tensors_take_and_the_allocator_keeps_within_its_bound(request, family, backward, half):
-    if (family, backward, half) == ("MViT", "autograd", True):
-        reason = "the allocator is 1.2 % over the bound, and the tensors 0.8 % over the peak; the cause is not known"
-        request.node.add_marker(pytest.mark.xfail(reason=reason, strict=False))
+def test_a_plan_is_what_the_tensors_take_and_the_allocator_keeps_within_its_bound(family, backward, half):
     with fake_tensors(), assume_mask_share(0.25):
         planned = simulate_step(training_step(family, backward, half, fake=True))
     check_plan(planned, training_step(family, backward, half))
@@ -131,6 +128,8 @@ def held_within(function, *args):
         (aten._safe_softmax.default, (torch.ones(300, 200), -1)),
         (aten.add.Tensor, (torch.ones(300, 200), torch.ones(300, 200, dtype=torch.bfloat16))),
         (aten.mul.Tensor, (torch.ones(300, 200), torch.ones(300, 200))),
+        (aten.mean.dim, (torch.ones(30, 20, 100, dtype=torch.bfloat16), [1])),
+        (aten.mean.default, (torch.ones(300, 200, dtype=torch.bfloat16),)),
     ],
     ids=lambda value: getattr(value, "_name", ""),
 )
