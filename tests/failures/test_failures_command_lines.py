@@ -129,7 +129,7 @@ def changed(words: list[str], values: list[str], choose: random.Random) -> list[
     return words
 
 
-@pytest.mark.parametrize(("seed", "count"), [slow(0, 100), long(1, 500)])
+@pytest.mark.parametrize(("seed", "count"), [slow(0, 50), long(1, 500)])
 def test_no_changed_command_line_ends_in_a_traceback(typed, holotrain, monkeypatch, seed, count):
     """Changes of valid command lines, which end where data would be read."""
     monkeypatch.setattr(MultiprocessRunner, "run", lambda *_: 0)

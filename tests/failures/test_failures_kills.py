@@ -53,7 +53,6 @@ CASES = [
     ("text", "writing", 2, "SIGKILL"),
     ("sweep", "writing", 3, "SIGKILL", "job=0"),
     ("sweep", "backward", 4, "SIGTERM", "job=0"),
-    ("two processes", "backward", 3, "SIGKILL", "rank=1"),
     ("two processes", "validation", 2, "SIGINT SIGINT", "rank=0 to=parent"),
 ]
 MORE = [
@@ -86,6 +85,7 @@ MORE = [
     ("sweep", "time", 9, "SIGKILL"),
     ("sweep", "time", 10, "SIGINT SIGINT"),
     ("two processes", "writing", 3, "SIGKILL", "rank=0"),
+    ("two processes", "backward", 3, "SIGKILL", "rank=1"),
     ("two processes", "backward", 4, "SIGTERM", "rank=1 to=parent"),
     ("two processes", "setup", 1, "SIGINT", "rank=0 to=parent"),
 ]
