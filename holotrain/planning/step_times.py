@@ -238,9 +238,10 @@ def measured(planner: Planner, backward: Backward, begin: Callable[[str], object
                 break
             part = larger
         rounds = max(1, min(ROUNDS, int(SECONDS / one.step)))
-        found = sorted((_timed(step, place) for _ in range(rounds)), key=lambda times: times.step)
+        found = [_timed(step, place) for _ in range(rounds)]
     grown = batch.value / part
-    fast, slow = (Times(grown * t.forward, grown * t.backward, t.update, step.batches) for t in (found[0], found[-1]))
+    times = [Times(grown * t.forward, grown * t.backward, t.update, step.batches) for t in found]
+    fast, slow = (choose(times, key=lambda each: each.step) for choose in (min, max))
     how = f"the fastest and the slowest of {rounds} steps" if rounds > 1 else "one step"
     return (fast, slow), how + (f" with {batch.name}={part}, in proportion" if part != batch.value else "")
 

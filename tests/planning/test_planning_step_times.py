@@ -1,5 +1,7 @@
 """The time of a step: estimated from FLOPs, and measured."""
 
+from itertools import cycle
+
 import pytest
 from small_planners import planner
 
@@ -41,3 +43,7 @@ def test_a_step_is_timed_as_the_device_takes_it(monkeypatch):
     fast, slow = found.band
     assert 0 < fast.step <= slow.step and min(fast.forward, fast.backward, fast.update) > 0 and fast.batches == 2
     assert found.source.startswith("measured on the CPU") and "batch=8" in said[-1]
+    times = cycle([timing.Times(1.0, 1.0, 5.0), timing.Times(2.0, 2.0, 2.0)])  # of one batch the first is the slowest
+    monkeypatch.setattr(timing, "_timed", lambda *_: next(times))
+    found = timing.step_times(planned, "reversible", work_of(planned, "reversible"), None, Gpu, None, said.append)
+    assert [each.step for each in found.band] == [9.0, 10.0]

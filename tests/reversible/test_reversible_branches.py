@@ -177,7 +177,7 @@ def test_keyword_arguments_of_each_block(engine, how):
 
 
 def test_too_few_keyword_arguments():
-    with pytest.raises(ValueError, match="for 2 blocks, and 4 blocks"):
+    with pytest.raises(ValueError, match="for 2 blocks of 4"):
         loss_of(sequence(4), f_kwargs=[{}, {}])
 
 

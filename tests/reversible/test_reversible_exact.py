@@ -9,7 +9,7 @@ from compared import assert_close, assert_equal
 from torch import nn
 
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
-from holotrain.reversible.tape import Witness
+from holotrain.reversible.tape import InputCheck
 
 WIDTH = 16
 
@@ -49,10 +49,10 @@ def test_the_rebuilt_input_is_bit_equal(depth, autocast):
 def test_the_backward_rebuilds_bit_for_bit(monkeypatch, backward, exact):
     """In training itself, 96 blocks under bf16: all entries of both streams, not the sample that a monitor keeps."""
     seen = []
-    monkeypatch.setattr(Witness, "remember", lambda self, *xs: seen.append([x.clone() for x in xs]))
-    monkeypatch.setattr(Witness, "compare", lambda self, *xs: seen.append([x.clone() for x in xs]))
+    monkeypatch.setattr(InputCheck, "remember", lambda self, *xs: seen.append([x.clone() for x in xs]))
+    monkeypatch.setattr(InputCheck, "compare", lambda self, *xs: seen.append([x.clone() for x in xs]))
     net = sequence(96, exact, backward)
-    net.witnesses = []
+    net.input_checks = []
     with torch.autocast("cpu", torch.bfloat16):
         y1, y2 = net(*streams())
     (y1 * y2).mean().backward()
@@ -128,10 +128,10 @@ def test_streams_that_grow_within_the_blocks_are_reported_too(backward):
 @pytest.mark.parametrize("grown", [0, 1])
 def test_the_drift_is_relative_to_the_stream_and_that_of_the_worse_one(grown):
     true = [stream * scale for stream, scale in zip(streams(), (50.0, 0.02), strict=True)]
-    witness = Witness()
-    witness.remember(*true)
-    witness.compare(*(stream * (1.001 if number == grown else 1.0) for number, stream in enumerate(true)))
-    assert witness.drift.item() == pytest.approx(1e-3, rel=1e-3)
+    check = InputCheck()
+    check.remember(*true)
+    check.compare(*(stream * (1.001 if number == grown else 1.0) for number, stream in enumerate(true)))
+    assert check.drift.item() == pytest.approx(1e-3, rel=1e-3)
 
 
 def test_streams_too_coarse_for_a_grid_are_refused():
