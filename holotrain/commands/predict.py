@@ -81,8 +81,9 @@ class PathsRead(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if isinstance(batch, tuple | list) and len(batch) > 1 and isinstance(batch[1], tuple | list):
-            self.paths += map(str, batch[1])
+        match batch:
+            case [_, [str(), *_] as paths]:
+                self.paths += paths
 
 
 def _samples(batches: list[Any]) -> list[dict[str, Any]]:
