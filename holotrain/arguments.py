@@ -5,42 +5,51 @@ from collections.abc import Iterable
 from inspect import Parameter, Signature, cleandoc, signature
 from typing import Any
 
+from holotrain.targets import is_of
+
+
+def show_inherited_arguments(cls: Any) -> None:
+    """:func:`show_arguments` for ``__init_subclass__``: of classes of holotrain's. Those of users keep their own signature."""
+    if is_of(cls.__module__, ["holotrain"]):
+        show_arguments(cls)
+    else:
+        cls.__signature__ = None  # not that of a base class
+
 
 def show_arguments(cls: Any, chain: Iterable[type] | None = None, last: type | None = None) -> None:
-    """Gives a class the signature of all arguments that it takes, and its docstring their descriptions, which each class of
-    the chain has for its own alone. Does nothing if the last class of the chain takes any keyword.
+    """Shows in the signature and the docstring of a class the arguments that it passes on. Each class describes only its own.
+
+    If the last class of the chain takes any arguments, the class keeps its own signature.
 
     Args:
         chain: the class and those that it passes its options on to, in order; None: it and its base classes.
         last: the class of the chain whose keywords are shown after those of the others.
     """
     makers: list[type] = []
-    for each in chain or cls.__mro__:
-        if "__init__" in vars(each):
-            makers.append(each)
-            if not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in _own(each)):
-                break
-    else:
-        if makers[0] is cls:
-            cls.__signature__ = None  # not that of a base class
-        return
     found: dict[str, tuple[type, Parameter]] = {}
-    for maker in makers:
-        for parameter in _own(maker):
+    for each in chain or cls.__mro__:
+        if "__init__" not in vars(each):
+            continue
+        makers.append(each)
+        try:
+            parameters = list(signature(vars(each)["__init__"]).parameters.values())[1:]
+        except (TypeError, ValueError):  # of a descriptor, or of C
+            return
+        kinds = {parameter.kind for parameter in parameters}
+        if Parameter.VAR_POSITIONAL in kinds:
+            return
+        for parameter in parameters:
             if parameter.kind is not Parameter.VAR_KEYWORD:
-                passed_on = parameter if maker is makers[0] else parameter.replace(kind=Parameter.KEYWORD_ONLY)
-                found.setdefault(parameter.name, (maker, passed_on))
+                passed_on = parameter if each is makers[0] else parameter.replace(kind=Parameter.KEYWORD_ONLY)
+                found.setdefault(parameter.name, (each, passed_on))
+        if Parameter.VAR_KEYWORD not in kinds:
+            break
     shown = sorted(found.items(), key=lambda item: (item[1][1].kind, item[1][0] is last))
     cls.__signature__ = Signature([parameter for _, (_, parameter) in shown])
-    if cls.__doc__ and makers != [cls]:  # python -OO has none
-        described = {maker: _descriptions(maker) for maker in makers}
-        lines = [described[maker][name] for name, (maker, _) in shown if name in described[maker]]
+    described = {maker: _descriptions(maker) for maker in makers}
+    lines = [described[maker][name] for name, (maker, _) in shown if name in described[maker]]
+    if lines and cls.__doc__ and makers != [cls]:  # python -OO has no docstrings
         cls.__doc__ = _with_arguments(cleandoc(cls.__doc__), "".join(dict.fromkeys(lines)))
-
-
-def _own(cls: type) -> list[Parameter]:
-    """The parameters of the class's own ``__init__``, without ``self``."""
-    return list(signature(vars(cls)["__init__"]).parameters.values())[1:]
 
 
 SECTION = re.compile(r"^Args:\n((?: {4}.*\n?)+)", re.MULTILINE)
@@ -50,7 +59,8 @@ def _descriptions(cls: type) -> dict[str, str]:
     """The lines below ``Args:``, by the name of each argument."""
     section = SECTION.search(cleandoc(cls.__doc__ or ""))
     items = re.split(r"\n(?= {4}\w)", section[1].rstrip()) if section else []
-    return {name: f"{item}\n" for item in items for name in item.partition(":")[0].strip().split(", ")}
+    names = {item: item.partition(":")[0].strip().partition(" (")[0].split(", ") for item in items}
+    return {name: f"{item}\n" for item in items for name in names[item]}
 
 
 def _with_arguments(text: str, lines: str) -> str:

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: options, a description of the machine, timing, medians, JSON. Needs only torch.
+"""Shared by the benchmarks: options, a description of the machine, timing, medians, JSON. Needs no package but torch.
 
 It also makes the checkout's ``holotrain`` the one that is imported.
 """
@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from holotrain.files import write_json
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -153,6 +155,4 @@ def save(result: dict, path: Path | None) -> None:
     """Writes the results and the date as JSON, if a path is given, and never half of them."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        from holotrain.files import write_json  # the checkout's, once sys.path names it
-
         write_json(path, result | {"date": date.today().isoformat()})

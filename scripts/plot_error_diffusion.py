@@ -25,11 +25,11 @@ SHOWN = (*RULES, BACKPROPAGATION)
 def read(sweep: Path) -> list[dict]:
     """One row for each rule, width and depth."""
     accuracies = defaultdict(list)
-    for path in sorted(sweep.glob("*/summary.json"), key=lambda path: int(path.parent.name)):  # a job that failed has none
+    for path in sorted(sweep.glob("[0-9]*/summary.json"), key=lambda path: int(path.parent.name)):
         model = yaml.safe_load(path.with_name("config.yaml").read_text())["model"]
-        accuracies[model["rule"], model["width"], model["depth"]].append(
-            json.loads(path.read_text())["metrics"]["test/accuracy"]
-        )
+        metrics = json.loads(path.read_text())["metrics"]
+        if "test/accuracy" in metrics:  # a job that was interrupted has none
+            accuracies[model["rule"], model["width"], model["depth"]].append(metrics["test/accuracy"])
     return [
         {"rule": rule, "width": width, "depth": depth, "accuracy": found, "mean": statistics.mean(found)}
         for (rule, width, depth), found in sorted(accuracies.items(), key=lambda entry: (SHOWN.index(entry[0][0]), entry[0]))
@@ -72,10 +72,8 @@ def main() -> None:
     for row in rows:
         seeds = " ".join(f"{accuracy:.4f}" for accuracy in row["accuracy"])
         print(f"{row['rule']:<16}{row['width']:>6}{row['depth']:>6}{row['mean']:>9.4f}   {seeds}")
-    save(
-        result | {"device": json.loads((options.folder / "0" / "summary.json").read_text())["device"], "rows": rows},
-        options.json,
-    )
+    first = json.loads((options.folder / "0" / "summary.json").read_text())
+    save(result | {"device": first["device"], "rows": rows}, options.json)
     if options.picture:
         draw(rows, options.picture)
 

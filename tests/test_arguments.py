@@ -1,6 +1,8 @@
 """Arguments that a class passes on, as ``help`` and ``inspect.signature`` show them."""
 
+import functools
 import inspect
+from dataclasses import dataclass
 
 import pytest
 
@@ -26,7 +28,7 @@ class Base:
     """The base.
 
     Args:
-        height, width: of a picture,
+        height, width (int): of a picture,
             in pixels
         depth: of a colour
 
@@ -38,62 +40,90 @@ class Base:
         self.size = (height, width, depth)
 
 
-class Framed(Base):
-    """A frame around it.
+@pytest.fixture
+def framed():
+    class Framed(Base):
+        """A frame around it.
 
-    Args:
-        frame: in pixels
-        depth: of the frame
-        options: those of :class:`Base`
+        Args:
+            frame: in pixels
+            depth: of the frame
+            options: those of :class:`Base`
 
-    Raises:
-        ValueError: never.
-    """
+        Raises:
+            ValueError: never.
+        """
 
-    def __init__(self, *, frame: int, depth: int = 1, **options: int) -> None:
-        super().__init__(depth=depth, **options)
+        def __init__(self, *, frame: int, depth: int = 1, **options: int) -> None:
+            super().__init__(depth=depth, **options)
 
-
-def shown(cls):
-    return str(inspect.signature(cls)), inspect.getdoc(cls).partition("Args:\n")[2].partition("\n\n")
-
-
-def test_the_chain_is_shown_without_repetition():
     show_arguments(Framed)
-    signature, (arguments, _, rest) = shown(Framed)
-    assert signature == "(*, frame: int, depth: int = 1, height: int, width: int)"
-    assert arguments == "    frame: in pixels\n    depth: of the frame\n    height, width: of a picture,\n        in pixels"
-    assert rest == "Raises:\n    ValueError: never."
+    return Framed
 
-    class Bare(Framed):
+
+def names(cls):
+    return list(inspect.signature(cls).parameters)
+
+
+def test_the_chain_is_shown_without_repetition(framed):
+    assert str(inspect.signature(framed)) == "(*, frame: int, depth: int = 1, height: int, width: int)"
+    picture = "    height, width (int): of a picture,\n        in pixels"
+    own = "    frame: in pixels\n    depth: of the frame"
+    rest = "Raises:\n    ValueError: never."
+    assert inspect.getdoc(framed) == f"A frame around it.\n\nArgs:\n{own}\n{picture}\n\n{rest}"
+
+    class Bare(framed):
         """Without arguments of its own.
 
         Raises:
             ValueError: never.
         """
 
-    show_arguments(Bare, last=Framed)
-    signature, (described, _, rest) = shown(Bare)
-    assert (described, rest) == (
-        "    height, width: of a picture,\n        in pixels\n    frame: in pixels\n    depth: of the frame",
-        "Raises:\n    ValueError: never.",
-    )
+    show_arguments(Bare, last=framed)
+    assert names(Bare) == ["height", "width", "frame", "depth"]
+    assert inspect.getdoc(Bare) == f"Without arguments of its own.\n\nArgs:\n{picture}\n{own}\n\n{rest}"
 
 
-def test_a_class_that_takes_anything_or_names_all_is_left_as_it_is():
-    class Anything(Framed):
+def test_classes_that_take_anything_keep_their_own_signature(framed):
+    class Anything(framed):
         """Takes anything."""
 
-        def __init__(self, one: int, **others: object) -> None:
-            pass
+        def __init__(self, *given: int, **others: int) -> None:
+            super().__init__(**others)
 
-    class Own(Framed):
-        """Takes one."""
+    class Odd:
+        """Its __init__ is no function."""
 
-        def __init__(self, one: int) -> None:
-            super().__init__(one)
+        __init__ = functools.partialmethod(Base.__init__, 1)
 
-    show_arguments(Own)
-    show_arguments(Anything, [Anything, dict])
-    assert str(inspect.signature(Own)) == "(one: int)" and Own.__doc__ == "Takes one."
-    assert "others" in inspect.signature(Anything).parameters and Anything.__doc__ == "Takes anything."
+    Anything.__signature__ = None
+    for cls, chain in ((Anything, None), (Odd, None), (Odd, [Odd, dict])):
+        show_arguments(cls, chain)
+    assert names(Anything) == ["given", "others"] and Anything.__doc__ == "Takes anything."
+    assert names(Odd) == ["width", "depth"]
+
+
+@pytest.mark.parametrize("base", [data.CIFAR10, tasks.ImageClassifier])
+def test_classes_of_users_show_what_they_say_themselves(base):
+    class Own(base):
+        """Theirs.
+
+        Args:
+            one (int): theirs
+        """
+
+        def __init__(self, one: int, **others: int) -> None:
+            super().__init__(**others)
+
+    class Inherits(base):
+        """Theirs."""
+
+    @dataclass
+    class Data(base):
+        """Theirs."""
+
+        path: str = ""
+
+    assert names(Own) == ["one", "others"] and "one (int): theirs" in Own.__doc__
+    assert names(Data) == ["path"]
+    assert names(Inherits) == [*inspect.signature(base.__init__).parameters][1:] and Inherits.__doc__ == "Theirs."

@@ -17,6 +17,7 @@ from holotrain.config.build import build_files_loader, description, task_of
 from holotrain.config.build_trainer import build_trainer, check_device
 from holotrain.config.command_options import PredictConfig
 from holotrain.config.option_groups import CAUSAL_LM, IMAGES, TEXT, is_a
+from holotrain.data.image_folder import ImageFiles
 from holotrain.data.text.sources import LooseFiles
 from holotrain.errors import UserError
 from holotrain.tasks.task import model_of
@@ -41,16 +42,18 @@ def run(config: PredictConfig, run: Run) -> int:
         described, loader = description(config, data), data.predict_dataloader()
     screen.show_start("predict", config, run, model_of(task), path)
     in_int8(model_of(task), config.int8)
-    read = PathsRead()
-    trainer = build_trainer(config.trainer, run.folder, [read], False)
+    own = getattr(loader, "dataset", None)
+    read = PathsRead() if isinstance(own, ImageFiles) else None
+    trainer = build_trainer(config.trainer, run.folder, [read] if read else [], False)
     with lightning_refusals("predict"):
         batches = trainer.predict(task, dataloaders=loader)
-    own = loader.dataset if files else None
-    names = read.paths or (map(str, own.paths) if isinstance(own, LooseFiles) else count())
+    names = read.paths if read else map(str, own.paths) if isinstance(own, LooseFiles) else count()
     named = list(zip(names, _samples(batches or []), strict=False))  # limit_predict_batches may leave names unused
     left_out = sum(name == "" for name, _ in named)
     if left_out and left_out == len(named):
-        raise UserError(f"images: there is no readable image in {files or 'the test set'}")
+        raise UserError(
+            f"images: there is no readable image in {files}" if files else "data: the test set has no readable image"
+        )
     named = [each for each in named if each[0] != ""]
     of = "text" if is_a(config.data, TEXT) else "image" if is_a(config.data, IMAGES) else "sample"
     if is_a(config.task, CAUSAL_LM):
@@ -67,7 +70,7 @@ def run(config: PredictConfig, run: Run) -> int:
 
 
 class PathsRead(pl.Callback):
-    """The path of each image, of batches (images, paths); empty where its file cannot be read."""
+    """The path of each image of the batches; empty where its file cannot be read."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
@@ -81,9 +84,7 @@ class PathsRead(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        match batch:
-            case [_, [str(), *_] as paths]:
-                self.paths += paths
+        self.paths += batch[1]
 
 
 def _samples(batches: list[Any]) -> list[dict[str, Any]]:

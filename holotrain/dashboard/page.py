@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from jinja2 import Environment, PackageLoader
 
 from holotrain.dashboard.charts import CHARTS, Chart
 from holotrain.dashboard.curves import smoothed, thinned
 from holotrain.dashboard.logs import Curve, Medium
 from holotrain.dashboard.table import Reported, columns, different_options, labels, shown
-from holotrain.errors import UserError, naming_group
+from holotrain.errors import UserError
 from holotrain.numeric import counted
-from holotrain.targets import needed
 
 POINTS = 1000
 """Maximum number of points per curve, about the width of a chart in pixels."""
@@ -31,13 +31,11 @@ def page(runs: list[Reported]) -> str:
         runs: at least one, in the order of the table.
 
     Raises:
-        UserError: a package of the extra ``report`` is not installed.
+        UserError: the package of the extra ``report`` is not installed.
     """
     names = labels(runs)
     colours = [_colour(number) for number in range(len(runs))]
-    with naming_group("report"):
-        jinja2 = needed("jinja2", "jinja2 is not installed", "report")
-    environment = jinja2.Environment(loader=jinja2.PackageLoader("holotrain.dashboard", ""), autoescape=True)
+    environment = Environment(loader=PackageLoader("holotrain.dashboard", ""), autoescape=True)
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     return environment.get_template("page.html").render(
         title=names[0] if len(runs) == 1 else counted(len(runs), "run"),

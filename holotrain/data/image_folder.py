@@ -34,23 +34,25 @@ def read_image(path: Path) -> Image.Image:
 
 
 def grey_or_rgb(image: Image.Image) -> Image.Image:
-    """The image, decoded. Palettes, transparency and other colour spaces become RGB; grey values keep their 8, 16 or 32 bits.
+    """The image, decoded. Palettes, transparency and other colour spaces become RGB; grey values keep their 8 or 16 bits.
+
+    Floating-point values are left as they are: they should be in [0, 1].
 
     Raises:
         OSError, ValueError: it is damaged, or Pillow cannot convert it.
     """
     image.load()
-    if image.mode in ("RGB", "L", "I;16", "I", "F"):
+    if image.mode in ("RGB", "L", "I;16", "F"):
         return image
-    if image.mode.startswith("I;16"):  # in the other order of bytes
+    if image.mode.startswith("I"):  # 16 bits in the other order of bytes, or held in 32
         return image.convert("I").convert("I;16")
     if "transparency" in image.info:  # else Pillow warns about palettes with several transparent colours
         image = image.convert("RGBA")
     return image.convert("RGB")
 
 
-def leave_out(on_corrupt: str, error: UserError) -> None:
-    """Warns, once per file, that it cannot be read.
+def raise_or_warn(on_corrupt: str, error: UserError) -> None:
+    """Raises or warns about a file that cannot be read.
 
     Raises:
         UserError: ``on_corrupt`` is ``"error"``.
@@ -84,7 +86,7 @@ class ImageFiles(Dataset):
         try:
             return self.transform(read_image(path)), str(path)
         except UserError as error:
-            leave_out(self.on_corrupt, error)
+            raise_or_warn(self.on_corrupt, error)
             return self.transform(Image.new("RGB", (1, 1))), ""
 
 
@@ -128,7 +130,7 @@ class LabelledFiles(Dataset):
             try:
                 return read_image(path), label
             except UserError as error:
-                leave_out(self.on_corrupt, error)
+                raise_or_warn(self.on_corrupt, error)
         raise UserError("data: there is no readable image")
 
 

@@ -278,8 +278,8 @@ class SizedImages(ImageDataModule):
         return resized(*self.image_shape[:2])
 
 
-def collated_channels_last(samples: list[tuple[Tensor, int]]) -> list[Tensor]:
-    """A batch of images (B, C, H, W), strided as (B, H, W, C), and labels."""
+def collated_channels_last(samples: list[tuple[Tensor, Any]]) -> list[Any]:
+    """A batch of images (B, C, H, W), strided as (B, H, W, C), and labels or paths."""
     images, labels = default_collate(samples)
     return [images.contiguous(memory_format=torch.channels_last), labels]
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from holotrain.arguments import show_arguments
+from holotrain.arguments import show_inherited_arguments
 from holotrain.data.sampler import EpochBatchSampler, FixedBatches, Key, ResumableBatchSampler, data_shard, in_batches
 from holotrain.errors import UserError
 from holotrain.numeric import mixed_seed, require_at_least
@@ -128,7 +128,7 @@ class LoadingModule(pl.LightningDataModule):
     def __init_subclass__(cls, **others: Any) -> None:
         """Has ``help(CIFAR10)`` show the arguments of its base classes too."""
         super().__init_subclass__(**others)
-        show_arguments(cls)
+        show_inherited_arguments(cls)
 
     def __init__(self, num_workers: int = 0, pin_memory: bool | None = None, seed: int = 0) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ class Stage:
     """Consecutive identical blocks.
 
     Args:
-        depth: how many.
+        depth: number of blocks.
         options: the schedules that each may have.
     """
 

@@ -178,7 +178,7 @@ class Band:
     """The lowest and the highest value that something may have, in its unit.
 
     Args:
-        low, high: the two.
+        low, high: the lowest and the highest value.
     """
 
     low: float

@@ -141,7 +141,7 @@ class Gpu:
     """A GPU.
 
     Args:
-        name: as people write it.
+        name: such as ``"H100"``.
         precision: of the training, in Lightning's words.
         peak: FLOP/s in this precision; None: not known.
         sms: number of streaming multiprocessors; None: not known.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from holotrain.arguments import show_arguments
+from holotrain.arguments import show_inherited_arguments
 from holotrain.optimizers import InBackward
 from holotrain.reversible import GraphedStep
 
@@ -32,7 +32,7 @@ class Task(pl.LightningModule):
     def __init_subclass__(cls, **others: Any) -> None:
         """Has ``help(ImageClassifier)`` show the arguments of its base classes too."""
         super().__init_subclass__(**others)
-        show_arguments(cls)
+        show_inherited_arguments(cls)
 
     def __init__(
         self,

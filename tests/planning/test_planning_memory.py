@@ -138,6 +138,20 @@ def test_what_kernels_are_known_to_hold_is_what_the_allocator_gives_them(functio
     assert known == pytest.approx(held_within(function, *args), rel=0.03)
 
 
+@pytest.mark.parametrize("weights", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm", ["layer", "group"])
+def test_statistics_of_norms_have_the_dtype_of_the_kernel(norm, weights):
+    def dtypes():
+        x, weight = torch.ones(4, 8, 1, dtype=torch.bfloat16), weights and torch.ones(8, dtype=weights)
+        if norm == "group":
+            return [x.dtype for x in aten.native_group_norm(x, weight, weight, 4, 8, 1, 2, 1e-5)]
+        return [x.dtype for x in aten.native_layer_norm(x[..., 0], [8], weight, weight, 1e-5)]
+
+    real = dtypes()
+    with fake_tensors():
+        assert dtypes() == real
+
+
 def operations():
     """Operations with scratch, by name, on real tensors of one dtype."""
 

@@ -318,7 +318,9 @@ class Reversible:
     def __init_subclass__(cls, **others: Any) -> None:
         """Has ``help(RevViT)`` show what ViT and this class say of their arguments, which are written once."""
         super().__init_subclass__(**others)
-        show_arguments(cls, last=Reversible)
+        cls.__signature__ = None  # not that of a base class
+        if "__init__" not in vars(cls):
+            show_arguments(cls, last=Reversible)
 
 
 def make_sequences(
