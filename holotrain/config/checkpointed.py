@@ -278,6 +278,8 @@ def require_trusted(
                 f"holotrain.test as {where}=..."
             )
         package = target.partition(".")[0]
+        if package == "holotrain" and not is_defined_in(target, [package]):
+            raise UserError(f"ckpt_path: {path} is of another version of holotrain: there is no {target!r}, its {where}")
         raise UserError(
             f"ckpt_path: {path} names {target!r} as {where}, but neither the command line nor a file in conf or "
             f"--config-dir does; if you trust it, add trust={package}"

@@ -290,3 +290,13 @@ def test_its_options_are_in_the_help(typed):
         and "weights of the momentum in the step" in out
         and "how often" in out
     )
+
+
+def test_a_checkpoint_of_another_version_of_holotrain_is_one_line():
+    from holotrain import UserError
+    from holotrain.config.checkpointed import require_trusted
+
+    config = {"optimizer": {"_target_": "holotrain.tasks.optimizers.adamw"}}
+    for packages in ((), ("holotrain",)):
+        with pytest.raises(UserError, match=r"another version of holotrain: there is no 'holotrain\.tasks\.optimizers\.adamw'"):
+            require_trusted(config, Path("a.ckpt"), packages, (), None)
