@@ -1,6 +1,7 @@
 """holotrain trains transformers whose activations do not fit in memory, at close to the speed of those that do."""
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ _ELSEWHERE = {"compose": "holotrain.config.start", "UserError": "holotrain.error
 def __getattr__(name: str) -> Any:
     if name in __all__:  # only when asked for: the command line's help does not wait for torch
         return getattr(importlib.import_module(_ELSEWHERE.get(name, "holotrain.api")), name)
+    if (Path(__file__).parent / name / "__init__.py").is_file():  # holotrain.data after import holotrain
+        return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

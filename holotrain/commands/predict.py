@@ -65,7 +65,7 @@ def run(config: PredictConfig, run: Run) -> int:
     metrics = {f"{columns[0]}s": len(rows)} | ({"unreadable": left_out} if left_out else {})
     summary = Summary.of(run, config, model_of(task), checkpoint=str(path), metrics=metrics)
     summary.write(run.folder)
-    screen.show_end(summary, run.folder)
+    screen.show_end(summary, run.folder, predictions=run.folder / PREDICTIONS)
     return 0
 
 

@@ -75,8 +75,12 @@ def _processes(config: RunConfig, process: ProcessRank, model: nn.Module) -> str
     return "; ".join(words)
 
 
-def show_end(summary: Summary, folder: Path) -> None:
-    """Prints the results; the same figures as summary.json."""
+def show_end(summary: Summary, folder: Path, **files: Path) -> None:
+    """Prints the results; the same figures as summary.json.
+
+    Args:
+        files: what else the command has written, by what it holds.
+    """
     rows: dict[str, object] = {
         name: _rounded(value) if isinstance(value, float) else value for name, value in summary.metrics.items()
     }
@@ -91,6 +95,7 @@ def show_end(summary: Summary, folder: Path) -> None:
     rows["time"] = f"{summary.seconds:.1f} s"
     rows["checkpoint"] = summary.checkpoint
     rows |= {name: next(folder.glob(files), None) for name, files in PROFILES.items()}
+    rows |= files
     rows["written to"] = folder / SUMMARY
     console.print(table(summary.status, rows))
 

@@ -6,7 +6,7 @@ It is split into a command, flags of Hydra and overrides. Flags may stand anywhe
 import json
 import re
 import textwrap
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from holotrain.config.command_options import COMMANDS, WORD_COMMANDS, options_of
 from holotrain.config.composition import composed, key_of, literal, option_names, register, to_plain
 from holotrain.config.option_groups import NAMED_GROUPS, OBJECT_GROUPS, BackwardConfig
-from holotrain.config.signatures import Option, signature
+from holotrain.config.signatures import REQUIRED, Option, signature
 from holotrain.config.structured import with_defaults
 from holotrain.errors import UserError, did_you_mean, one_of
 from holotrain.targets import TARGET, first_line
@@ -362,7 +362,9 @@ def _options(command: str, values: dict) -> Iterator[tuple[str, str, str]]:
                 yield f"{name}.{member}.{TARGET}", given[TARGET], _first_sentence(signature(given[TARGET]).meaning)
                 yield from _arguments(f"{name}.{member}", given, NAMED_GROUPS[name].options(given[TARGET]))
         elif name in OBJECT_GROUPS:
-            yield from _arguments(name, value, OBJECT_GROUPS[name].options(value[TARGET])) if value else ()
+            if value:
+                group = OBJECT_GROUPS[name]
+                yield from _arguments(name, value, group.options(value[TARGET]), group.known)
         elif name == "backward":
             del value["kind"]  # which names the option of the group
             yield from _arguments(name, value, options_of(BackwardConfig))
@@ -370,7 +372,12 @@ def _options(command: str, values: dict) -> Iterator[tuple[str, str, str]]:
             yield name, _shown(value), option.meaning
 
 
-def _arguments(key: str, given: dict, described: dict[str, Option]) -> Iterator[tuple[str, str, str]]:
+def _arguments(
+    key: str, given: dict, described: dict[str, Option], known: Collection[str] = ()
+) -> Iterator[tuple[str, str, str]]:
+    for name, option in described.items():
+        if option.default is REQUIRED and name not in (*given, *known):
+            yield f"{key}.{name}", "...", f"{_first_sentence(option.meaning)} (needed)"
     for option, value in given.items():
         if option != TARGET:
             yield f"{key}.{option}", _shown(value), _first_sentence(described[option].meaning if option in described else "")

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -51,20 +52,26 @@ def grey_or_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def raise_or_warn(on_corrupt: str, error: UserError) -> None:
-    """Raises or warns about a file that cannot be read.
+def raise_or_warn(on_corrupt: str, error: UserError, done: str) -> None:
+    """Raises or warns about a file that cannot be read; ``done``: what is done about it.
 
     Raises:
         UserError: ``on_corrupt`` is ``"error"``.
     """
     if on_corrupt == "error":
         raise UserError(f"data: {error}; data.on_corrupt=skip leaves such images out") from error
-    warnings.warn(f"left out: {error}", stacklevel=3)
+    warnings.warn(f"{done}: {error}", stacklevel=3)
 
 
 def image_paths(folder: Path) -> list[Path]:
-    """The image files below a folder, sorted by name."""
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS and path.is_file())
+    """The image files below a folder, sorted by name, without hidden ones."""
+    files = (path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS and path.is_file())
+    return sorted(path for path in files if not any(map(is_hidden, path.relative_to(folder).parts)))
+
+
+def is_hidden(name: str) -> bool:
+    """Such as the ``.ipynb_checkpoints`` of notebooks and the ``._1.jpg`` of macOS."""
+    return name.startswith(".")
 
 
 class ImageFiles(Dataset):
@@ -86,7 +93,7 @@ class ImageFiles(Dataset):
         try:
             return self.transform(read_image(path)), str(path)
         except UserError as error:
-            raise_or_warn(self.on_corrupt, error)
+            raise_or_warn(self.on_corrupt, error, "left out")
             return self.transform(Image.new("RGB", (1, 1))), ""
 
 
@@ -110,7 +117,7 @@ def image_files(path: Path, channels: int, image_size: int, statistics: Statisti
 
 
 class LabelledFiles(Dataset):
-    """Image files with labels: (image, label).
+    """Image files with labels, for training: (image, label).
 
     Args:
         samples: path and label of each.
@@ -130,8 +137,40 @@ class LabelledFiles(Dataset):
             try:
                 return read_image(path), label
             except UserError as error:
-                raise_or_warn(self.on_corrupt, error)
+                raise_or_warn(self.on_corrupt, error, "replaced by the next image")
         raise UserError("data: there is no readable image")
+
+
+class EvaluatedFiles(LabelledFiles):
+    """Image files with labels: (transformed image, label), or None in place of a damaged file that is left out.
+
+    Args:
+        samples, on_corrupt: as of :class:`LabelledFiles`.
+        transform: of the image.
+    """
+
+    def __init__(self, samples: list[tuple[Path, int]], on_corrupt: str, transform: Callable[[Image.Image], Tensor]) -> None:
+        super().__init__(samples, on_corrupt)
+        self.transform = transform
+
+    def __getitem__(self, index: int) -> Any:
+        path, label = self.samples[index]
+        try:
+            return self.transform(read_image(path)), label
+        except UserError as error:
+            raise_or_warn(self.on_corrupt, error, "left out")
+
+
+def collated_readable(samples: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
+    """A batch of the samples that are not None.
+
+    Raises:
+        UserError: there are none.
+    """
+    readable = [sample for sample in samples if sample is not None]
+    if not readable:
+        raise UserError("data: there is no readable image in a batch")
+    return collate(readable)
 
 
 class ImageFolder(SizedImages):
@@ -139,7 +178,7 @@ class ImageFolder(SizedImages):
 
     Args:
         root: folder with train/<class>/*, val/<class>/* and, optionally, test/<class>/*
-        on_corrupt: what to do with an unreadable image: error (end the run) or skip (warn and leave it out)
+        on_corrupt: what to do with an unreadable image: error (end the run) or skip (warn, leave it out; train on the next)
         classes: classes to keep, by name or number, such as [0, 1]; []: all
         options: those of :class:`~holotrain.data.images.SizedImages`
 
@@ -171,12 +210,20 @@ class ImageFolder(SizedImages):
         self._splits = {name: LabelledFiles(self._samples(folder), self.on_corrupt) for name, folder in folders.items()}
 
     def predict_dataloader(self) -> Loader:
-        """The test set in batches (images, paths)."""
-        paths = [path for path, _ in cast(LabelledFiles, self._splits["test"]).samples]
+        """The test set in batches (images, paths); in place of a file that is skipped, a blank image without a path."""
+        paths = [path for path, _ in self._files("test").samples]
         return Loader(ImageFiles(paths, self.eval_transform(), self.on_corrupt), self.batch_size, **self.loading)
 
+    def _in_order(self, part: str) -> Loader:
+        files = EvaluatedFiles(self._files(part).samples, self.on_corrupt, self.eval_transform())
+        collate = partial(collated_readable, collate=self.loading["collate_fn"])
+        return Loader(files, self.batch_size, **self.loading | {"collate_fn": collate})
+
+    def _files(self, part: str) -> LabelledFiles:
+        return cast(LabelledFiles, self.split(part))
+
     def _classes(self, part: str) -> list[Path]:
-        folders = sorted(folder for folder in (self.root / part).glob("*") if folder.is_dir())
+        folders = sorted(path for path in (self.root / part).glob("*") if path.is_dir() and not is_hidden(path.name))
         if not folders:
             raise UserError(f"data.root: there is no folder {self.root / part}/<class>; put images into such folders")
         return folders

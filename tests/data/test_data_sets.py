@@ -209,6 +209,36 @@ def test_a_truncated_image_has_no_prediction(tmp_path):
         list(data.predict_dataloader())
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_evaluation_leaves_truncated_images_out(tmp_path, workers, channels_last):
+    write_folder(tmp_path, each=2)
+    (tmp_path / "val" / "cat" / "1.jpg").write_bytes(b"nothing")
+    options = {"image_size": 32, "num_workers": workers, "channels_last": channels_last}
+    data = ready(ImageFolder(str(tmp_path), batch_size=3, on_corrupt="skip", **options))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        batches = list(data.test_dataloader())
+    assert [labels.tolist() for _, labels in batches] == [[0, 1], [1]]
+    assert [len(images) for images, _ in batches] == [2, 1]
+    alone = ready(ImageFolder(str(tmp_path), batch_size=1, on_corrupt="skip", **options))
+    with warnings.catch_warnings(), pytest.raises(UserError, match="no readable image in a batch"):
+        warnings.simplefilter("ignore")
+        list(alone.val_dataloader())
+    with pytest.raises(UserError, match=r"cat/1.jpg is not a readable image .*; data.on_corrupt=skip"):
+        list(ready(ImageFolder(str(tmp_path), **options)).val_dataloader())
+
+
+def test_hidden_files_and_folders_are_passed_over(tmp_path):
+    write_folder(tmp_path, each=1)
+    image = tmp_path / "train" / "cat" / "0.png"
+    (tmp_path / "train" / ".ipynb_checkpoints").mkdir()
+    for hidden in ("train/.ipynb_checkpoints/0.png", "train/cat/._0.png"):
+        (tmp_path / hidden).write_bytes(image.read_bytes())
+    data = ready(ImageFolder(str(tmp_path), image_size=32))
+    assert data.class_names == ["cat", "dog"] and len(data.split("train")) == 2
+
+
 def test_only_broken_images_end_the_search(tmp_path):
     write_folder(tmp_path, each=1)
     for path in (tmp_path / "train").rglob("*.png"):

@@ -110,7 +110,8 @@ def test_predictions_of_the_test_part_and_of_files(holotrain, trained):
     from PIL import Image
 
     predict = ["predict", f"ckpt_path={trained[1]}"]
-    holotrain.done(*predict, "data.batch_size=100", "hydra.run.dir=test_part")
+    out = holotrain.done(*predict, "data.batch_size=100", "hydra.run.dir=test_part")
+    assert re.search(r"predictions +test_part/predictions.csv", out)
     found = rows(Path("test_part/predictions.csv"))
     assert len(found) == 359 and found[3]["image"] == "3"
     assert all(row["class"] in set("0123456789") and 0.1 <= float(row["probability"]) <= 1 for row in found)
@@ -266,7 +267,16 @@ def test_help_lists_commands_groups_and_options(holotrain):
     out = holotrain.done("--help")
     assert all(command in out for command in ("fit", "validate", "test", "predict"))
     out = holotrain.done("fit", "--help", "data=imagefolder")
-    shown = ("rev_vit_tiny", "imagefolder", "data.on_corrupt=error", "optimizer.lr=", "--multirun", "warn and leave it out")
+    shown = (
+        "rev_vit_tiny",
+        "imagefolder",
+        "data.on_corrupt=error",
+        "optimizer.lr=",
+        "--multirun",
+        "warn, leave it out",
+        "data.root=... ",
+        " (needed)",
+    )
     assert all(word in out for word in shown), out
 
 
