@@ -94,7 +94,12 @@ def run(config: FitConfig, run: Run) -> int:
             if config.test and config.trainer.limit_test_batches != 0 and can_test(task, data):
                 if run.processes is not None:  # the strategy may have sharded the trained task
                     task = build_task(config, data)
-                tested = evaluate("test", config, run, task, data, _checkpoint(run, trainer), loggers, trainer.global_step)
+                try:
+                    tested = evaluate("test", config, run, task, data, _checkpoint(run, trainer), loggers, trainer.global_step)
+                except UserError as error:
+                    raise UserError(
+                        f"{error}; the training is saved: holotrain test ckpt_path={run.folder} tests it"
+                    ) from error
     except Interrupted as signal:
         status, exit_status = "interrupted", 128 + signal.signum
         words = f"{signal}\n{run.how_to_resume}"
@@ -144,7 +149,8 @@ def _summary(config: FitConfig, run: Run, trainer: pl.Trainer, task: pl.Lightnin
     summary.metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     if best := callbacks.get(BestValue):
         summary.monitor, summary.mode = best.checkpoint.monitor, best.checkpoint.mode
-        summary.metrics[best.tag] = math.nan if best.value is None else best.value
+        value = best.checkpoint.best_model_score if best.value is None else best.value  # None without a validation in this run
+        summary.metrics[best.tag] = math.nan if value is None else float(value)
     summary.epochs, summary.steps = trainer.current_epoch, trainer.global_step
     if throughput is not None:
         summary.samples_per_second, summary.step_seconds = throughput.samples_per_second, throughput.step_seconds
