@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -142,7 +141,8 @@ class LabelledFiles(Dataset):
 
 
 class EvaluatedFiles(LabelledFiles):
-    """Image files with labels: (transformed image, label), or None in place of a damaged file that is left out.
+    """Image files with labels, for evaluation: (transformed image, label). Batches are without the damaged files that are left
+    out; a batch that would be empty has the next readable image.
 
     Args:
         samples, on_corrupt: as of :class:`LabelledFiles`.
@@ -153,24 +153,18 @@ class EvaluatedFiles(LabelledFiles):
         super().__init__(samples, on_corrupt)
         self.transform = transform
 
-    def __getitem__(self, index: int) -> Any:
-        path, label = self.samples[index]
-        try:
-            return self.transform(read_image(path)), label
-        except UserError as error:
-            raise_or_warn(self.on_corrupt, error, "left out")
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        image, label = super().__getitem__(index)
+        return self.transform(image), label
 
-
-def collated_readable(samples: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
-    """A batch of the samples that are not None.
-
-    Raises:
-        UserError: there are none.
-    """
-    readable = [sample for sample in samples if sample is not None]
-    if not readable:
-        raise UserError("data: there is no readable image in a batch")
-    return collate(readable)
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, int]]:
+        found = []
+        for path, label in (self.samples[index] for index in indices):
+            try:
+                found.append((self.transform(read_image(path)), label))
+            except UserError as error:
+                raise_or_warn(self.on_corrupt, error, "left out")
+        return found or [self[indices[-1]]]
 
 
 class ImageFolder(SizedImages):
@@ -216,8 +210,7 @@ class ImageFolder(SizedImages):
 
     def _in_order(self, part: str) -> Loader:
         files = EvaluatedFiles(self._files(part).samples, self.on_corrupt, self.eval_transform())
-        collate = partial(collated_readable, collate=self.loading["collate_fn"])
-        return Loader(files, self.batch_size, **self.loading | {"collate_fn": collate})
+        return Loader(files, self.batch_size, **self.loading)
 
     def _files(self, part: str) -> LabelledFiles:
         return cast(LabelledFiles, self.split(part))

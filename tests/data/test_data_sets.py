@@ -222,9 +222,9 @@ def test_evaluation_leaves_truncated_images_out(tmp_path, workers, channels_last
     assert [labels.tolist() for _, labels in batches] == [[0, 1], [1]]
     assert [len(images) for images, _ in batches] == [2, 1]
     alone = ready(ImageFolder(str(tmp_path), batch_size=1, on_corrupt="skip", **options))
-    with warnings.catch_warnings(), pytest.raises(UserError, match="no readable image in a batch"):
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        list(alone.val_dataloader())
+        assert [labels.tolist() for _, labels in alone.val_dataloader()] == [[0], [1], [1], [1]]  # no batch is empty
     with pytest.raises(UserError, match=r"cat/1.jpg is not a readable image .*; data.on_corrupt=skip"):
         list(ready(ImageFolder(str(tmp_path), **options)).val_dataloader())
 
