@@ -1,7 +1,6 @@
 """holotrain trains transformers whose activations do not fit in memory, at close to the speed of those that do."""
 
 import importlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,16 +11,22 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Result", "UserError", "compose", "export", "fit", "generate", "load", "plan", "predict", "test", "validate"]
 
+_PACKAGES = (
+    *("callbacks", "data", "error_diffusion", "models", "optimizers", "overlap", "parallel", "planning", "reversible"),
+    *("synthesis", "tasks"),
+)
+"""Packages for use in one's own code, which need no import of their own."""
+
 _ELSEWHERE = {"compose": "holotrain.config.start", "UserError": "holotrain.errors"}
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:  # only when asked for: the command line's help does not wait for torch
         return getattr(importlib.import_module(_ELSEWHERE.get(name, "holotrain.api")), name)
-    if (Path(__file__).parent / name / "__init__.py").is_file():  # holotrain.data after import holotrain
+    if name in _PACKAGES:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__, *_PACKAGES})

@@ -96,10 +96,8 @@ def run(config: FitConfig, run: Run) -> int:
                     task = build_task(config, data)
                 try:
                     tested = evaluate("test", config, run, task, data, _checkpoint(run, trainer), loggers, trainer.global_step)
-                except UserError as error:
-                    raise UserError(
-                        f"{error}; the training is saved: holotrain test ckpt_path={run.folder} tests it"
-                    ) from error
+                except UserError as error:  # the training is not lost
+                    raise UserError(f"{error}{run.hint()}") from error
     except Interrupted as signal:
         status, exit_status = "interrupted", 128 + signal.signum
         words = f"{signal}\n{run.how_to_resume}"

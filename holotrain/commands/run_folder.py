@@ -84,7 +84,7 @@ class Run:
         return f"resume the sweep with its command plus resume=true, or this job with: {job}"
 
     def hint(self) -> str:
-        """How to resume after a process died, if there is a checkpoint."""
+        """How to resume after a process died or the test failed, if there is a checkpoint."""
         return f"; {self.how_to_resume}" if self.last_checkpoint.exists() else ""
 
     @property

@@ -94,7 +94,7 @@ def show_end(summary: Summary, folder: Path, **files: Path) -> None:
         rows["peak memory"] = f"{summary.peak_memory_bytes / 2**20:.0f} MiB{of}"
     rows["time"] = f"{summary.seconds:.1f} s"
     rows["checkpoint"] = summary.checkpoint
-    rows |= {name: next(folder.glob(files), None) for name, files in PROFILES.items()}
+    rows |= {name: next(folder.glob(pattern), None) for name, pattern in PROFILES.items()}
     rows |= files
     rows["written to"] = folder / SUMMARY
     console.print(table(summary.status, rows))

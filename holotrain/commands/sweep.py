@@ -42,7 +42,7 @@ def show_sweep(command: str, folder: Path, jobs: list[Job]) -> None:
     rows = [_row(job, found[job.number]) for job in jobs]
     columns = sorted(dict.fromkeys(name for row in rows for name in row), key=lambda name: name == "error")
     constant = {name for name in columns if name.startswith("train/") or len({row[name] for row in rows if name in row}) == 1}
-    constant -= {one["monitor"] for one in found.values() if one and "monitor" in one}
+    constant -= {f"best/{one['monitor']}" for one in found.values() if one and "monitor" in one}
     path = folder / "sweep.csv"
     write_table(path, columns, [[row.get(name, "") for name in columns] for row in rows])
     table = Table(title=f"sweep of {counted(len(rows), 'job')}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)

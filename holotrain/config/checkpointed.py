@@ -269,6 +269,9 @@ def require_trusted(
     for where, target in targets(config):
         if not isinstance(target, str):
             raise UserError(f"ckpt_path: {path} is damaged: the name of the class in {where} is not a string")
+        package = target.partition(".")[0]
+        if package == "holotrain" and target != PYTHON_OBJECT and not is_defined_in(target, [package]):
+            raise UserError(f"ckpt_path: {path} is of another version of holotrain: there is no {target!r}, its {where}")
         trusted = _only_computes(where, target) or is_defined_in(target, packages)
         if trusted or (where, target) in named(where.partition(".")[0]):
             continue
@@ -277,9 +280,6 @@ def require_trusted(
                 f"ckpt_path: {path} was trained with an object of Python code as {where}; give it to holotrain.fit or "
                 f"holotrain.test as {where}=..."
             )
-        package = target.partition(".")[0]
-        if package == "holotrain" and not is_defined_in(target, [package]):
-            raise UserError(f"ckpt_path: {path} is of another version of holotrain: there is no {target!r}, its {where}")
         raise UserError(
             f"ckpt_path: {path} names {target!r} as {where}, but neither the command line nor a file in conf or "
             f"--config-dir does; if you trust it, add trust={package}"

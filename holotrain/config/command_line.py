@@ -377,7 +377,7 @@ def _arguments(
 ) -> Iterator[tuple[str, str, str]]:
     for name, option in described.items():
         if option.default is REQUIRED and name not in (*given, *known):
-            yield f"{key}.{name}", "...", f"{_first_sentence(option.meaning)} (needed)"
+            yield f"{key}.{name}", "...", f"{_first_sentence(option.meaning)} (needed)".strip()
     for option, value in given.items():
         if option != TARGET:
             yield f"{key}.{option}", _shown(value), _first_sentence(described[option].meaning if option in described else "")

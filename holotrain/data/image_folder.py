@@ -164,7 +164,7 @@ class EvaluatedFiles(LabelledFiles):
                 found.append((self.transform(read_image(path)), label))
             except UserError as error:
                 raise_or_warn(self.on_corrupt, error, "left out")
-        return found or [self[indices[-1]]]
+        return found or [self[(indices[-1] + 1) % len(self)]]
 
 
 class ImageFolder(SizedImages):
@@ -205,15 +205,14 @@ class ImageFolder(SizedImages):
 
     def predict_dataloader(self) -> Loader:
         """The test set in batches (images, paths); in place of a file that is skipped, a blank image without a path."""
-        paths = [path for path, _ in self._files("test").samples]
+        paths = [path for path, _ in cast(LabelledFiles, self._splits["test"]).samples]
         return Loader(ImageFiles(paths, self.eval_transform(), self.on_corrupt), self.batch_size, **self.loading)
 
     def _in_order(self, part: str) -> Loader:
-        files = EvaluatedFiles(self._files(part).samples, self.on_corrupt, self.eval_transform())
-        return Loader(files, self.batch_size, **self.loading)
-
-    def _files(self, part: str) -> LabelledFiles:
-        return cast(LabelledFiles, self.split(part))
+        files = self.split(part)
+        if not isinstance(files, LabelledFiles):  # a subclass has other data
+            return super()._in_order(part)
+        return Loader(EvaluatedFiles(files.samples, self.on_corrupt, self.eval_transform()), self.batch_size, **self.loading)
 
     def _classes(self, part: str) -> list[Path]:
         folders = sorted(path for path in (self.root / part).glob("*") if path.is_dir() and not is_hidden(path.name))

@@ -10,6 +10,7 @@ import torch
 from compared import assert_close, assert_equal
 from data_files import write_cifar, write_folder, write_mnist
 from PIL import Image
+from torch.utils.data import Subset
 from torchvision.transforms import v2
 
 from holotrain.data import CIFAR10, CIFAR100, MNIST, Digits, Fake, ImageFolder, image_files
@@ -227,6 +228,15 @@ def test_evaluation_leaves_truncated_images_out(tmp_path, workers, channels_last
         assert [labels.tolist() for _, labels in alone.val_dataloader()] == [[0], [1], [1], [1]]  # no batch is empty
     with pytest.raises(UserError, match=r"cat/1.jpg is not a readable image .*; data.on_corrupt=skip"):
         list(ready(ImageFolder(str(tmp_path), **options)).val_dataloader())
+
+
+def test_a_subclass_may_evaluate_other_data(tmp_path):
+    class Half(ImageFolder):
+        def split(self, name):
+            return Subset(super().split(name), [0, 7])
+
+    data = ready(Half(str(write_folder(tmp_path)), image_size=32))
+    assert [labels.tolist() for _, labels in data.val_dataloader()] == [[0, 1]]
 
 
 def test_hidden_files_and_folders_are_passed_over(tmp_path):

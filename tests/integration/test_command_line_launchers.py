@@ -39,6 +39,7 @@ def table(root=Path()):
 def test_a_job_that_fails_elsewhere_is_the_status_of_the_command(holotrain, elsewhere):
     status, out, err = holotrain("fit", "-m", *BRIEF, "model.heads=3,2")
     assert status == 2 and "16 is not a multiple of 3" in err and "sweep of 2 jobs" in out
+    assert "best/val/accuracy" in out.partition("sweep of 2 jobs")[2]  # also where one job alone has it
     first, second = table()
     assert [(row["job"], row["status"]) for row in (first, second)] == [("0", "failed"), ("1", "completed")]
     assert "16 is not a multiple of 3" in first["error"] and second["error"] == "" and first["error"] in out

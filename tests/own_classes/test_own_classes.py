@@ -296,7 +296,7 @@ def test_a_checkpoint_of_another_version_of_holotrain_is_one_line():
     from holotrain import UserError
     from holotrain.config.checkpointed import require_trusted
 
-    config = {"optimizer": {"_target_": "holotrain.tasks.optimizers.adamw"}}
-    for packages in ((), ("holotrain",)):
-        with pytest.raises(UserError, match=r"another version of holotrain: there is no 'holotrain\.tasks\.optimizers\.adamw'"):
-            require_trusted(config, Path("a.ckpt"), packages, (), None)
+    for name in ("holotrain.tasks.optimizers.adamw", "holotrain.tasks.optimizer_functions.gone"):
+        for packages in ((), ("holotrain",)):
+            with pytest.raises(UserError, match=f"another version of holotrain: there is no '{name}', its optimizer"):
+                require_trusted({"optimizer": {"_target_": name}}, Path("a.ckpt"), packages, (), None)
