@@ -48,8 +48,8 @@ def write_cifar(root, kind, monkeypatch, per_file=20):
 
 
 def write_saved_images(folder):
-    """Sixty small images of three classes, as save_to_disk writes them; the red of each is its number, and
-    every other one is half transparent."""
+    """Sixty small images of three classes, as save_to_disk writes them; the red of each is its number, every other one is half
+    transparent."""
     from datasets import ClassLabel, Dataset, Features
     from datasets import Image as Column
 

@@ -300,7 +300,7 @@ def with_adapters(model: nn.Module, adapters: int | dict[str, Any]) -> None:
         ValueError: the model has no place for them, or they need peft, which is not installed.
     """
     if isinstance(adapters, dict):
-        needed(*PEFT)
+        needed(*PEFT)  # before `instantiate` imports it by name, which names no extra
         add_peft(model, instantiate(adapters))
     elif adapters:
         add_adapters(model, adapters)

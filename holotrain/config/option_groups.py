@@ -287,7 +287,7 @@ def trainer_options(
 
 
 PASSED_ON = ("accelerator", "precision", "gradient_clip_algorithm")
-"""Those of them that are passed on to Lightning."""
+"""Options of :func:`trainer_options` that are passed on to Lightning."""
 
 TRAINER_OPTIONS = tuple(name for name in inspect.signature(trainer_options).parameters if name not in PASSED_ON)
 """Options that are not passed on to Lightning."""
