@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import random
+import re
 import shutil
 import sys
 from contextlib import suppress
@@ -82,12 +83,13 @@ class CommandLine:
         self._capfd = capfd
 
     def __call__(self, *words: str) -> tuple[int, str, str]:
-        """Exit status, standard output, standard error."""
+        """Exit status, standard output, standard error without the warnings of PyTorch's C++ code, which depend on the machine."""
         from holotrain.cli import main
 
         self._capfd.readouterr()
         status = main(list(words))
-        return status, *self._capfd.readouterr()
+        out, err = self._capfd.readouterr()
+        return status, out, re.sub(r"(?m)^(\[rank\d+\]:)?\[W\d{4} .*\n", "", err)
 
     def done(self, *words: str) -> str:
         """What is printed by one that ends well, with nothing on the standard error."""
