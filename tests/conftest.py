@@ -83,7 +83,7 @@ class CommandLine:
         self._capfd = capfd
 
     def __call__(self, *words: str) -> tuple[int, str, str]:
-        """Exit status, standard output, standard error without the warnings of PyTorch's C++ code, which depend on the machine."""
+        """Exit status, standard output, standard error without warnings of PyTorch's C++ code, which depend on the machine."""
         from holotrain.cli import main
 
         self._capfd.readouterr()

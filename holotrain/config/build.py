@@ -23,12 +23,12 @@ from holotrain.config.option_groups import (
     AUTO,
     CAUSAL_LM,
     CLASSIFIER,
-    HEADS,
     HUGGING_FACE,
     IN_BACKWARD,
     MODEL_OPTIONS,
     OBJECT_GROUPS,
     SEQUENCE_CLASSIFIER,
+    TASK_OPTIONS,
     TEXT,
     default_backward,
     is_a,
@@ -100,8 +100,8 @@ def model_arguments(config: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
         facts: from :func:`facts_of`.
     """
     assert config.model is not None
-    if is_a(config.model, HUGGING_FACE) and (task := next((task for task in HEADS if is_a(config.task, task)), None)):
-        facts = facts | {"head": HEADS[task]}
+    if is_a(config.model, HUGGING_FACE) and (task := next((task for task in TASK_OPTIONS if is_a(config.task, task)), None)):
+        facts = facts | {"head": TASK_OPTIONS[task]}
     arguments, backward = with_facts("model", config.model, facts), config.backward
     if takes(config.model, "backward"):
         kind = default_backward(config.model) if backward.kind in (None, AUTO) else backward.kind

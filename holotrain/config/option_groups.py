@@ -110,14 +110,14 @@ FIT = {
 }
 """The models and the data of each of our tasks."""
 
-
-HEADS = {
+TASK_OPTIONS = {
+    ERROR_DIFFUSION: "error_diffusion",
     IMAGE_CLASSIFIER: "image_classification",
     SEQUENCE_CLASSIFIER: "sequence_classification",
     CAUSAL_LM: "causal_lm",
     MASKED_LM: "masked_lm",
 }
-"""The head of a Hugging Face model for each of our tasks."""
+"""The option of each of our tasks, which is also what a Hugging Face model calls its head for it."""
 
 
 Named = TypeVar("Named", ObjectConfig, str)
@@ -165,12 +165,9 @@ def check_together(task: ObjectConfig, model: ObjectConfig | None, data: ObjectC
         raise UserError(f"data: {task.name} learns from {kind}, which {data.name} does not have")
     trainers = [each for each, (theirs, _) in FIT.items() if is_a(model, *theirs)]
     if model is not None and trainers and not is_a(model, *models):
-        others = f"use another model, or the task of {_names(trainers)}"
-        raise UserError(f"model: {task.name} trains {_names(models)}, not {model.name}; {others}")
-
-
-def _names(targets: tuple[str, ...] | list[str]) -> str:
-    return " or ".join(target.rpartition(".")[2] for target in targets)
+        theirs = " or ".join(f"task={TASK_OPTIONS[each]}" for each in trainers)
+        names = " or ".join(target.rpartition(".")[2] for target in models)
+        raise UserError(f"model: {task.name} trains {names}, not {model.name}; use another model, or {theirs}")
 
 
 IN_BACKWARD = "in_backward"

@@ -26,7 +26,7 @@ from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_trainer import build_trainer, check_device, check_training_device, float32_products, nccl_options
 from holotrain.config.command_options import COMMANDS, options_of
 from holotrain.config.composition import composed, config_folder, option_names, register
-from holotrain.config.option_groups import SEQUENCE_CLASSIFIER, is_a
+from holotrain.config.option_groups import SEQUENCE_CLASSIFIER, TASK_OPTIONS, is_a
 from holotrain.config.structured import structured, to_container, with_replaced_classes
 from holotrain.data import HubImages, TextDataModule
 from holotrain.errors import UserError, naming_group
@@ -132,6 +132,11 @@ def test_every_file_under_conf_is_an_option():
     files = {path.relative_to(config_folder()).as_posix() for path in Path(config_folder()).rglob("*.yaml")}
     options = {f"{group}/{option}.yaml" for group, names in GROUPS.items() for option in names}
     assert files == options | {"_common.yaml"}
+
+
+def test_each_task_of_ours_is_the_option_that_messages_name():
+    for target, option in TASK_OPTIONS.items():
+        assert is_a(configuration("fit", f"task={option}").task, target)
 
 
 def test_a_plain_model_brings_its_own_backward():
@@ -268,7 +273,7 @@ WRONG = [
     ("callbacks.driift.threshold=1", "callbacks.driift: there is no 'driift' in callbacks; a new one needs callb"),
     ("optimizer.learning_rate=1", "there is no 'learning_rate' in optimizer. Did you mean 'lr'?"),
     ("logger.tensorboard.save_dir=x", "logger.tensorboard.save_dir: there is no 'save_dir' in logger.tensorboard"),
-    ("task=causal_lm model=rev_vit_tiny", "not RevViT; use another model, or the task of ImageClassifier"),
+    ("task=causal_lm model=rev_vit_tiny", "not RevViT; use another model, or task=image_classification"),
     ("task=masked_lm data=digits", "data: MaskedLM learns from text, which Digits does not have"),
     ("task=causal_lm model.trained=head", "model.trained=head: CausalLM shares its head with the embedding"),
     ("model.trained=adapters", "model.trained=adapters: the model has no adapters; give their width"),

@@ -81,6 +81,7 @@ def steps(folder):
     return {tag: [step for step, _ in logged.scalars(tag)] for tag in logged.tags["scalars"]}
 
 
+@pytest.mark.slow
 def test_what_is_measured_stands_at_the_step_of_its_weights_and_no_curve_is_drawn_by_step_if_none_is_wanted(holotrain):
     out = holotrain.done("fit", *SMALL, "trainer.log_every_n_steps=0", "callbacks.checkpoint.monitor=val/loss")
     assert "train/loss" in out

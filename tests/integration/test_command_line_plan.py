@@ -95,6 +95,7 @@ def test_plain_models_have_two_ways(holotrain):
     assert list(figures["footprints"]) == ["autograd", "checkpoint"] and figures["budget_bytes"] is None
 
 
+@pytest.mark.slow
 def test_auto_keeps_within_its_budget_and_a_resumed_run_keeps_its_choice(holotrain, monkeypatch):
     # By FLOPs: times of a busy machine may well make one schedule the best for every block.
     monkeypatch.setattr("holotrain.planning.memory_plan.seconds", lambda visit, names, autocast: flops(visit, names))

@@ -397,6 +397,7 @@ COMMANDS, LOST = ("fit", "validate", "export"), ("tensors-*/*.safetensors", "ten
     ("command", "lost"),
     [(command, lost) if x == y else long(command, lost) for x, command in enumerate(COMMANDS) for y, lost in enumerate(LOST)],
 )
+@pytest.mark.slow
 def test_a_checkpoint_that_lost_a_part_is_refused_in_a_line(holotrain, left, command, lost):
     checkpoint = Path(shutil.copytree(left[0] / "did_begun/0" / LAST, "broken.ckpt"))
     part = min(checkpoint.glob(lost))

@@ -87,7 +87,7 @@ def test_kill_9_ends_a_run_with_one_line(holotrain):
 def test_the_error_of_the_process_that_failed_is_what_is_said(holotrain):
     status, _, err = holotrain("fit", *WORDS, *incident("error"))
     assert status == 1 and len(said(err)) == 1 and err.count("Traceback") == 1, err
-    assert "\nRuntimeError: the disk is full\nholotrain: rank 1 failed: RuntimeError: the disk is full; resume with: " in err, err
+    assert "\nRuntimeError: the disk is full\nholotrain: rank 1 failed: RuntimeError: the disk is full; resume with: " in err
 
 
 @pytest.mark.slow

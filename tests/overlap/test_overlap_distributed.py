@@ -142,6 +142,7 @@ def test_what_needs_no_gradient_is_neither_computed_nor_sent(found):
 
 
 @pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.slow
 def test_autocast(found, kind):
     half, single, double = "torch.bfloat16", "torch.float32", "torch.float64"
     assert found["autocast"][kind]["dtypes"] == [half, single, single, single, double]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from compared import assert_close
+from covering import slow
 from forked import COMMAND_LINE, Forked
 from left_by_runs import assert_same_weights, only, scalars, summary
 from small_run import SMALL, fit_and_kill
@@ -116,7 +117,7 @@ ALL = ["reversible", "checkpoint", "pareprop"]
 
 
 @pytest.mark.parametrize(
-    ("model", "schedules"), [("=net", ALL), ("._target_=own_package.Switched", ALL), ("=tower", ["checkpoint"])]
+    ("model", "schedules"), [("=net", ALL), slow("._target_=own_package.Switched", ALL), slow("=tower", ["checkpoint"])]
 )
 def test_every_backward_that_its_blocks_support_gives_the_same_weights(typed, model, schedules):
     for backward in ("autograd", *schedules):

@@ -22,7 +22,7 @@ class Patches(nn.Module):
     def __init__(self, image_size: int, patch_size: int, channels: int, dim: int, overlap: int = 0) -> None:
         super().__init__()
         if image_size % patch_size:
-            raise ValueError(f"image_size must be a multiple of patch_size, but {image_size} is not a multiple of {patch_size}")
+            raise ValueError(f"patch_size must divide image_size, but {image_size} is not a multiple of {patch_size}")
         self.image_size = image_size
         self.project = nn.Conv2d(channels, dim, patch_size + overlap, stride=patch_size, padding=overlap)
 
