@@ -111,15 +111,7 @@ def _run(argv: list[str]) -> int:
 
 
 class Ended(BaseException):
-    """A signal ended a run and the sweep that the run belongs to. Not an Exception, because Hydra would catch that.
-
-    Args:
-        status: exit status of the run.
-    """
-
-    def __init__(self, status: int) -> None:
-        super().__init__(status)
-        self.status = status
+    """A signal ended a run, with this exit status, and the sweep that it belongs to. Hydra would catch an Exception."""
 
 
 class Launch:
@@ -154,7 +146,7 @@ class Launch:
             try:
                 launch()
             except Ended as ended:
-                self.statuses.append(ended.status)
+                self.statuses += ended.args
             except KeyboardInterrupt:
                 self.statuses.append(_interrupted(arguments.command))
             except CONFIGURATION_ERRORS:

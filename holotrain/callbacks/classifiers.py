@@ -1,7 +1,7 @@
 """Predictions and ConfusionMatrix: what a classifier says of its validation data, from the outputs of its validation."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,15 +18,12 @@ from holotrain.numeric import require_at_least
 class OutputsSeen(pl.Callback):
     """Passes each evaluated batch with its probabilities to :meth:`seen`, for modules that call ``self(...)`` in their step.
 
-    Args:
-        probabilities: maps the module's outputs (B, ...) to probabilities (B, classes); None: the module's method of this
-            name, or else the softmax of logits (B, classes).
+    A method ``probabilities`` of the module maps its outputs to probabilities (B, classes). Without one they are the softmax of
+    logits (B, classes).
     """
 
-    def __init__(self, probabilities: Callable[[Tensor], Tensor] | None = None) -> None:
-        self.probabilities = probabilities
-        self._hook: Any = None
-        self._outputs: Tensor | None = None
+    _hook: Any = None
+    _outputs: Tensor | None = None
 
     @abstractmethod
     def seen(self, trainer: pl.Trainer, batch: Any, labels: Tensor, probabilities: Tensor, batch_idx: int) -> None:
@@ -62,7 +59,7 @@ class OutputsSeen(pl.Callback):
         logits, self._outputs = self._outputs, None
         labels = labels_of(batch)
         if dataloader_idx == 0 and logits is not None and labels is not None and len(labels) == len(logits):
-            probabilities = self.probabilities or getattr(pl_module, "probabilities", lambda x: x.float().softmax(-1))
+            probabilities = getattr(pl_module, "probabilities", lambda x: x.float().softmax(-1))
             self.seen(trainer, batch, labels, probabilities(logits), batch_idx)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -96,8 +93,6 @@ class Predictions(OutputsSeen):
         class_names: None: those of the data module, or numbers.
         statistics: mean and standard deviation of each channel, with which images were normalised; None: those of the data
             module. If it has none, each image is scaled to its own range.
-        probabilities: maps the module's outputs to probabilities (B, classes); None: the module's method of this
-            name, or else softmax.
 
     Logs ``val/predictions``.
     """
@@ -107,9 +102,7 @@ class Predictions(OutputsSeen):
         count: int = 9,
         class_names: Sequence[str] | None = None,
         statistics: tuple[Sequence[float], Sequence[float]] | None = None,
-        probabilities: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        super().__init__(probabilities)
         require_at_least(1, count=count)
         self.count = count
         self.class_names = class_names
@@ -172,8 +165,6 @@ class ConfusionMatrix(OutputsSeen):
     Args:
         max_classes: with more classes than this, it draws nothing.
         class_names: None: those of the data module, or numbers.
-        probabilities: maps the module's outputs to probabilities (B, classes); None: the module's method of this
-            name, or else softmax.
 
     Logs ``val/confusion_matrix`` and ``test/confusion_matrix``, over the first loader, and over all processes.
 
@@ -181,13 +172,7 @@ class ConfusionMatrix(OutputsSeen):
         image: the last picture; None before the first.
     """
 
-    def __init__(
-        self,
-        max_classes: int = 100,
-        class_names: Sequence[str] | None = None,
-        probabilities: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        super().__init__(probabilities)
+    def __init__(self, max_classes: int = 100, class_names: Sequence[str] | None = None) -> None:
         self.max_classes = max_classes
         self.class_names = class_names
         self.image: Image.Image | None = None

@@ -363,7 +363,7 @@ OF_THE_TASK = ("model", "optimizer", "scheduler")
 NAMED_GROUPS = {
     "callbacks": GroupSchema(
         (
-            *("dirpath", "probabilities", "count_samples", "count_tokens", "unbucketed"),
+            *("dirpath", "count_samples", "count_tokens", "unbucketed"),
             *("model_flops_per_sample", "hardware_flops_per_sample"),
         ),
         unless_given=("monitor", "mode", "peak_flops"),

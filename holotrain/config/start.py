@@ -6,7 +6,6 @@ argument, an override, the name of a group or an interpolation, and it does not 
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -199,22 +198,18 @@ class Start:
 
         Args:
             chosen: those of Hydra.
-
-        Raises:
-            UserError: the number of bits is not that of the optimizer's name.
         """
         options = {group: option for group, option in chosen.items() if option and "/" not in group}
         found = {"backward": config.backward.name} | self.chosen_before | options
         for key in map(key_of, overrides):
             if key.endswith(f".{TARGET}"):
                 found.pop(key.removesuffix(f".{TARGET}"), None)
-        if config.optimizer is not None and config.optimizer.target == LOW_BIT:
-            bits, name = config.optimizer.bits, found.get("optimizer") or ""
-            said = "optimizer" in options or "optimizer.bits" in map(key_of, overrides)  # not by an earlier run alone
-            if said and re.fullmatch("adamw_(8bit|4bit|fp8)", name) and name != f"adamw_{bits}":
-                raise UserError(
-                    f"optimizer.bits={bits}: optimizer={name} has another number of bits; use optimizer=adamw_{bits}"
-                )
+        if (
+            config.optimizer is not None
+            and config.optimizer.target == LOW_BIT
+            and found.get("optimizer", "").startswith("adamw_")
+        ):
+            found["optimizer"] = f"adamw_{config.optimizer.bits}"  # with optimizer.bits from the command line too
         return found
 
 
