@@ -279,16 +279,6 @@ def test_load_reads_checkpoints_runs_and_exports(here, run):
     assert "other.ckpt" in refusal(holotrain.load, here / "other.ckpt")
 
 
-def test_a_folder_in_which_another_program_trains_is_refused(here):
-    (here / "run").mkdir()
-    program = "import fcntl; file = open('run/.lock', 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        other.stdout.readline()
-        said = refusal(holotrain.fit, overrides=SMALL, folder="run", quiet=True)
-        other.communicate(b"\n")
-    assert said == "run: another run is writing into it; wait until it ends, or name another folder"
-
-
 def test_a_folder_of_several_runs_says_which_to_choose(here, run):
     for job in ("sweeps/one/0", "sweeps/one/1", "single"):
         shutil.copytree(run / "checkpoints", here / "runs/fit" / job / "checkpoints")

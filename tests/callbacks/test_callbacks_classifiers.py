@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from holotrain.callbacks import ConfusionMatrix, Predictions, drawing
 from holotrain.callbacks.classifiers import picture_of, rows_of
-from holotrain.callbacks.drawing import BLUE, TILE, fitted, font, grid, matrix, shortened
+from holotrain.callbacks.drawing import BLUE, font, grid, matrix
 
 
 @pytest.fixture
@@ -187,12 +187,3 @@ def test_texts_are_readable_in_the_cards_of_tensorboard(monkeypatch):
         sizes.clear()
         width = draw().width
         assert min(sizes) * 350 / width >= 10  # cards are 350 pixels wide
-
-
-def test_texts_and_images_fit_their_places():
-    assert shortened("short", 100, 13) == "short"
-    cut = shortened("a text that is much too long for its place", 100, 13)
-    assert cut.endswith("…") and font(13).getlength(cut) <= 100 and cut[:-1] in "a text that is much too long"
-    for size in ((8, 8), (28, 30), (300, 20), (1000, 1000)):
-        assert max(fitted(Image.new("RGB", size)).size) <= TILE
-    assert fitted(Image.new("RGB", (8, 4))).size == (128, 64)

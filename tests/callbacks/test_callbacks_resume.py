@@ -10,7 +10,6 @@ import pytest
 import torch
 from compared import assert_equal
 from covering import slow
-from forked import Forked
 from small_trainings import Residual, quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -334,32 +333,3 @@ def test_a_training_that_begins_from_a_best_file_removes_no_later_ones(tmp_path)
     first, *later = best_in(tmp_path)
     fit(best_and_last(tmp_path), tmp_path / first, max_steps=5)
     assert best_in(tmp_path) == [first, *later]
-
-
-TWICE = """
-import os, signal, sys, torch, lightning.pytorch as pl
-from holotrain.callbacks import SaveOnSignal
-class Signalled(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-    def training_step(self, batch, batch_idx):
-        os.kill(os.getpid(), signal.SIGTERM)
-        print("noted", flush=True)
-        os.kill(os.getpid(), signal.SIGTERM)
-        print("ignored", flush=True)
-        return self.layer(batch).sum()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-trainer = pl.Trainer(max_epochs=1, logger=False, callbacks=[SaveOnSignal(sys.argv[1])], accelerator="cpu",
-                     enable_progress_bar=False, enable_model_summary=False)
-trainer.fit(Signalled(), torch.utils.data.DataLoader(torch.ones(4, 1)))
-"""
-
-
-@pytest.mark.slow
-def test_the_same_signal_again_acts_at_once(tmp_path):
-    out, errors = tmp_path / "out", tmp_path / "errors"
-    process = Forked(TWICE, tmp_path / "x.ckpt", folder=tmp_path, out=out, errors=errors)
-    assert process.wait(100) == -signal.SIGTERM, errors.read_text()
-    assert out.read_text() == "noted\n"

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from holotrain.dashboard.charts import CHARTS, tensorboard_layout
 from holotrain.dashboard.curves import smoothed, thinned
 from holotrain.dashboard.logs import read_events, read_images, read_scalars
 from holotrain.errors import UserError
@@ -97,12 +96,3 @@ def test_what_a_restart_took_back_is_left_out(tmp_path):
     events = read_events(tmp_path)
     assert "samples" in events.Tags()["images"] and read_images(events) == {}
     assert list(read_scalars(tmp_path, events)) == ["train/loss"]
-
-
-def test_a_layout_has_the_charts_of_which_a_tag_is_there():
-    layout = tensorboard_layout({"val/accuracy", "memory/peak_bytes"})
-    assert {group: list(charts) for group, charts in layout.items()} == {"Accuracy": ["Accuracy"], "Memory": ["Memory"]}
-    assert layout["Accuracy"]["Accuracy"] == ["Multiline", ["val/accuracy$", "val/accuracy_top5$"]]
-    titles = [chart.title for chart in CHARTS]
-    tags = [tag for chart in CHARTS for tag in chart.lines]
-    assert len(set(titles)) == len(titles) and len(set(tags)) == len(tags)

@@ -10,7 +10,7 @@ from data_files import write_saved_images
 from resumed_loaders import assert_resumes, same, stream
 
 from holotrain.data import Digits, HubImages, TextFiles
-from holotrain.data.sampler import EpochBatchSampler, FixedBatches, data_shard, in_batches, mixed_seed, set_data_shard
+from holotrain.data.sampler import EpochBatchSampler, FixedBatches, in_batches, mixed_seed
 from holotrain.errors import UserError
 
 
@@ -78,20 +78,6 @@ def test_evaluation_is_the_same_with_workers(ready, workers):
     assert same(list(ready(num_workers=workers).val_dataloader()), list(ready().val_dataloader()))
 
 
-def test_the_order_is_a_function_of_seed_and_epoch():
-    orders = {}
-    for seed in (0, 1):
-        for epoch in (0, 1):
-            sampler = EpochBatchSampler(10, 3, seed)
-            sampler.set_epoch(epoch)
-            keys = [key for batch in sampler for key in batch]
-            assert keys == [key for batch in sampler for key in batch]
-            assert {key[0] for key in keys} == {epoch}
-            assert len({key[1] for key in keys}) == 9
-            orders[seed, epoch] = tuple(index for _, index in keys)
-    assert len(set(orders.values())) == 4
-
-
 def test_mixed_seeds_differ():
     seeds = {mixed_seed(a, b, c) for a in range(10) for b in range(10) for c in range(10)}
     assert len(seeds) == 1000
@@ -124,11 +110,3 @@ def test_few_samples_make_one_batch_or_are_refused():
     for made in (lambda: EpochBatchSampler(2, 8, shard=(0, 3)), lambda: FixedBatches([np.arange(2)], (0, 3))):
         with pytest.raises(UserError, match="2 samples cannot be split among 3"):
             made()
-
-
-def test_processes_that_share_layers_read_the_same():
-    assert data_shard() == (0, 1)
-    set_data_shard(1, 4)
-    assert data_shard() == (1, 4)
-    set_data_shard()
-    assert data_shard() == (0, 1)

@@ -179,23 +179,6 @@ def test_killed_while_tokenising_it_leaves_nothing_that_is_used(folder, tmp_path
     assert tokens(prepared(folder, cache_dir=str(store))) == tokens(prepared(folder))
 
 
-def test_two_processes_at_once_end_with_the_same_tokens(folder, tmp_path):
-    store = tmp_path / "shared"
-    started = [start(folder, store) for _ in range(2)]
-    assert [reported(reports) for _, reports in started] == ["done", "done"]
-    for process, _ in started:
-        process.join(100)
-    assert [process.exitcode for process, _ in started] == [0, 0]
-    assert tokens(prepared(folder, cache_dir=str(store))) == tokens(prepared(folder))
-
-
-def test_a_cache_that_cannot_be_written_is_said_in_one_line(folder):
-    store = Path(folder.parent / "file")
-    store.write_text("")
-    with pytest.raises(UserError, match=r"^data\.cache_dir: cannot write .*file \(.*\)$"):
-        prepared(folder, cache_dir=str(store))
-
-
 @pytest.mark.parametrize(
     ("module", "name", "options", "said"),
     [

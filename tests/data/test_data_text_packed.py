@@ -3,13 +3,10 @@
 import pickle
 from itertools import pairwise
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from compared import assert_equal
-from resumed_loaders import same, stream
-from small_trainings import quiet_trainer
 
 from holotrain.data import ByteTokenizer, TextFiles, text_files
 from holotrain.errors import UserError
@@ -64,14 +61,6 @@ def test_training_covers_the_text_in_blocks_that_overlap_by_one(folder):
     assert len(offsets) > 5 and min(offsets)[0] == 0 and min(rest for _, rest in offsets) == 0  # no end always waits
 
 
-def test_another_epoch_has_other_cuts(folder):
-    loader = packed(folder).train_dataloader()
-    offset = loader.dataset.offset
-    other = next(epoch for epoch in range(1, 9) if (offset(epoch) - offset(0)) % CONTEXT)
-    blocks = [{tuple(row) for batch in stream(loader, [epoch]) for row in batch["tokens"].tolist()} for epoch in (0, other)]
-    assert blocks[0].isdisjoint(blocks[1])
-
-
 def test_a_pickled_data_set_holds_no_text_and_maps_the_files_anew(folder):
     dataset = packed(folder).train_dataloader().dataset
     pickled = pickle.dumps(dataset)
@@ -80,50 +69,12 @@ def test_a_pickled_data_set_holds_no_text_and_maps_the_files_anew(folder):
     assert_equal(pickle.loads(pickled).__getitems__(keys), dataset.__getitems__(keys))
 
 
-@pytest.mark.slow
-def test_workers_that_do_not_inherit_map_the_files_anew(folder):
-    data = packed(folder, num_workers=1)
-    loader = data.val_dataloader()
-    loader.multiprocessing_context = "spawn"
-    assert same([batch["tokens"] for batch in loader], [batch["tokens"] for batch in packed(folder).val_dataloader()])
-
-
 def test_a_part_that_is_shorter_than_a_block_is_refused(folder):
     size = packed(folder).counts["train"]["tokens"]
     whole = packed(folder, context=size - 1)
     assert [batch["tokens"].shape for batch in whole.train_dataloader()] == [(1, size)]
     with pytest.raises(UserError, match=f"data.context: {size} is out of range; the train part has {size} tokens: {size - 1}"):
         packed(folder, context=size).train_dataloader()
-
-
-class Seen(pl.LightningModule):
-    """Keeps what it is shown."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.seen = torch.nn.Parameter(torch.zeros(())), []
-
-    def training_step(self, batch, _):
-        self.seen.append(batch["tokens"].clone())
-        return self.weight * 1
-
-    def validation_step(self, batch, _):
-        """Lightning validates between the epochs."""
-
-    def predict_step(self, batch, _):
-        return batch["tokens"]
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1.0)
-
-
-def test_under_lightning_epochs_differ_and_prediction_reads_all(folder):
-    data, task = packed(folder), Seen()
-    trainer = quiet_trainer(max_epochs=2)
-    trainer.fit(task, datamodule=data)
-    assert same(task.seen, stream(packed(folder).train_dataloader()))
-    predicted = trainer.predict(task, datamodule=data)
-    assert same(predicted, [batch["tokens"] for batch in data.test_dataloader()])
 
 
 def test_loose_texts_are_all_targets_and_keep_their_names(tmp_path):

@@ -4,10 +4,9 @@ import inspect
 
 import pytest
 import torch
-from small_models import TEXT, TRANSFORMERS
+from small_models import TEXT
 from torch import nn
 
-from holotrain import models
 from holotrain.models import GPT, MViT, RevMViT, RevRoBERTa, RevSwin, RevViT, RoBERTa, Swin, ViT
 from holotrain.models.image_error_diffusion import ImageErrorDiffusion
 from holotrain.models.layers.blocks import Reversible
@@ -92,18 +91,6 @@ def test_patches_suit_the_image(model, sizes):
     for image, patch in sizes.items():
         with torch.device("meta"):
             assert model(image_size=image).embedding.project.kernel_size == (patch, patch)
-
-
-@pytest.mark.parametrize("name", sorted(TRANSFORMERS))
-def test_signature_and_docstring_name_every_argument(name):
-    model = getattr(models, name)
-    parameters = inspect.signature(model).parameters
-    assert not any(each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL) for each in parameters.values())
-    assert all(each.annotation is not each.empty for each in parameters.values())
-    assert all(f"\n    {each}: " in inspect.getdoc(model) for each in parameters)
-    if name.startswith("Rev"):
-        plain = inspect.signature(getattr(models, name.removeprefix("Rev"))).parameters
-        assert set(parameters) == {*plain, "store", "exact", "keep"} and parameters["backward"].default == "reversible"
 
 
 def test_reversible_classes_of_others_have_signatures_too():

@@ -8,7 +8,7 @@ from compared import assert_equal
 from small_models import FAMILIES, example, text_batch
 
 from holotrain import models
-from holotrain.models import RevMViT, RevSwin, RevViT
+from holotrain.models import RevMViT, RevSwin
 
 VIT = {"classes": 7, "dim": 24, "depth": 5, "heads": 3, "attention_dropout": 0.1, "drop_path": 0.2}
 PIXELS = {"image_size": 8, "patch_size": 2, "channels": 1} | VIT
@@ -24,6 +24,7 @@ TEXT = {"vocab": 50, "context": 12, "dim": 16, "heads": 2, "attention_dropout": 
 MODELS = {
     **{f"vit {pool}": ("RevViT", PIXELS | {"pool": pool}, 1, (0, 4)) for pool in ("mean", "class")},
     **{f"vit {pool}, colors": ("RevViT", COLORS | {"pool": pool}, 1, (0, 4)) for pool in ("mean", "class")},
+    "vit, scales": ("RevViT", PIXELS | {"layer_scale": 0.3}, 1, (0, 4)),
     "swin": ("RevSwin", WINDOWS | {"attention_dropout": 0.2, "drop_path": 0.3}, 3, (0, 4)),
     # Reversible blocks: 1, 1, 4, 1 and 2, 2, 3 and 1, 1, 4.
     "mvit, 4 stages": ("RevMViT", POOLED | {"depths": (1, 2, 5, 2), "drop_path": 0.3}, 2, (0, 3)),
@@ -127,17 +128,3 @@ def test_the_forward_takes_the_attention_kernel_of_its_recomputation(model_class
         logits.float().logsumexp(-1).sum().backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert ((grads[1] - grads[0]).abs().max() / grads[0].abs().max()).item() <= 1e-3
-
-
-@pytest.mark.parametrize("backward", ["checkpoint", "reversible", "pareprop"])
-def test_scales_have_the_gradients_of_every_schedule(backward):
-    grads = []
-    for schedule in ("autograd", backward):
-        torch.manual_seed(0)
-        model = RevViT(**FAMILIES["ViT"] | {"depth": 3}, layer_scale=0.3, backward=schedule)
-        with torch.autocast("cpu", torch.bfloat16):
-            model(torch.ones(2, 1, 8, 8)).float().square().sum().backward()
-        grads.append([parameter.grad for name, parameter in model.named_parameters() if ".scale." in name])
-    assert len(grads[0]) == 6 and all(grad.abs().sum() > 0 for grad in grads[0])
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other, rtol=0.05, atol=0.01)

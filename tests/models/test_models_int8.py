@@ -5,7 +5,7 @@ import sys
 import pytest
 import small_models
 import torch
-from compared import assert_close, assert_equal
+from compared import assert_equal
 from small_models import example
 from torch import nn
 from torch.nn import functional as F
@@ -48,15 +48,6 @@ def test_outputs_hardly_change(model_class, arguments):
     error = ((model(inputs) - expected).norm() / expected.norm()).item()
     assert 0 < error <= 0.03
     assert is_quantised(model) and not any(p.requires_grad for p in model.parameters())
-
-
-def test_numbers_of_a_row_are_within_half_a_step():
-    weight = model_of(RevViT, **IMAGE).head.weight.detach().clone()
-    model = model_of(RevViT, **IMAGE)
-    quantise(model)
-    step = model.head.weight.scale
-    assert_close(step, weight.abs().amax(1, keepdim=True) / 127.5, rtol=1e-3)
-    assert ((model.head.weight.qdata * step - weight).abs() <= step * 0.51).all()
 
 
 @torch.no_grad()

@@ -98,28 +98,6 @@ def test_a_gradient_of_one_block_alone(engine):
 
 
 @every_engine
-def test_backward_twice_through_a_retained_graph(engine):
-    net = sequence(5, dropout=0.2, engine=engine)
-    x = torch.randn(2, 3, WIDTH, dtype=F64, requires_grad=True)
-    y1, y2 = net(x, x)
-    loss = (y1 * y2).sum()
-    first = torch.autograd.grad(loss, x, retain_graph=True)[0]
-    again = torch.autograd.grad(loss, x)[0]
-    assert_equal(first, again)
-
-
-@every_engine
-def test_gradients_accumulate_over_backwards(engine):
-    nets = sequence(3, dropout=0.2), sequence(3, dropout=0.2, engine=engine)
-    for net in nets:
-        torch.manual_seed(1)
-        for step in range(3):
-            x = torch.full((2, 3, WIDTH), 0.1 * step, dtype=F64).cumsum(-1)
-            sum(y.sin().sum() for y in net(x, x)).backward()
-    assert relative_error([p.grad for p in nets[1].parameters()], [p.grad for p in nets[0].parameters()]) <= 1e-10
-
-
-@every_engine
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_is_restored_in_the_recomputation(dtype, engine):
     """The recomputed branches must run in the autocast dtype of the forward: then all schedules agree to fp32 rounding."""
@@ -174,14 +152,6 @@ def test_exchanged_streams_let_f_read_what_f_wrote():
     assert_equal((y1, y2), (other, one))
     rebuilt = net.inverse(y1, y2)
     assert relative_error(rebuilt, (x1, x2)) <= 1e-10
-
-
-def test_hooks_can_tell_the_recomputation_from_the_forward():
-    net, seen = sequence(2, engine=ENGINES["reversible"]), []
-    net.blocks[0].f.register_forward_hook(lambda *_: seen.append(recomputing()))
-    x = torch.zeros(2, 3, WIDTH, dtype=F64)
-    sum(net(x, x)).sum().backward()
-    assert seen == [False, True]
 
 
 @every_engine
@@ -273,28 +243,6 @@ def test_compiled_functions_stay_compiled_where_results_are_kept():
     sum(net(x, x)).sum().backward()  # under another mode, such a function is an error
 
 
-def test_what_is_stored_does_not_grow_with_depth():
-    def stored_bytes(depth: int, backward: str) -> int:
-        net = sequence(depth)
-        net.backward = backward
-        x = torch.randn(16, 8, WIDTH, dtype=torch.float64, requires_grad=True)
-        parameters = {p.untyped_storage().data_ptr() for p in net.parameters()}
-        storages = {}
-
-        def pack(tensor):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in parameters:
-                storages[storage.data_ptr()] = (storage.nbytes(), tensor)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            net(x, x)
-        return sum(size for size, _ in storages.values())
-
-    assert stored_bytes(24, "reversible") == stored_bytes(6, "reversible")
-    assert stored_bytes(24, "autograd") > 3 * stored_bytes(6, "autograd")
-
-
 @every_engine
 def test_a_model_that_is_dropped_is_freed(engine):
     """Also if a submodule knows the block, by a hook: nothing that is noted of a branch may hold it."""
@@ -333,13 +281,6 @@ def test_a_graph_that_is_dropped_frees_what_it_kept(engine, monkeypatch):
         assert not alive
     finally:
         gc.enable()
-
-
-def test_the_schedule_is_no_part_of_the_state():
-    net = sequence(2)
-    twin = copy.deepcopy(net)
-    twin.backward = "autograd"
-    assert list(net.state_dict()) == list(twin.state_dict())
 
 
 @every_engine

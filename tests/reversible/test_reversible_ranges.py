@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from compared import assert_equal
 from torch import nn
 from torch.profiler import profile
 
@@ -63,14 +62,6 @@ def test_plain_blocks(backward):
     net = ResidualSequence([ResidualBlock(branch(), branch()) for _ in range(DEPTH)], backward)
     again = [f"recompute {i}" for i in reversed(range(DEPTH))] if backward == "checkpoint" else []
     assert names(lambda: net(torch.ones(2, 4, requires_grad=True)).sum().backward()) == [*FORWARD, *again]
-
-
-@pytest.mark.parametrize("backward", ["autograd", "checkpoint", "reversible", "pareprop"])
-def test_watching_changes_no_gradient(backward):
-    alone = step(reversible(backward))
-    watched = []
-    names(lambda: watched.extend(step(reversible(backward))))
-    assert_equal(alone, watched)
 
 
 def test_nothing_is_named_without_a_profiler_or_where_operations_are_counted():

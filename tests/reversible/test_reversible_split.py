@@ -7,7 +7,7 @@ import torch
 from compared import assert_close
 from torch import nn
 
-from holotrain.reversible import ReversibleSequence, make_reversible, undo
+from holotrain.reversible import make_reversible, undo
 
 timm = pytest.importorskip("timm")
 
@@ -24,22 +24,6 @@ def vit():
     return timm.create_model(
         "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=48, depth=4, num_classes=5, drop_path_rate=0.2
     ).double()
-
-
-def test_a_timm_vit_trains_with_the_same_gradients_under_every_schedule():
-    model = vit()
-    parameters = sum(p.numel() for p in model.parameters())
-    assert make_reversible(model, "blocks", split=branches_of, backward="autograd") is model
-    sequence = next(module for module in model.modules() if isinstance(module, ReversibleSequence))
-    assert sum(p.numel() for p in model.parameters()) == parameters
-    images = torch.randn(3, 3, 32, 32, dtype=torch.float64)
-    grads = {}
-    for backward in ("autograd", "checkpoint", "reversible", "pareprop"):
-        sequence.backward = backward
-        torch.manual_seed(1)
-        grads[backward] = torch.autograd.grad(model(images).square().sum(), list(model.parameters()), allow_unused=True)
-    for backward in ("checkpoint", "reversible", "pareprop"):
-        assert_close(grads[backward], grads["autograd"], rtol=1e-9, atol=1e-12)
 
 
 class Encoder(nn.Module):

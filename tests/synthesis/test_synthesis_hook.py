@@ -1,7 +1,6 @@
 """The hook around the computation: keys as layers saw them, steps that are skipped, state, and leaving no trace."""
 
 import copy
-import io
 import pickle
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -153,45 +152,6 @@ def test_a_step_with_nan_or_inf_is_skipped_counted_and_said(options, bad, way, m
 
 
 PUBLISHED = {"mode": "bind", "representation": "flattened"}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"mode": "shared"},
-        {"dtype": "fp16", "ema": 0.9, "key_ema": 0.9},
-        {"mode": "bind"},
-        {"subsample": 0.5, "block_length": 16},
-        {"split": "cpu"},
-        PUBLISHED | {"split": "cpu", "dtype": "fp16"},
-    ],
-)
-def test_a_resumed_training_is_the_same_bit_for_bit(options):
-    def steps(model, synthesis, count):
-        for number in range(count):
-            model.zero_grad()
-            model(data() * (1 + number)).square().sum().backward()
-            synthesis.step()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= 0.001 * parameter.grad
-
-    model = network()
-    synthesis = HolographicSynthesis(model, **options)
-    steps(model, synthesis, 3)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "synthesis": synthesis.state_dict()}, file)
-    steps(model, synthesis, 3)
-    file.seek(0)
-    kept = torch.load(file, weights_only=True)
-    again = network()
-    again.load_state_dict(kept["model"])
-    resumed = HolographicSynthesis(again, **options)
-    resumed.load_state_dict(kept["synthesis"])
-    steps(again, resumed, 3)
-    assert_equal(model.parameters(), again.parameters())
-    assert (resumed.steps, resumed.skipped) == (6, 0)
 
 
 @pytest.mark.parametrize(

@@ -123,15 +123,3 @@ class Bare(pl.LightningModule):
 def test_the_monitor_looks_into_any_module():
     memo = fit(Bare(), batches(), ErrorDiffusionMonitor(1))
     assert len(memo.of("error_diffusion/alignment")) == 3
-
-
-def test_updates_are_clipped_as_gradients_are():
-    moved = {}
-    for clip in (None, 1e-3):
-        task = task_of(lr=1.0)
-        before = torch.cat([parameter.detach().flatten() for parameter in task.parameters()])
-        fit(task, batches(), max_steps=1, gradient_clip_val=clip)
-        moved[clip] = torch.cat([parameter.detach().flatten() for parameter in task.parameters()]) - before
-    assert moved[1e-3].norm().item() == pytest.approx(1e-3, rel=1e-3)
-    assert moved[None].norm() > 2e-3
-    assert torch.cosine_similarity(moved[None], moved[1e-3], dim=0) > 0.999

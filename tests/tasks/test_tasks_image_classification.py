@@ -99,11 +99,6 @@ def test_predictions_are_the_likeliest_class_and_its_probability():
     torch.testing.assert_close(predicted["probability"], probability.max(-1).values)
 
 
-def test_what_can_be_monitored():
-    assert classifier().monitored == {"val/accuracy": "max", "val/accuracy_top5": "max", "val/loss": "min"}
-    assert list(ImageClassifier(nn.Identity(), 10).monitored) == ["val/accuracy", "val/loss"]
-
-
 class OrdinaryGraphedStep:
     """What a GraphedStep does, without a graph: overwrites gradients, returns the detached loss."""
 

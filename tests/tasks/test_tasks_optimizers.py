@@ -86,21 +86,6 @@ def test_a_schedule_and_a_checkpoint_take_them_for_one():
     assert len(resumed.state) == len(list(other.parameters()))
 
 
-def test_a_closure_is_called_once_and_its_loss_returned():
-    model, images, targets = problem()
-    calls = []
-
-    def closure():
-        calls.append(torch.is_grad_enabled())
-        loss = nn.functional.mse_loss(model(images), targets)
-        loss.backward()
-        return loss
-
-    before = model[0].weight.detach().clone()
-    loss = CombinedOptimizer(parts_of(model)).step(closure)
-    assert calls == [True] and loss.item() > 0 and not torch.equal(before, model[0].weight)
-
-
 def test_scaled_gradients_that_overflow_are_skipped_by_all():
     model, images, targets = problem()
     before = copy.deepcopy(model)

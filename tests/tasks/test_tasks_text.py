@@ -121,11 +121,6 @@ def test_masked_loss_is_a_mean_over_masked_words():
     assert found["val/loss"] == pytest.approx(nats / count, rel=1e-5)
 
 
-def test_attended_is_what_lies_before_the_length():
-    batch = {"tokens": torch.zeros(2, 3), "lengths": torch.tensor([1, 3])}
-    assert attended(batch).tolist() == [[True, False, False], [True, True, True]]
-
-
 @pytest.mark.parametrize(("model", "device"), [(RevRoBERTa(**SMALL), "cpu"), (nn.Linear(1, 1), "meta")])
 def test_a_mask_stays_on_the_cpu_for_models_that_read_it_there(model, device):
     batch = {"tokens": torch.zeros(2, 3), "lengths": torch.tensor([1, 3])}
