@@ -4,8 +4,7 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -113,9 +112,10 @@ NAMES = {
 }
 """Common names of special tokens; the first one is used if a token has to be added."""
 
-PARALLELISM = "TOKENIZERS_PARALLELISM"
-ASKED = os.environ.get(PARALLELISM)
-"""The user's own setting for the library's threads."""
+# Without a setting the library warns in every process that is forked later. There its threads do not exist, and it would wait.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: os.environ.update(TOKENIZERS_PARALLELISM="false"))
 
 
 class SubwordTokenizer(Tokenizer):
@@ -164,14 +164,12 @@ class SubwordTokenizer(Tokenizer):
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        with parallelism():
-            encoder.train_from_iterator((utf8(text).decode() for text in texts), trainer)
+        encoder.train_from_iterator((utf8(text).decode() for text in texts), trainer)
         return cls(encoder.to_str())
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> tuple[np.ndarray, np.ndarray]:
         plain = [utf8(text).decode("utf-8", errors="replace") for text in texts]
-        with parallelism():
-            encoded = [found.ids for found in self._encoder.encode_batch_fast(plain, add_special_tokens=False)]
+        encoded = [found.ids for found in self._encoder.encode_batch_fast(plain, add_special_tokens=False)]
         lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
         return np.fromiter(chain.from_iterable(encoded), dtype=self.dtype, count=int(lengths.sum())), lengths
 
@@ -215,19 +213,6 @@ def spelled(token: str) -> str:
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         return "?"  # one byte
     return token.removeprefix("##").replace("\u2581", " ")
-
-
-@contextmanager
-def parallelism() -> Generator[None]:
-    """Enables the library's threads inside, and disables them outside unless the user has chosen otherwise.
-
-    Otherwise the library prints a warning in every worker process that a loader forks later.
-    """
-    os.environ[PARALLELISM] = ASKED or "true"
-    try:
-        yield
-    finally:
-        os.environ[PARALLELISM] = ASKED or "false"
 
 
 def tokenizer_from_json(text: str, where: str = "tokenizer.json") -> Tokenizer:

@@ -1,6 +1,8 @@
 """Tokenizers: text comes back, special tokens are never text, and all of it travels as a string."""
 
 import json
+import multiprocessing
+import os
 import random
 
 import numpy as np
@@ -147,3 +149,19 @@ def test_bytes_are_counted_in_tokenizers_that_are_not_byte_level(tmp_path):
     tokenizer = known_tokenizer(str(word_level(tmp_path / "t.json", ordinary=words)))
     assert tokenizer.byte_lengths[3 : 3 + len(words)].tolist() == list(words.values())
     assert tokenizer.byte_lengths[list(tokenizer.specials.values())].tolist() == [0] * 4
+
+
+def test_a_forked_process_reads_on_by_itself():
+    """The threads of the library are not there, and it would wait for them."""
+    tokenizer, texts = SubwordTokenizer.trained(["some words"] * 9, 300), ["some words"] * 99
+    expected, _ = tokenizer.encode_batch(texts)
+
+    def read():
+        os._exit(0 if (tokenizer.encode_batch(texts)[0] == expected).all() else 1)
+
+    process = multiprocessing.get_context("fork").Process(target=read)
+    process.start()
+    process.join(60)
+    status = process.exitcode
+    process.kill()
+    assert status == 0
