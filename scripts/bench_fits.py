@@ -21,7 +21,8 @@ from bench_common import arguments, begin, save
 from bench_make_reversible import METHODS, SHAPES, Stack
 
 from holotrain.optimizers import InBackward
-from holotrain.planning import TrainingStep, fake_parameters, fake_tensors, largest, measured_peak, simulate_step
+from holotrain.planning import TrainingStep, fake_parameters, fake_tensors, measured_peak, simulate_step
+from holotrain.planning.memory_plan import largest
 
 SIZES = {
     "vit": {"batch": 32, "tokens": 197, "depth": 12},

@@ -36,7 +36,8 @@ from torch import Tensor, nn
 
 from holotrain.models import GPT_SIZES, ROBERTA_SIZES, SWIN_SIZES, VIT_SIZES, RevGPT, RevRoBERTa, RevSwin, RevViT
 from holotrain.models.block_schedules import schedule_blocks, sequences
-from holotrain.planning import ALLOCATORS, TrainingStep, choose, seconds, stage_of, visits_of
+from holotrain.planning import ALLOCATORS, TrainingStep
+from holotrain.planning.choice import choose, seconds, stage_of, visits_of
 from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
 from holotrain.planning.training_step import measured_peak, simulate_step
 from holotrain.reversible.backward_schedules import KEPT

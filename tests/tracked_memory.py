@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from holotrain.planning import ALLOCATORS, Footprint, TrainingStep, measured_peak
+from holotrain.planning import ALLOCATORS, TrainingStep, measured_peak
+from holotrain.planning.tracker import Footprint
 
 
 class TrackedMemory(TorchDispatchMode):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from holotrain.callbacks.monitor import Monitor, log_scalars
 from holotrain.optimizers import InBackward
-from holotrain.planning.clock import Clock
+from holotrain.overlap.clock import Clock
 from holotrain.synthesis import HolographicSynthesis, SynthesisOptions
 
 

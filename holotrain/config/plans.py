@@ -23,7 +23,6 @@ from holotrain.models.block_schedules import listed_blocks, sequences, set_backw
 from holotrain.models.layers.blocks import ResidualSequence
 from holotrain.numeric import parse_bytes
 from holotrain.planning import Backward, Planner, Size, TrainingStep, free_memory
-from holotrain.planning.training_step import Blocks
 from holotrain.tasks.task import model_of, optimizer_of, training_loss
 
 NO_OPTION = "batch"
@@ -134,7 +133,7 @@ def _step(
         clip_value=config.trainer.gradient_clip_algorithm == "value",
         rewrite=copied if config.synthesis is not None and rewrites else None,
         held=held,
-        sequences=cast("list[Blocks]", sequences(model)),  # an nn.ModuleList is no Sequence
+        sequences=sequences(model),
     )
 
 

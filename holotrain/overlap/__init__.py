@@ -10,11 +10,12 @@ collectives         the asynchronous collectives of a process group
 tuner               chooses groups by measuring, and saves the choices
 predictor           predicts the time of a job in groups and chooses the best groups
 links               the time of a collective, and an emulated link
+clock               marks in time on a device, and the seconds between them
 """
 
 from holotrain.overlap.groups import Columns, Job
 from holotrain.overlap.linear import all_to_all_linear, column_parallel_linear, linear_all_to_all, row_parallel_linear
-from holotrain.overlap.links import LINKS, EmulatedCollectives, Link, MeasuredLink, link_named
+from holotrain.overlap.links import LINKS, EmulatedCollectives, Link, MeasuredLink
 from holotrain.overlap.predictor import Predictor
 from holotrain.overlap.styles import OverlappedColwise, OverlappedRowwise
 from holotrain.overlap.tuner import Tuner
@@ -33,6 +34,5 @@ __all__ = [
     "all_to_all_linear",
     "column_parallel_linear",
     "linear_all_to_all",
-    "link_named",
     "row_parallel_linear",
 ]

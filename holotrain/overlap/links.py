@@ -6,20 +6,11 @@ import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from holotrain.overlap.groups import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
-
-
-class Carrier(Protocol):
-    """Anything that gives the time of collectives."""
-
-    def seconds(self, collective: str, size: int, ranks: int) -> float:
-        """Seconds of one collective over a tensor of ``size`` bytes, counted over all ranks."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -80,6 +71,10 @@ class MeasuredLink:
         return interpolated(self.times[collective], size)
 
 
+Carrier = Link | MeasuredLink
+"""What gives the time of a collective over a tensor of some bytes, counted over all ranks."""
+
+
 def interpolated(points: Mapping[int, float], x: float) -> float:
     """Linear interpolation. Before the first point it is constant (latency), after the last proportional (throughput)."""
     sizes = sorted(points)
@@ -90,17 +85,6 @@ def interpolated(points: Mapping[int, float], x: float) -> float:
     at = bisect_left(sizes, x)
     low, high = sizes[at - 1], sizes[at]
     return points[low] + (points[high] - points[low]) * (x - low) / (high - low)
-
-
-def link_named(name: str) -> Link:
-    """The link with this name in :data:`LINKS`.
-
-    Raises:
-        ValueError: an unknown name.
-    """
-    if name not in LINKS:
-        raise ValueError(f"no link {name!r}; there are {', '.join(sorted(LINKS))}")
-    return LINKS[name]
 
 
 SPIN = 2e-4

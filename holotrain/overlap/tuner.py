@@ -7,7 +7,6 @@ import json
 import math
 import os
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +20,7 @@ from torch.cuda import nccl
 from torch.utils._python_dispatch import _disable_current_modes
 
 from holotrain.files import read_json, write_json
+from holotrain.overlap.clock import Clock
 from holotrain.overlap.collectives import Collectives
 from holotrain.overlap.functions import AllReduce, AllToAll, ReduceScatter, SendInput, SendResult
 from holotrain.overlap.groups import (
@@ -47,18 +47,11 @@ MOST_PLACES = 8
 
 
 def timed(run: Run, device: torch.device) -> float:
-    """Seconds of one run. On CUDA measured with events on the current stream, without launch time. Waits for the device."""
-    if device.type != "cuda":
-        began = time.perf_counter()
-        run()
-        return time.perf_counter() - began
-    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    with torch.cuda.device(device):
-        begun.record()
-        run()
-        ended.record()
-        ended.synchronize()
-    return begun.elapsed_time(ended) / 1e3
+    """Seconds of one run; on CUDA without launch time. Waits for the device."""
+    clock = Clock(device)
+    begun = clock.mark()
+    run()
+    return clock.waited_seconds(begun, clock.mark())
 
 
 def median_seconds(run: Run, device: torch.device, repeats: int = REPEATS) -> float:

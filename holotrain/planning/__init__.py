@@ -7,28 +7,19 @@ training_step    one training step, simulated or measured
 planner          the memory of a step with other schedules, batch sizes and depths; free memory
 choice           memory and time of a block under each schedule; what backward=auto chooses for each within a budget
 memory_plan      memory under each schedule, largest batch and depth; asks `choice` for what a training leaves open
-step_times       the arithmetic of a step, and its time on one device; clock: how it is timed
+step_times       the arithmetic of a step, and its time on one device
 scaling          memory and time of a step on several devices
 several_devices  the prediction for each parallel strategy
 """
 
 from holotrain.planning.allocators import ALLOCATORS
-from holotrain.planning.choice import Choice, Option, Stage, TooSmall, choose, flops, seconds, stage_of, visits_of
-from holotrain.planning.fake_tensors import Unplannable, assume_mask_share, fake_parameters, fake_tensors, fused_dropout
-from holotrain.planning.memory_plan import (
-    Plan,
-    choose_batch,
-    choose_schedules,
-    largest,
-    largest_batch,
-    largest_depth,
-    make_plan,
-)
+from holotrain.planning.choice import Choice, TooSmall
+from holotrain.planning.fake_tensors import Unplannable, fake_parameters, fake_tensors
+from holotrain.planning.memory_plan import Plan, choose_batch, choose_schedules, make_plan
 from holotrain.planning.planner import Backward, Planner, Size, free_memory
 from holotrain.planning.scaling import Band
 from holotrain.planning.several_devices import Scaling, make_scaling
 from holotrain.planning.step_times import Gpu
-from holotrain.planning.tracker import Footprint
 from holotrain.planning.training_step import TrainingStep, measured_peak, simulate_step
 
 __all__ = [
@@ -36,34 +27,21 @@ __all__ = [
     "Backward",
     "Band",
     "Choice",
-    "Footprint",
     "Gpu",
-    "Option",
     "Plan",
     "Planner",
     "Scaling",
     "Size",
-    "Stage",
     "TooSmall",
     "TrainingStep",
     "Unplannable",
-    "assume_mask_share",
-    "choose",
     "choose_batch",
     "choose_schedules",
     "fake_parameters",
     "fake_tensors",
-    "flops",
     "free_memory",
-    "fused_dropout",
-    "largest",
-    "largest_batch",
-    "largest_depth",
     "make_plan",
     "make_scaling",
     "measured_peak",
-    "seconds",
     "simulate_step",
-    "stage_of",
-    "visits_of",
 ]

@@ -23,10 +23,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain.optimizers import InBackward
+from holotrain.overlap.clock import Clock
 from holotrain.planning.allocators import ALLOCATORS, Allocator
-from holotrain.planning.clock import Clock
 from holotrain.planning.tracker import AllocationTracker
-from holotrain.planning.training_step import Blocks, TrainingStep
+from holotrain.planning.training_step import TrainingStep
 
 CELLS = 2000
 """Number of cells that the available memory is divided into; the memory of a block is rounded up to whole cells."""
@@ -183,7 +183,7 @@ BLOCKS = 2
 class Visit:
     """A sequence of blocks and the arguments of a call."""
 
-    sequence: Blocks
+    sequence: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -197,7 +197,7 @@ def visits_of(step: TrainingStep) -> list[Visit]:
         step.optimizer.remove()
     visits: list[Visit] = []
 
-    def record(sequence: Blocks, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(sequence: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         visits.append(Visit(sequence, args, kwargs))
 
     with ExitStack() as hooks, torch.no_grad(), step.autocast():

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain.numeric import counted
 from holotrain.overlap import Job
+from holotrain.overlap.clock import Clock
 from holotrain.planning.allocators import ALLOCATORS
-from holotrain.planning.clock import Clock
 from holotrain.planning.planner import Backward, Planner
 from holotrain.planning.scaling import TensorParallelWork, Times, Unit, Unsharded
 from holotrain.planning.training_step import TrainingStep, simulate_step

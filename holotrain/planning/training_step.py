@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +21,6 @@ from holotrain.planning.fake_tensors import assume_ones
 from holotrain.planning.tracker import AllocationTracker, Footprint
 
 CPU = ALLOCATORS["cpu"]
-
-
-class Blocks(Protocol):
-    """A sequence of blocks whose schedules can be chosen."""
-
-    blocks: Sequence[nn.Module]
-
-    @property
-    def ends(self) -> tuple[nn.Module, nn.Module]:
-        """The modules with whose calls it begins and ends."""
-
-    def again(self, depth: int, backward: str) -> nn.Module:
-        """A sequence of ``depth`` blocks like its first, which takes the same arguments."""
 
 
 @dataclass
@@ -65,7 +52,7 @@ class TrainingStep:
     clip_value: bool = False
     rewrite: Callable[[], object] | None = None
     held: dict[str, Iterable[Tensor]] = field(default_factory=dict)
-    sequences: Sequence[Blocks] = ()
+    sequences: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
         by_norm = bool(self.clip) and not self.clip_value

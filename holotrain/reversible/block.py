@@ -1,7 +1,7 @@
 """Reversible blocks, and how their streams are coupled."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,29 +11,11 @@ Run = Callable[[str, nn.Module, Tensor, Tensor, dict], Tensor]
 """Runs half of a block: (name, branch, target, source, keyword arguments) -> the target coupled with ``branch(source)``."""
 
 
-class Coupling(Protocol):
-    """How a block updates its two streams, and how this is undone.
+class Coupling:
+    """How a block updates its two streams, and how this is undone: here ``target + branch(source)``.
 
     A branch reads the source, and what it returns updates the target. The inverse knows the coupled target, the source and what
     the branch returned.
-    """
-
-    def read(self, source: Tensor, /) -> Tensor:
-        """The source as the branch reads it."""
-
-    def couple(self, target: Tensor, source: Tensor, output: Any, /) -> Tensor:
-        """Returns the new target.
-
-        Raises:
-            ValueError: the branch's output is not of the right kind or shape.
-        """
-
-    def undo(self, coupled: Tensor, source: Tensor, output: Any, /) -> Tensor:
-        """Returns the target."""
-
-
-class Additive:
-    """The coupling ``target + branch(source)``.
 
     Args:
         grid: the fixed-point grid to which the updates are rounded; the inverse is then exact.
@@ -43,11 +25,11 @@ class Additive:
         self.grid = grid
 
     def read(self, source: Tensor) -> Tensor:
-        """The source as it is."""
+        """The source as the branch reads it."""
         return source
 
-    def couple(self, target: Tensor, source: Tensor, update: Tensor) -> Tensor:
-        """Returns ``target + update``, which has the target's shape and dtype.
+    def couple(self, target: Tensor, source: Tensor, update: Any) -> Tensor:
+        """Returns the new target, of the same shape and dtype.
 
         Raises:
             ValueError: the update is not a tensor of the target's shape, or it would widen the target's dtype, so that the
@@ -71,7 +53,7 @@ class Additive:
             self.grid.watch(coupled)
         return coupled
 
-    def undo(self, coupled: Tensor, source: Tensor, update: Tensor) -> Tensor:
+    def undo(self, coupled: Tensor, source: Tensor, update: Any) -> Tensor:
         """Returns the target, up to rounding, or exactly on a grid."""
         if self.grid is not None:
             update = self.grid.round(update.to(coupled.dtype))
@@ -135,7 +117,7 @@ class ReversibleBlock(nn.Module):
             f_kwargs, g_kwargs: keyword arguments of f and g.
             run: runs each half; set by the backward schedule of a :class:`ReversibleSequence`. None: plain autograd.
         """
-        run = run or Storing(Additive())
+        run = run or Storing(Coupling())
         y1 = run("f", self.f, x1, x2, f_kwargs or {})
         y2 = run("g", self.g, x2, y1, g_kwargs or {})
         return self.placed(y1, y2)
@@ -157,7 +139,7 @@ class ReversibleBlock(nn.Module):
 
         f and g must be deterministic (no dropout).
         """
-        coupling = Additive(grid)
+        coupling = Coupling(grid)
         y1, y2 = self.placed(y1, y2)
         x2 = coupling.undo(y2, y1, self.g(y1, **(g_kwargs or {})))
         x1 = coupling.undo(y1, x2, self.f(x2, **(f_kwargs or {})))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, MutableMapping
 from functools import cache
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
@@ -177,19 +176,6 @@ def _buffers_of(parts: Iterable[nn.Module]) -> Iterator[_Buffer]:
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 yield _Buffer(part, name, buffer, version_of(buffer), buffer.clone() if name in names else None)
-
-
-@contextmanager
-def buffers_unchanged(module: nn.Module) -> Generator[None]:
-    """Inside, the module works on copies of its buffers."""
-    own = [(part, name, buffer) for part in module.modules() for name, buffer in part._buffers.items() if buffer is not None]
-    for part, name, buffer in own:
-        part._buffers[name] = buffer.clone()
-    try:
-        yield
-    finally:
-        for part, name, buffer in own:
-            part._buffers[name] = buffer
 
 
 class Arguments:

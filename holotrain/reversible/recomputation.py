@@ -25,8 +25,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from holotrain.numeric import counted
-from holotrain.reversible.backward_schedules import Kept, Schedule
-from holotrain.reversible.block import Coupling, Run
+from holotrain.reversible.backward_schedules import Kept
 from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, require_unwrapped
 from holotrain.reversible.replay import Call, Replay, learned_of
 
@@ -233,29 +232,6 @@ def kept(*tensors: Tensor) -> BackwardCFunction:
     return _Saver.apply(torch.empty(0, requires_grad=True), *(tensor.detach() for tensor in tensors)).grad_fn
 
 
-class Checkpointing:
-    """Runs branches whose inputs are stored and that are recomputed in the backward.
-
-    Args:
-        call: what all branches of the forward share.
-    """
-
-    def __init__(self, call: Call) -> None:
-        self._call = call
-
-    def block(self, number: int, schedule: Schedule, coupling: Coupling, forward: Callable | None = None) -> Run:
-        """As :meth:`~holotrain.reversible.tape.Rebuilding.block`."""
-
-        def run(name: str, module: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
-            branch = Branch(f"{number}.{name}", module, keywords, self._call, (), forward)
-            return coupling.couple(target, source, _checkpointed(branch, coupling.read(source)))
-
-        return run
-
-    def end(self, y1: Tensor, y2: Tensor) -> None:
-        """After the last block."""
-
-
 def checkpointed(module: nn.Module, x: Tensor, *, name: str | None = None, **keywords: Any) -> Any:
     """``module(x, **keywords)``, which keeps ``x`` alone and is recomputed in the backward.
 
@@ -265,12 +241,13 @@ def checkpointed(module: nn.Module, x: Tensor, *, name: str | None = None, **key
     if torch.compiler.is_compiling():  # the compiler checkpoints by rules of its own
         return checkpoint(module, x, use_reentrant=False, **keywords)
     call = Call(x.device)
-    output = _checkpointed(Branch(name or type(module).__name__, module, keywords, call), x)
+    output = from_stored(Branch(name or type(module).__name__, module, keywords, call), x)
     call.end()
     return output
 
 
-def _checkpointed(branch: Branch, source: Tensor) -> Any:
+def from_stored(branch: Branch, source: Tensor) -> Any:
+    """The branch's output; the branch is recomputed in the backward from the source, which is kept."""
     return branch.run(source, partial(_supply_from, kept(source)))
 
 

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from holotrain.numeric import counted
 from holotrain.reversible.backward_schedules import SCHEDULES, Schedule, Shorthand
-from holotrain.reversible.block import Additive, ReversibleBlock, Storing
+from holotrain.reversible.block import Coupling, ReversibleBlock, Storing
 from holotrain.reversible.grid import FixedPointGrid
-from holotrain.reversible.reads import buffers_unchanged, is_compiled
+from holotrain.reversible.reads import is_compiled
 from holotrain.reversible.replay import generators_among, generators_unmoved, has_no_data, in_trace
 from holotrain.reversible.tape import InputCheck, Recorder
 
@@ -104,16 +104,16 @@ class ReversibleSequence(nn.Module):
             if self.grid.known or has_no_data(x1):
                 grid = self.grid.in_call(x1.dtype)
                 x1, x2 = grid.entered(x1), grid.entered(x2)
-        coupling = Additive(grid)
+        coupling = Coupling(grid)
         if self.input_checks is not None:
             self.input_checks.clear()
         schedules = self.schedules if torch.is_grad_enabled() else [SCHEDULES["autograd"]] * len(self.blocks)
-        if all(schedule.kind == "stored" for schedule in schedules):
-            x1, x2 = self._store(x1, x2, keywords, coupling)
-        elif torch.compiler.is_compiling():
-            x1, x2 = self._compiled(schedules, x1, x2, keywords, coupling)
-        else:
-            x1, x2 = self._recompute(schedules, x1, x2, keywords, coupling)
+        run, kinds = self._recompute, {schedule.kind for schedule in schedules}
+        if torch.compiler.is_compiling() and "rebuilt" in kinds:
+            run = self._outside_the_graph
+        elif torch.compiler.is_compiling() or kinds <= {"stored"}:
+            run = self._run
+        x1, x2 = run(schedules, x1, x2, keywords, coupling)
         if self.grid is not None and grid is not None:
             self.grid.report(x1.dtype)
         return x1, x2
@@ -128,15 +128,21 @@ class ReversibleSequence(nn.Module):
             raise ValueError(f"keyword arguments for {counted(len(keywords), 'block')} of {depth}")
         return keywords
 
-    def _store(self, x1: Tensor, x2: Tensor, keywords: list, coupling: Additive) -> tuple[Tensor, Tensor]:
+    def _run(
+        self, schedules: list[Schedule], x1: Tensor, x2: Tensor, keywords: list, coupling: Coupling
+    ) -> tuple[Tensor, Tensor]:
+        """Stores everything, or, in a model that is compiled as a whole, has the compiler checkpoint, by rules of its own."""
         run = Storing(coupling)
-        for number, (block, words) in enumerate(zip(self.blocks, keywords, strict=False)):
+        for number, (schedule, block, words) in enumerate(zip(schedules, self.blocks, keywords, strict=False)):
             with in_trace("forward", number):
-                x1, x2 = block(x1, x2, *words, run=run)
+                if schedule.kind == "checkpointed":
+                    x1, x2 = checkpoint(block, x1, x2, *words, run=run, use_reentrant=False)
+                else:
+                    x1, x2 = block(x1, x2, *words, run=run)
         return x1, x2
 
     def _recompute(
-        self, schedules: list[Schedule], x1: Tensor, x2: Tensor, keywords: list, coupling: Additive
+        self, schedules: list[Schedule], x1: Tensor, x2: Tensor, keywords: list, coupling: Coupling
     ) -> tuple[Tensor, Tensor]:
         recorder, hooked = Recorder(x1.device, self.input_checks), _has_any_global_hook()
         for number, (schedule, block, words) in enumerate(zip(schedules, self.blocks, keywords, strict=False)):
@@ -156,20 +162,6 @@ class ReversibleSequence(nn.Module):
         'block.compile(), or set backward="checkpoint"',
     )
 
-    def _compiled(
-        self, schedules: list[Schedule], x1: Tensor, x2: Tensor, keywords: list, coupling: Additive
-    ) -> tuple[Tensor, Tensor]:
-        """In a model that is compiled as a whole. The compiler checkpoints by rules of its own, and cannot rebuild."""
-        if any(schedule.kind == "rebuilt" for schedule in schedules):
-            return self._outside_the_graph(schedules, x1, x2, keywords, coupling)
-        for number, schedule in enumerate(schedules):
-            block, run = self.blocks[number], Storing(coupling)
-            if schedule.kind == "checkpointed":
-                x1, x2 = checkpoint(block, x1, x2, *keywords[number], run=run, use_reentrant=False)
-            else:
-                x1, x2 = block(x1, x2, *keywords[number], run=run)
-        return x1, x2
-
     def _choose_grid(self, grid: FixedPointGrid, x1: Tensor, x2: Tensor, keywords: list) -> None:
         """Runs the blocks once, without a graph, to see how large the streams become."""
         if not x1.numel():
@@ -177,10 +169,11 @@ class ReversibleSequence(nn.Module):
         streams = x1, x2
         attributes = [value for part in self.modules() for value in vars(part).values()]
         generators = generators_among([*tree_leaves(keywords), *attributes])
-        with torch.no_grad(), generators_unmoved(x1.device, generators), buffers_unchanged(self):
+        with torch.no_grad(), generators_unmoved(x1.device, generators):
             largest = torch.stack(streams).abs().amax()
             for block, words in zip(self.blocks, keywords, strict=True):
-                streams = block(*streams, *words)
+                buffers = {name: buffer.clone() for name, buffer in block.named_buffers()}
+                streams = torch.func.functional_call(block, buffers, (*streams, *words))
                 largest = torch.maximum(largest, torch.stack(streams).abs().amax())
         grid.choose(largest.item(), x1.dtype)
 

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,7 +26,7 @@ from torch.autograd.function import BackwardCFunction
 from holotrain.reversible.backward_schedules import Schedule
 from holotrain.reversible.block import Coupling, Run, Storing
 from holotrain.reversible.reads import is_sharded
-from holotrain.reversible.recomputation import Branch, Checkpointing, kept
+from holotrain.reversible.recomputation import Branch, from_stored, kept
 from holotrain.reversible.replay import Call, has_no_data
 
 _no_room: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -104,73 +103,6 @@ class _Rebuilt(Branch):
     ahead: bool
     crossed: bool
     """Whether its source is what the branch before it wrote; if not, it is that one's source."""
-
-
-class Rebuilding:
-    """Runs consecutive branches whose inputs are rebuilt in the backward.
-
-    It holds the streams with their graph, which holds the tape. So the tape must not hold it.
-
-    Args:
-        call: what all branches of the forward share.
-        x1, x2: the streams before the first branch.
-        check: compares the rebuilt inputs with the true ones.
-    """
-
-    def __init__(self, call: Call, x1: Tensor, x2: Tensor, check: InputCheck | None = None) -> None:
-        self._call, self._tape = call, Tape(check)
-        # What the latest branch wrote, and what it read.
-        self._streams, self._versions = (x1, x2), (x1._version, x2._version)
-        if check is not None:
-            check.remember(x1, x2)
-
-    def block(self, number: int, schedule: Schedule, coupling: Coupling, forward: Callable | None = None) -> Run:
-        """How to run the branches of the next block.
-
-        Args:
-            number: for a trace.
-            coupling: of its streams.
-            forward: what to call instead of the branch, without the branch's hooks.
-        """
-
-        def run(name: str, module: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
-            tape, crossed = self._tape, self._has_crossed(source, target)
-            branch = _Rebuilt(f"{number}.{name}", module, keywords, self._call, schedule.keep, forward)
-            branch.coupling, branch.crossed = coupling, crossed
-            branch.place, branch.ahead = len(tape.branches), schedule.ahead
-            coupled = coupling.couple(target, source, branch.run(coupling.read(source), tape.supply))
-            tape.branches.append(branch)
-            self._streams, self._versions = (coupled, source), (coupled._version, source._version)
-            return coupled
-
-        return run
-
-    def _has_crossed(self, first: Tensor, second: Tensor) -> bool:
-        """Whether two tensors are what the latest branch wrote and what it read; False if the other way round.
-
-        Raises:
-            ValueError: they are neither, so a hook replaced or changed them.
-        """
-        written, read = self._streams
-        crossed = first is written or (first is not read and same_tensor(first, written))
-        pair = (first, second) if crossed else (second, first)
-        if (pair[0] is not written or pair[1] is not read) and not all(map(same_tensor, pair, self._streams)):
-            raise ValueError(
-                "something replaced the inputs or outputs of a ReversibleBlock (a hook, or fully_shard with a "
-                "MixedPrecisionPolicy, which casts the streams: set cast_forward_inputs=False and no output_dtype, and train "
-                'under torch.autocast), so the block cannot be rebuilt; use backward="autograd" or "checkpoint"'
-            )
-        if (written._version, read._version) != self._versions:
-            raise ValueError(
-                "something changed the inputs or outputs of a ReversibleBlock in place (a hook), so the block cannot be "
-                'rebuilt; use backward="autograd" or "checkpoint"'
-            )
-        return crossed
-
-    def end(self, y1: Tensor, y2: Tensor) -> None:
-        """After the last block, with what it returned."""
-        self._has_crossed(y1, y2)
-        self._tape.complete(*self._streams)
 
 
 class Tape:
@@ -289,6 +221,8 @@ class Tape:
 class Recorder:
     """Runs the blocks of one forward by their schedules, and records what the backward needs.
 
+    It holds streams with their graph, which holds the tape. So the tape must not hold it.
+
     Args:
         device: of the streams.
         input_checks: takes one for each group of consecutive rebuilt blocks; None: drift is not measured.
@@ -296,7 +230,10 @@ class Recorder:
 
     def __init__(self, device: torch.device, input_checks: list[InputCheck] | None) -> None:
         self.call, self._input_checks = Call(device), input_checks
-        self._kind, self._group = "stored", None
+        self._tape: Tape | None = None
+        # What the latest rebuilt branch wrote, and what it read.
+        self._streams: tuple[Tensor, Tensor]
+        self._versions: tuple[int, int]
 
     def block(
         self,
@@ -307,36 +244,65 @@ class Recorder:
         streams: tuple[Tensor, Tensor],
         forward: Callable | None = None,
     ) -> Run:
-        """How to run the branches of the next block; see :meth:`Rebuilding.block`.
+        """How to run the branches of the next block.
 
         Args:
+            number: for a trace.
             streams: before the block.
+            forward: what to call instead of the branch, without the branch's hooks.
         """
-        if schedule.kind != self._kind:
-            self._end_group(*streams)
-            self._kind = schedule.kind
-            if schedule.kind == "rebuilt":
-                self._group = self._rebuilding(*streams)
-            elif schedule.kind == "checkpointed":
-                self._group = Checkpointing(self.call)
-        if self._group is None:
+        if schedule.kind != "rebuilt":
+            self._end_tape(*streams)
+        elif self._tape is None:
+            self._begin_tape(*streams)
+        if schedule.kind == "stored":
             self.call.present = None  # a stored block may draw random numbers
             return Storing(coupling, forward)
-        if schedule.ahead and is_sharded(type(block)):
-            schedule = replace(schedule, ahead=False)
-        return self._group.block(number, schedule, coupling, forward)
+        tape, ahead = self._tape, schedule.ahead and not is_sharded(type(block))
+
+        def run(name: str, module: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
+            name = f"{number}.{name}"
+            if tape is None:
+                branch = Branch(name, module, keywords, self.call, (), forward)
+                return coupling.couple(target, source, from_stored(branch, coupling.read(source)))
+            crossed = self._has_crossed(source, target)
+            branch = _Rebuilt(name, module, keywords, self.call, schedule.keep, forward)
+            branch.coupling, branch.crossed, branch.place, branch.ahead = coupling, crossed, len(tape.branches), ahead
+            coupled = coupling.couple(target, source, branch.run(coupling.read(source), tape.supply))
+            tape.branches.append(branch)
+            self._streams, self._versions = (coupled, source), (coupled._version, source._version)
+            return coupled
+
+        return run
+
+    def _has_crossed(self, first: Tensor, second: Tensor) -> bool:
+        """Whether two tensors are what the latest branch wrote and what it read; False if the other way round.
+
+        Raises:
+            ValueError: they are neither, so a hook replaced or changed them.
+        """
+        written, read = self._streams
+        crossed = first is written or (first is not read and same_tensor(first, written))
+        pair = (first, second) if crossed else (second, first)
+        if (pair[0] is not written or pair[1] is not read) and not all(map(same_tensor, pair, self._streams)):
+            raise ValueError(
+                "something replaced the inputs or outputs of a ReversibleBlock (a hook, or fully_shard with a "
+                "MixedPrecisionPolicy, which casts the streams: set cast_forward_inputs=False and no output_dtype, and train "
+                'under torch.autocast), so the block cannot be rebuilt; use backward="autograd" or "checkpoint"'
+            )
+        if (written._version, read._version) != self._versions:
+            raise ValueError(
+                "something changed the inputs or outputs of a ReversibleBlock in place (a hook), so the block cannot be "
+                'rebuilt; use backward="autograd" or "checkpoint"'
+            )
+        return crossed
 
     def end(self, y1: Tensor, y2: Tensor) -> None:
         """After the last block, with what it returned."""
-        self._end_group(y1, y2)
+        self._end_tape(y1, y2)
         self.call.end()
 
-    def _end_group(self, y1: Tensor, y2: Tensor) -> None:
-        if self._group is not None:
-            self._group.end(y1, y2)
-        self._group = None
-
-    def _rebuilding(self, x1: Tensor, x2: Tensor) -> Rebuilding:
+    def _begin_tape(self, x1: Tensor, x2: Tensor) -> None:
         if x1.dtype.itemsize < 4:
             warnings.warn(
                 f"streams of {x1.dtype} are rounded at every addition, so rebuilt activations and gradients are inexact (by up "
@@ -346,7 +312,14 @@ class Recorder:
         check = None
         if self._input_checks is not None:
             self._input_checks.append(check := InputCheck())
-        return Rebuilding(self.call, x1, x2, check)
+            check.remember(x1, x2)
+        self._tape, self._streams, self._versions = Tape(check), (x1, x2), (x1._version, x2._version)
+
+    def _end_tape(self, y1: Tensor, y2: Tensor) -> None:
+        if self._tape is not None:
+            self._has_crossed(y1, y2)
+            self._tape.complete(*self._streams)
+            self._tape = None
 
 
 def _is_tensor_parallel(module: nn.Module) -> bool:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from holotrain.numeric import counted
+from holotrain.reversible.block import Coupling
 from holotrain.reversible.grid import Grid
 
 LARGEST_BITS = 6
@@ -111,7 +112,7 @@ def _widths(bits: int) -> list[int]:
     return [width for width in (8, 4, 2, 1) if bits & width]
 
 
-class TwoStep:
+class TwoStep(Coupling):
     """The coupling of one block. The target is x[k-1] and becomes x[k+1]; the source is x[k].
 
     Args:
@@ -141,12 +142,12 @@ class TwoStep:
         x, self._x = self._x, None
         return source.to(self._read_as) if x is None else x
 
-    def couple(self, target: Tensor, source: Tensor, output: Any) -> Tensor:
+    def couple(self, target: Tensor, source: Tensor, update: Any) -> Tensor:
         """
         Raises:
             ValueError: the block returns no tensor of the shape of its input, or a second one that carries a gradient.
         """
-        update = stream_in(output)
+        output, update = update, stream_in(update)
         if not isinstance(update, Tensor):
             raise ValueError(
                 f"a block must return a tensor, or a tuple whose first entry is one, not {type(output).__name__}; "
@@ -168,11 +169,11 @@ class TwoStep:
         self._grid.watch(coupled)
         return coupled
 
-    def undo(self, coupled: Tensor, source: Tensor, output: Any) -> Tensor:
+    def undo(self, coupled: Tensor, source: Tensor, update: Any) -> Tensor:
         """Rebuilds x[k-1], bit for bit."""
         if self._bits is None:
             return source
-        target = (coupled - self.step(source, stream_in(output))).mul_(self._sign * 2**self._bits)
+        target = (coupled - self.step(source, stream_in(update))).mul_(self._sign * 2**self._bits)
         low = unpacked(self._low, self._bits, target.numel()).view(target.shape)
         target.addcmul_(low.to(target.dtype), self._grid.step)
         if target.stride() != self._strides:  # a block may compute otherwise on another layout

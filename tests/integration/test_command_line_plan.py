@@ -15,7 +15,7 @@ from holotrain.config.build import build_data
 from holotrain.config.composition import composed, register
 from holotrain.config.plans import planner_of
 from holotrain.config.structured import structured
-from holotrain.planning import flops
+from holotrain.planning.choice import flops
 from holotrain.planning.tracker import Footprint
 
 FAKE = ["data=fake", "data.image_size=16", "data.train_size=128", "data.val_size=64", "data.test_size=64"]

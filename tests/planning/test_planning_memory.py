@@ -14,15 +14,7 @@ from torch.utils._pytree import tree_leaves
 from tracked_memory import check_plan
 
 from holotrain import models
-from holotrain.planning import (
-    ALLOCATORS,
-    TrainingStep,
-    Unplannable,
-    assume_mask_share,
-    fake_tensors,
-    fused_dropout,
-    simulate_step,
-)
+from holotrain.planning import ALLOCATORS, TrainingStep, Unplannable, fake_tensors, simulate_step
 from holotrain.planning.allocators import (
     FUSED_ATTENTION,
     FUSED_ATTENTION_BACKWARD,
@@ -32,6 +24,7 @@ from holotrain.planning.allocators import (
     goes_to_onednn,
     scratch,
 )
+from holotrain.planning.fake_tensors import assume_mask_share, fused_dropout
 from holotrain.planning.tracker import AllocationTracker
 from holotrain.planning.training_step import peak_of
 from holotrain.reversible.tape import assuming_a_side_stream

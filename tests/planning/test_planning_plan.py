@@ -7,8 +7,9 @@ import pytest
 from small_models import IMAGE
 from small_planners import planner
 
-from holotrain.planning import TooSmall, choose_batch, choose_schedules, free_memory, largest_batch, largest_depth, make_plan
+from holotrain.planning import TooSmall, choose_batch, choose_schedules, free_memory, make_plan
 from holotrain.planning.allocators import HALF
+from holotrain.planning.memory_plan import largest_batch, largest_depth
 
 
 def test_what_must_fit_is_the_bound(monkeypatch):

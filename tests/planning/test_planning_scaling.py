@@ -15,7 +15,7 @@ from tracked_memory import TrackedMemory
 from holotrain.optimizers.shards import local
 from holotrain.overlap import LINKS, Job, Link
 from holotrain.overlap.groups import ALL_REDUCE
-from holotrain.planning import Footprint, TrainingStep, fake_tensors
+from holotrain.planning import TrainingStep, fake_tensors
 from holotrain.planning.scaling import (
     Setting,
     TensorParallelWork,
@@ -31,6 +31,7 @@ from holotrain.planning.scaling import (
     settings_of,
     tp_seconds,
 )
+from holotrain.planning.tracker import Footprint
 from holotrain.planning.training_step import simulate_update
 from holotrain.reversible import ReversibleBlock
 from holotrain.tasks.optimizer_functions import adafactor, muon

@@ -12,15 +12,13 @@ class Clock:
     """The host's monotonic clock, or CUDA events on the current stream, which do not make the host wait."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
+        self._device, self._on_cuda = device, device.type == "cuda"
 
     def mark(self) -> Any:
         """Records a time: that when the GPU reaches the mark, not that of the launch."""
         if not self._on_cuda:
-            return time.monotonic()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+            return time.perf_counter()
+        return torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
 
     def seconds(self, earlier: Any, later: Any, wait: bool = False) -> float | None:
         """The seconds between two marks; None if the GPU has not reached the later one yet."""
