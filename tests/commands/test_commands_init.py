@@ -92,8 +92,7 @@ def test_a_killed_run_resumes_to_the_same_weights(inside, tmp_path):
 def test_what_was_written_and_the_next_command_are_shown(holotrain, tmp_path):
     folder = tmp_path / "work/seeds_of_wheat"
     folder.mkdir(parents=True)  # an empty folder may be there
-    status, out, err = holotrain("init", "work/seeds_of_wheat")
-    assert (status, err) == (0, "")
+    out = holotrain.done("init", "work/seeds_of_wheat")
     written = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     first, *files, last = out.splitlines()
     assert {line.strip() for line in files} == written

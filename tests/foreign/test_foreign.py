@@ -104,16 +104,13 @@ def test_a_checkpoint_needs_no_other_file(holotrain, trained, tmp_path, kind, ta
     run = trained(kind, task)
     write_texts(tmp_path)
     found = summary(run)
-    status, _, err = holotrain("test", f"ckpt_path={run}", "hydra.run.dir=test")
-    assert (status, err) == (0, "")
+    holotrain.done("test", f"ckpt_path={run}", "hydra.run.dir=test")
     assert summary(Path("test"))["metrics"]["test/loss"] == pytest.approx(found["metrics"]["test/loss"], rel=1e-6)
     if task != "masked_lm":
-        status, _, err = holotrain("predict", f"ckpt_path={run}")
-        assert (status, err) == (0, "")
+        holotrain.done("predict", f"ckpt_path={run}")
     if (kind, task) not in PLANNED:
         return
-    status, _, err = holotrain("plan", f"ckpt_path={run}", "memory=8MiB", "hydra.run.dir=plan")
-    assert (status, err) == (0, "")
+    holotrain.done("plan", f"ckpt_path={run}", "memory=8MiB", "hydra.run.dir=plan")
     assert {"autograd", "checkpoint"} <= json.loads(Path("plan/plan.json").read_text())["footprints"].keys()
 
 
@@ -171,8 +168,7 @@ def test_a_training_resumes(holotrain, tmp_path):
     assert holotrain("fit", *words, "hydra.run.dir=whole", "trainer.max_steps=4")[0] == 0
     assert holotrain("fit", *words, "hydra.run.dir=half", "trainer.max_steps=2")[0] == 0
     Path("network").rename("gone")
-    status, _, err = holotrain("fit", "resume=true", "hydra.run.dir=half", "trainer.max_steps=4")
-    assert (status, err) == (0, "")
+    holotrain.done("fit", "resume=true", "hydra.run.dir=half", "trainer.max_steps=4")
     assert_same_weights(Path("whole/checkpoints/last.ckpt"), Path("half/checkpoints/last.ckpt"))
 
 
@@ -340,12 +336,10 @@ def test_reversible_blocks_train(holotrain, tmp_path, kind, task):
         assert holotrain("fit", *words, "backward=pareprop", "hydra.run.dir=ahead")[::2] == (0, "")
         assert_same_weights(Path("run/checkpoints/last.ckpt"), Path("ahead/checkpoints/last.ckpt"))
     else:
-        status, _, err = holotrain("plan", "ckpt_path=run", "memory=8MiB", "hydra.run.dir=plan")
-        assert (status, err) == (0, "")
+        holotrain.done("plan", "ckpt_path=run", "memory=8MiB", "hydra.run.dir=plan")
         peaks = {name: each["peak"] for name, each in json.loads(Path("plan/plan.json").read_text())["footprints"].items()}
         assert peaks["reversible"] < peaks["autograd"]
-    status, _, err = holotrain("export", "ckpt_path=run", "to=export")
-    assert (status, err) == (0, "")
+    holotrain.done("export", "ckpt_path=run", "to=export")
     model, given = package.load("run"), example(task, Path("run"))
     if kind == "timm":
         back = timm.create_model("local-dir:export", pretrained=True).eval()
@@ -361,14 +355,12 @@ def test_lora_is_trained_and_merged(holotrain):
     write_network(Path("network"), "vit")
     lora = ["model.adapters._target_=peft.LoraConfig", "model.adapters.target_modules=[q_proj,v_proj]", "model.adapters.r=4"]
     words = [*SHORT, *words_of("vit", "image_classification"), *lora, "hydra.run.dir=run", "optimizer.lr=0.1"]
-    status, _, err = holotrain("fit", *words)
-    assert (status, err) == (0, "")
+    holotrain.done("fit", *words)
     assert holotrain("test", "ckpt_path=run")[0] == 0
     trained = package.load("run")
     moving = [name for name, tensor in trained.named_parameters() if tensor.requires_grad]
     assert moving and all("lora" in name or "classifier" in name for name in moving)
-    status, _, err = holotrain("export", "ckpt_path=run", "to=export")
-    assert (status, err) == (0, "")
+    holotrain.done("export", "ckpt_path=run", "to=export")
     images = torch.randn(2, 1, 8, 8)
     back = transformers.AutoModelForImageClassification.from_pretrained("export").eval()
     torch.testing.assert_close(back(images).logits, trained(images))
