@@ -8,12 +8,14 @@ from typing import Any
 from holotrain.targets import is_of
 
 
-def show_inherited_arguments(cls: Any) -> None:
-    """:func:`show_arguments` for ``__init_subclass__``: of classes of holotrain's. Those of users keep their own signature."""
-    if is_of(cls.__module__, ["holotrain"]):
-        show_arguments(cls)
-    else:
+class ShowsInherited:
+    """Its subclasses show the arguments of their base classes too. Those of users keep their own signature."""
+
+    def __init_subclass__(cls: Any, **others: Any) -> None:
+        super().__init_subclass__(**others)
         cls.__signature__ = None  # not that of a base class
+        if is_of(cls.__module__, ["holotrain"]):
+            show_arguments(cls)
 
 
 def show_arguments(cls: Any, chain: Iterable[type] | None = None, last: type | None = None) -> None:

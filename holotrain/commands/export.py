@@ -48,7 +48,7 @@ def run(config: ExportConfig, run: Run) -> int:
         with naming_group("to"):
             if isinstance(model, Foreign):
                 folder.mkdir(parents=True, exist_ok=True)
-                names = model.save(folder, described.get("class_names"), described.get("statistics"), tokenizer)
+                names = model.save(folder, described | {"tokenizer": tokenizer})
             else:
                 saved.save(folder, target, arguments, model, extra=extra, tokenizer=tokenizer)
                 names = [saved.WEIGHTS, saved.CONFIG, saved.TOKENIZER]

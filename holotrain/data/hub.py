@@ -165,7 +165,7 @@ def rows_without(dataset: "Dataset | IterableDataset", columns: Sequence[str]) -
 
 
 class FromHub:
-    """What data modules that read with :func:`opened` share.
+    """What data modules share that read with the datasets library.
 
     Args:
         name: a folder that save_to_disk wrote, a file, a glob, a folder of files, or a name on the Hub
@@ -193,25 +193,19 @@ class FromHub:
         self.splits = {"train": split, "val": val_split, "test": test_split}
 
     def opened(self, streaming: bool = False) -> "dict[str, Dataset | IterableDataset]":
-        """The parts that have a split; see :func:`opened`."""
-        named = {part: split for part, split in self.splits.items() if split is not None}
-        return {part: opened(self.name, self.config, split, self.cache, streaming) for part, split in named.items()}
+        """The parts that have a split.
 
+        Raises:
+            UserError: there is no such data set, configuration or split, its files are of several kinds, or it cannot be read.
+        """
+        with reading(self.name):
+            return {part: resolved(self._of(split, streaming)) for part, split in self.splits.items() if split is not None}
 
-def opened(name: str, config: str | None, split: str, cache: Path, streaming: bool = False) -> "Dataset | IterableDataset":
-    """One split of a data set.
+    def _of(self, split: str, streaming: bool) -> "Dataset | IterableDataset":
+        """One split, of which some streams do not know the columns yet."""
+        from datasets import DatasetDict, load_dataset, load_from_disk
 
-    Args:
-        name: a folder that ``save_to_disk`` wrote, a file or a glob of files, a folder of files, or a name on the Hub.
-        config: the configuration, of data sets that have several.
-
-    Raises:
-        UserError: there is no such data set, configuration or split, its files are of several kinds, or it cannot be read.
-    """
-    from datasets import DatasetDict, load_dataset, load_from_disk
-
-    folder = Path(name).expanduser()
-    with reading(name):
+        name, config, folder = self.name, self.config, Path(self.name).expanduser()
         saved = (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
         files = [each for each in sorted(glob(str(folder), recursive=True)) if Path(each).is_file()]
         if config is not None and (saved or files):
@@ -228,12 +222,12 @@ def opened(name: str, config: str | None, split: str, cache: Path, streaming: bo
                 raise UserError(
                     f"data.name: {name} matches files of several kinds, {' and '.join(kinds.values())}; name one of them"
                 )
-            return files_read(next(iter(kinds)), {split: files}, cache, streaming)[split]
+            return files_read(next(iter(kinds)), {split: files}, self.cache, streaming)[split]
         if folder.is_dir():
-            own = cache.absolute()
+            own = self.cache.absolute()
             paths = sorted(each for each in folder.absolute().rglob("*") if each.is_file() and not each.is_relative_to(own))
-            return resolved(loaded(str(folder.absolute()), paths, cache, name=config, split=split, streaming=streaming))
-        return resolved(load_dataset(name, config, split=split, cache_dir=str(cache), streaming=streaming))
+            return loaded(str(folder.absolute()), paths, self.cache, name=config, split=split, streaming=streaming)
+        return load_dataset(name, config, split=split, cache_dir=str(self.cache), streaming=streaming)
 
 
 def resolved(dataset: "Dataset | IterableDataset") -> "Dataset | IterableDataset":

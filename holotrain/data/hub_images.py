@@ -1,6 +1,5 @@
 """Images of the Hugging Face Hub, of folders that ``save_to_disk`` wrote, and of files that the datasets library reads."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,45 +9,29 @@ from torch.utils.data import Dataset
 
 from holotrain.data.hub import FromHub, class_names, column
 from holotrain.data.image_folder import UNREADABLE, grey_or_rgb
-from holotrain.data.images import Labelled, OfClasses, SizedImages, chosen_classes, held_out
+from holotrain.data.images import ChosenClasses, SizedImages
 from holotrain.errors import UserError
-from holotrain.numeric import require_within
 
 if TYPE_CHECKING:
     from datasets import Dataset as Rows
 
 
-class HubImages(FromHub, SizedImages):
+class HubImages(FromHub, ChosenClasses, SizedImages):
     """Images with labels, from two columns of a data set of the Hub, of a folder that save_to_disk wrote, or of files.
 
     Args:
         name: a folder that save_to_disk wrote, a file, a glob, a folder of files, or a name on the Hub
         image: column of the image
         label: column of the class
-        val_fraction: fraction of the training split that is used for validation
-        classes: classes to keep, by name or number, such as [0, 1]; []: all
         cache_dir: folder in which what is read is cached
-        options: those of :class:`~holotrain.data.hub.FromHub` and :class:`~holotrain.data.images.SizedImages`
 
-    ``num_classes`` and ``class_names`` are known after ``setup``.
-
-    Raises:
-        ValueError: a value out of range.
+    Unless classes are chosen, ``num_classes`` is known after ``setup`` too.
     """
 
     def __init__(
-        self,
-        name: str,
-        image: str = "image",
-        label: str = "label",
-        val_fraction: float = 0.1,
-        classes: Sequence[int | str] = (),
-        cache_dir: str = "data/hub",
-        **options: Any,
+        self, name: str, image: str = "image", label: str = "label", cache_dir: str = "data/hub", **options: Any
     ) -> None:
         super().__init__(name, **options)
-        require_within(0, 1, val_fraction=val_fraction)
-        self.val_fraction, self.asked = val_fraction, classes
         self.image_column, self.label_column = image, label
         self.cache = Path(cache_dir).expanduser()
 
@@ -72,16 +55,10 @@ class HubImages(FromHub, SizedImages):
         none = (None, -1) if names else (None,)
         numbers = {label: number for number, label in enumerate(labels)} | dict.fromkeys(none, -1)
         names = names or [str(label) for label in labels]
-        kept = chosen_classes(self.asked, names)
-        self.class_names, self.num_classes = [names[index] for index in kept], len(kept)
-        if self.num_classes < 2:
+        if len(names) < 2:
             raise UserError(f"data.label: column {self.label_column!r} holds one class; at least two are needed")
         images = {part: HubRows(each, self.image_column, self.label_column, numbers) for part, each in rows.items()}
-        parts: dict[str, Labelled] = {part: (each, each.labels) for part, each in images.items()}
-        if "val" not in parts:
-            parts["train"], parts["val"] = held_out(*parts["train"], self.val_fraction)
-        parts.setdefault("test", parts["val"])
-        self._splits = {part: OfClasses(*each, kept) for part, each in parts.items()}
+        self.keep(names, **{part: (each, each.labels) for part, each in images.items()})
 
 
 class HubRows(Dataset):

@@ -174,10 +174,8 @@ class ImageFolder(SizedImages):
         root: folder with train/<class>/*, val/<class>/* and, optionally, test/<class>/*
         on_corrupt: what to do with an unreadable image: error (end the run) or skip (warn, leave it out; train on the next)
         classes: classes to keep, by name or number, such as [0, 1]; []: all
-        options: those of :class:`~holotrain.data.images.SizedImages`
 
     Raises:
-        ValueError: a value out of range.
         UserError: a folder is missing, a class is empty, there is only one class, or
             val or test has a class that train does not have.
     """

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -11,39 +10,21 @@ from torch.utils.data import Dataset, TensorDataset
 from torchvision import datasets
 from torchvision.transforms import v2
 
-from holotrain.data.images import ImageDataModule, OfClasses, chosen_classes, cropped_at_random, held_out
+from holotrain.data.images import ChosenClasses, ImageDataModule, cropped_at_random, held_out
 from holotrain.errors import UserError
-from holotrain.numeric import mixed_seed, require_at_least, require_within
+from holotrain.numeric import mixed_seed, require_at_least
 
 
-class Digits(ImageDataModule):
+class Digits(ChosenClasses, ImageDataModule):
     """1,797 digits of 8x8 pixels, one channel (Alpaydin and Kaynak, 1998).
 
     The test part is a fixed fifth of every class and does not depend on ``seed``. Augmentation rotates digits by up
     to ten degrees.
-
-    Args:
-        val_fraction: fraction of the images outside the test set that is used for validation
-        classes: classes to keep, by name or number, such as [0, 1]; []: all
-        options: those of :class:`ImageDataModule`
-
-    Raises:
-        ValueError: a value out of range.
-        UserError: no such class, or only one.
     """
 
     num_classes = 10
     image_shape = (1, 8, 8)
-    class_names = [str(digit) for digit in range(10)]
     statistics = ((0.3053,), (0.3761,))
-
-    def __init__(self, val_fraction: float = 0.1, classes: Sequence[int | str] = (), **options: Any) -> None:
-        super().__init__(**options)
-        require_within(0, 1, val_fraction=val_fraction)
-        self._kept = chosen_classes(classes, self.class_names)
-        self.class_names = [self.class_names[index] for index in self._kept]
-        self.num_classes = len(self._kept)
-        self.val_fraction = val_fraction
 
     def geometry(self) -> list[v2.Transform]:
         return [v2.RandomRotation((-10, 10), interpolation=v2.InterpolationMode.BILINEAR)]
@@ -54,46 +35,27 @@ class Digits(ImageDataModule):
         digits = load_digits()
         images = torch.from_numpy(digits.images * (255 / 16)).round().to(torch.uint8).unsqueeze(1)
         labels = torch.from_numpy(digits.target).long()
-        rest, test = held_out(TensorDataset(images, labels), labels, 0.2)
-        train, val = held_out(*rest, self.val_fraction)
-        parts = {"train": train, "val": val, "test": test}
-        self._splits = {name: OfClasses(*part, self._kept) for name, part in parts.items()}
+        train, test = held_out(TensorDataset(images, labels), labels, 0.2)
+        self.keep([str(name) for name in digits.target_names], train=train, test=test)
 
 
 Source = datasets.MNIST | datasets.CIFAR10
 
 
-class TorchvisionData(ImageDataModule):
+class TorchvisionData(ChosenClasses, ImageDataModule):
     """A data set of torchvision: its training part, of which a fixed share is used for validation, and its test part.
 
     Args:
         root: folder of the data set
         download: download the data set into root if it is missing
-        val_fraction: fraction of the training set that is used for validation
-        classes: classes to keep, by name or number, such as [0, 1]; []: all
-        options: those of :class:`ImageDataModule`
-
-    ``class_names`` are known after ``setup``, ``num_classes`` at once.
-
-    Raises:
-        ValueError: a value out of range.
     """
 
     source: ClassVar[type[Source]]
     files: ClassVar[str]
 
-    def __init__(
-        self,
-        root: str = "data",
-        download: bool = True,
-        val_fraction: float = 0.1,
-        classes: Sequence[int | str] = (),
-        **options: Any,
-    ) -> None:
+    def __init__(self, root: str = "data", download: bool = True, **options: Any) -> None:
         super().__init__(**options)
-        require_within(0, 1, val_fraction=val_fraction)
-        self.num_classes = len(classes) or type(self).num_classes
-        self.root, self.download, self.val_fraction, self.asked = root, download, val_fraction, classes
+        self.root, self.download = root, download
 
     def prepare_data(self) -> None:
         """
@@ -104,17 +66,9 @@ class TorchvisionData(ImageDataModule):
             self._load(train, self.download)
 
     def setup(self, stage: str | None = None) -> None:
-        training, test = (self._load(part, False) for part in (True, False))
-        names = self.names_of(training)
-        kept = chosen_classes(self.asked, names)
-        self.class_names, self.num_classes = [names[index] for index in kept], len(kept)
-        train, val = held_out(training, torch.as_tensor(training.targets), self.val_fraction)
-        parts = {"train": train, "val": val, "test": (test, torch.as_tensor(test.targets))}
-        self._splits = {name: OfClasses(*part, kept) for name, part in parts.items()}
-
-    def names_of(self, dataset: Source) -> list[str]:
-        """The names of all classes."""
-        return type(self).class_names
+        parts = {"train": self._load(True, False), "test": self._load(False, False)}
+        names = [name.partition(" - ")[0] for name in parts["train"].classes]  # those of MNIST are like "0 - zero"
+        self.keep(names, **{part: (each, torch.as_tensor(each.targets)) for part, each in parts.items()})
 
     def _load(self, train: bool, download: bool) -> Source:
         try:
@@ -132,7 +86,6 @@ class MNIST(TorchvisionData):
     files = "MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte"
     num_classes = 10
     image_shape = (1, 28, 28)
-    class_names = [str(digit) for digit in range(10)]
     statistics = ((0.1307,), (0.3081,))
 
     def geometry(self) -> list[v2.Transform]:
@@ -146,7 +99,6 @@ class CIFAR10(TorchvisionData):
     files = "cifar-10-batches-py/ (or cifar-10-python.tar.gz)"
     num_classes = 10
     image_shape = (3, 32, 32)
-    class_names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
     statistics = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 
 
@@ -157,11 +109,7 @@ class CIFAR100(TorchvisionData):
     files = "cifar-100-python/ (or cifar-100-python.tar.gz)"
     num_classes = 100
     image_shape = (3, 32, 32)
-    class_names = [str(index) for index in range(100)]
     statistics = ((0.5071, 0.4866, 0.4409), (0.2673, 0.2564, 0.2762))
-
-    def names_of(self, dataset: Source) -> list[str]:
-        return list(dataset.classes)
 
 
 class Noise(Dataset):
@@ -189,10 +137,6 @@ class Fake(ImageDataModule):
         train_size: number of training images
         val_size: number of validation images
         test_size: number of test images
-        options: those of :class:`ImageDataModule`
-
-    Raises:
-        ValueError: a value out of range.
     """
 
     def __init__(

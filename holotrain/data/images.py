@@ -164,13 +164,9 @@ class ImageDataModule(LoadingModule):
         randaugment_magnitude: strength of the RandAugment operations, 0 to 30
         mixup_alpha: alpha of MixUp's Beta distribution; 0: no MixUp
         cutmix_alpha: alpha of CutMix's Beta distribution; 0: no CutMix; with MixUp too, each batch uses one of the two
-        options: those of :class:`~holotrain.data.loader.LoadingModule`
 
     A subclass defines ``num_classes``, ``image_shape`` (C, H, W), ``class_names``, the ``statistics`` of its channels, and
     ``split``, which is called after ``setup``, or sets ``_splits`` there.
-
-    Raises:
-        ValueError: a value out of range.
     """
 
     num_classes: int
@@ -253,10 +249,8 @@ class SizedImages(ImageDataModule):
         image_size: height and width of an image after augmentation, in pixels
         processor: normalise as a published model does: its folder, with preprocessor_config.json or timm's config.json, or its
             name in timm; null: as for ImageNet
-        options: those of :class:`ImageDataModule`
 
     Raises:
-        ValueError: a value out of range.
         UserError: the processor says no mean and deviation.
     """
 
@@ -297,3 +291,35 @@ def held_out(dataset: Dataset, labels: Tensor, fraction: float) -> tuple[Labelle
         out[members[: round(len(members) * fraction)]] = True
     first, second = ((Subset(dataset, part.nonzero().flatten().tolist()), labels[part]) for part in (~out, out))
     return first, second
+
+
+class ChosenClasses:
+    """Some or all of the classes, and validation with a part of the training set. A base class before :class:`ImageDataModule`.
+
+    ``class_names`` are known after ``setup``, which calls :meth:`keep`.
+
+    Args:
+        val_fraction: fraction of the training set that is used for validation
+        classes: classes to keep, by name or number, such as [0, 1]; []: all
+        options: those of the next class
+    """
+
+    def __init__(self, val_fraction: float = 0.1, classes: Sequence[int | str] = (), **options: Any) -> None:
+        super().__init__(**options)
+        require_within(0, 1, val_fraction=val_fraction)
+        self.val_fraction, self.asked = val_fraction, classes
+        if len(classes) > 1:  # a single one is refused by keep
+            self.num_classes = len(classes)
+
+    def keep(self, names: Sequence[str], **parts: Labelled) -> None:
+        """Keeps the chosen ones of all classes, ``names``, in all parts: ``train``, and ``val`` and ``test`` if there are such.
+
+        Raises:
+            UserError: a class does not exist or is given twice, or only one is given.
+        """
+        kept = chosen_classes(self.asked, names)
+        self.class_names, self.num_classes = [names[index] for index in kept], len(kept)
+        if "val" not in parts:
+            parts["train"], parts["val"] = held_out(*parts["train"], self.val_fraction)
+        parts.setdefault("test", parts["val"])
+        self._splits = {part: OfClasses(*each, kept) for part, each in parts.items()}

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from holotrain.arguments import show_inherited_arguments
+from holotrain.arguments import ShowsInherited
 from holotrain.data.sampler import EpochBatchSampler, FixedBatches, Key, ResumableBatchSampler, data_shard, in_batches
 from holotrain.errors import UserError
 from holotrain.numeric import mixed_seed, require_at_least
@@ -113,7 +113,7 @@ class ResumableLoader(OwnGenerator, StatefulDataLoader):
         self.batch_sampler.load_state_dict(state_dict)
 
 
-class LoadingModule(pl.LightningDataModule):
+class LoadingModule(ShowsInherited, pl.LightningDataModule):
     """What the loaders of a data module take.
 
     Args:
@@ -124,11 +124,6 @@ class LoadingModule(pl.LightningDataModule):
     Raises:
         ValueError: a value out of range.
     """
-
-    def __init_subclass__(cls, **others: Any) -> None:
-        """Has ``help(CIFAR10)`` show the arguments of its base classes too."""
-        super().__init_subclass__(**others)
-        show_inherited_arguments(cls)
 
     def __init__(self, num_workers: int = 0, pin_memory: bool | None = None, seed: int = 0) -> None:
         super().__init__()

@@ -175,11 +175,11 @@ class ErrorDiffusionNetwork(nn.Module):
         require_at_least(1, inputs=inputs, outputs=outputs, width=width, depth=depth)
         require_at_least(1e-6, u0=u0)
         require_one_of((*RULES, BACKPROPAGATION), rule=rule)
-        published = PUBLISHED[rule]
-        constants = published.constants if constants is None else constants
-        initialization = published.initialization if initialization is None else initialization
+        given: dict[str, Any] = {"constants": constants, "initialization": initialization, "output_rate": output_rate}
+        chosen = PUBLISHED[rule] | {name: value for name, value in given.items() if value is not None}
+        constants, initialization = chosen["constants"], chosen["initialization"]
+        self.output_rate = chosen["output_rate"]
         require_one_of(INITIALIZATIONS, initialization=initialization)
-        self.output_rate = published.output_rate if output_rate is None else output_rate
         require_at_least(0, output_rate=self.output_rate)
         if rule == BACKPROPAGATION and self.output_rate != 1:
             raise ValueError(f"output_rate={self.output_rate}: rule={rule} has the gradients as they are; leave it out")

@@ -126,7 +126,10 @@ class _Columns(_Part):
         # In the precision of the product, in which the overlapped layers send it.
         if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        return F.linear(_NoteGradient.apply(x, self.out_features, self.sums), self.weight, self.bias)
+        x = x.view_as(x)  # whose gradient is that of this product alone
+        if x.requires_grad:
+            x.register_hook(lambda grad: self.sums.note(grad, self.out_features, grad.shape[-1], covered=True))
+        return F.linear(x, self.weight, self.bias)
 
 
 class _Rows(_Part):
@@ -136,15 +139,3 @@ class _Rows(_Part):
         y = super().forward(input)
         self.sums.note(y, self.in_features, self.out_features, covered=False)
         return y
-
-
-class _NoteGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, outputs: int, sums: Sums) -> Tensor:
-        ctx.outputs, ctx.sums = outputs, sums
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # ty: ignore[incompatible-method-override]
-        ctx.sums.note(grad, ctx.outputs, grad.shape[-1], covered=True)
-        return grad, None, None

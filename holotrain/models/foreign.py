@@ -1,18 +1,17 @@
 """Models of other libraries, with the inputs and outputs that the tasks expect, and image classifiers of timm."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from holotrain.files import write_json
 from holotrain.models.checkpoint_files import CONFIG, WEIGHTS, read_weights, save_tensors
-from holotrain.models.pretrained import Loaded
+from holotrain.models.pretrained import take_over
 from holotrain.reversible import make_reversible
 from holotrain.targets import first_line, needed
 
@@ -62,6 +61,16 @@ class Foreign(nn.Module):
     def head(self) -> nn.Module | None:
         """The classifier; None: it has none of its own."""
 
+    def take_over(self, given: dict[str, Tensor], source: str) -> str:
+        """Copies weights into the model, in place: all of the classifier or nothing of it. Returns a report, in one line.
+
+        Raises:
+            ValueError: the weights belong to another model.
+        """
+        head = set() if self.head is None else {id(tensor) for tensor in self.head.parameters()}
+        names = {name for name, tensor in self.model.named_parameters() if id(tensor) in head}
+        return str(take_over(self.model.state_dict(keep_vars=True), given, source, names))
+
     @abstractmethod
     def start_from(self, pretrained: str | None) -> str | None:
         """Loads the weights that a training starts from, in place.
@@ -77,20 +86,13 @@ class Foreign(nn.Module):
         """
 
     @abstractmethod
-    def save(
-        self,
-        folder: Path,
-        class_names: Sequence[str] | None = None,
-        statistics: Sequence[Sequence[float]] | None = None,
-        tokenizer: str | None = None,
-    ) -> list[str]:
+    def save(self, folder: Path, described: Mapping[str, Any]) -> list[str]:
         """Writes the model in the format of its own library, which reads it without holotrain.
 
         Args:
             folder: where to; it exists.
-            class_names: of a classifier.
-            statistics: mean and standard deviation of each channel, by which images were normalised.
-            tokenizer: the content of a tokenizer.json.
+            described: of the data, where known: ``class_names``; ``statistics``, the mean and the standard deviation of each
+                channel, by which images were normalised; ``tokenizer``, the content of a tokenizer.json.
 
         Returns:
             The names of the files.
@@ -106,42 +108,6 @@ def foreign_weights(path: str) -> dict[str, Tensor]:
     weights = read_weights(path)
     ours = {name.removeprefix(OURS): tensor for name, tensor in weights.items() if name.startswith(OURS)}
     return ours or weights
-
-
-def take_over(model: nn.Module, given: dict[str, Tensor], source: str, head: nn.Module | None = None) -> Loaded:
-    """Copies weights into a model, in place.
-
-    Args:
-        given: under the names of the model.
-        source: where they are from, for messages.
-        head: the part whose tensors may have another shape, or be missing; they are then left out together.
-
-    Raises:
-        ValueError: another tensor has another shape, or fewer than half of the model's tensors are among them. The model is
-            then unchanged.
-    """
-    own = model.state_dict()
-    names = {id(tensor): name for name, tensor in model.named_parameters()}
-    left_out = {names[id(tensor)] for tensor in head.parameters()} if head is not None else set()
-    if all(name in given and given[name].shape == own[name].shape for name in left_out):
-        left_out = set()
-    fitting = {name: tensor for name, tensor in given.items() if name in own and name not in left_out}
-    for name, tensor in fitting.items():
-        if tensor.shape != own[name].shape:
-            raise ValueError(
-                f"{source} is of another model: {name} is {tuple(tensor.shape)} there and {tuple(own[name].shape)} in this one"
-            )
-    places = {own[name].data_ptr() for name in fitting}
-    missing = [name for name in own if own[name].data_ptr() not in places and name not in left_out]
-    if 2 * len(missing) > len(own):
-        raise ValueError(
-            f"{source} is of another model: it has {len(own) - len(missing)} of the {len(own)} tensors of this one"
-        )
-    with torch.no_grad():
-        for name, tensor in fitting.items():
-            own[name].copy_(tensor)
-    unexpected = tuple(name for name in given if name not in own)
-    return Loaded(source, tuple(fitting), tuple(missing), unexpected, tuple(sorted(left_out)), ())
 
 
 class Timm(Foreign):
@@ -225,21 +191,15 @@ class Timm(Foreign):
         kernel = f"{first}.weight"
         if isinstance(first, str) and kernel in weights and weights[kernel].shape != own.get(kernel, weights[kernel]).shape:
             weights[kernel] = timm.models.adapt_input_conv(self.arguments["in_chans"], weights[kernel])
-        return str(take_over(self.model, dict(weights), source, self.head))
+        return self.take_over(dict(weights), source)
 
-    def save(
-        self,
-        folder: Path,
-        class_names: Sequence[str] | None = None,
-        statistics: Sequence[Sequence[float]] | None = None,
-        tokenizer: str | None = None,
-    ) -> list[str]:
+    def save(self, folder: Path, described: Mapping[str, Any]) -> list[str]:
         """Writes ``model.safetensors``, for ``timm.create_model(name, ..., checkpoint_path=FILE)``, and ``config.json``, with
         which ``timm.create_model("local-dir:FOLDER", pretrained=True)`` needs no further argument."""
         arguments = {name: value for name, value in self.arguments.items() if name not in ("num_classes", "in_chans")}
         classes, channels = self.arguments["num_classes"], self.arguments["in_chans"]
         told: dict[str, Any] = {"input_size": [channels, self.image_size, self.image_size], "num_classes": classes}
-        if statistics is not None:
+        if (statistics := described.get("statistics")) is not None:
             told |= {"mean": list(statistics[0]), "std": list(statistics[1])}
         published = {name: value for name, value in self.model.pretrained_cfg.items() if name in KEPT}
         config = {
@@ -248,7 +208,7 @@ class Timm(Foreign):
             "model_args": {"in_chans": channels, **arguments},
             "pretrained_cfg": {**published, **told, "custom_load": False},
         }
-        if class_names is not None:
+        if (class_names := described.get("class_names")) is not None:
             config["label_names"] = list(class_names)
         save_tensors(self.model.state_dict(), folder / WEIGHTS, metadata={"format": "pt"})
         write_json(folder / CONFIG, config)

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from holotrain.files import read_json, write_json
 from holotrain.models.checkpoint_files import CONFIG, IN_A_FOLDER
-from holotrain.models.foreign import Foreign, foreign_weights, take_over
-from holotrain.models.pretrained import image_positions
+from holotrain.models.foreign import Foreign, foreign_weights
+from holotrain.models.pretrained import image_positions, take_over
 from holotrain.targets import first_line, needed, targets
 
 HEADS = {
@@ -137,7 +137,7 @@ class HuggingFace(Foreign):
     def start_from(self, pretrained: str | None) -> str | None:
         loaded = None
         if pretrained is not None and not (Path(pretrained) / CONFIG).is_file():
-            loaded = str(take_over(self.model, foreign_weights(pretrained), pretrained, self.head))
+            loaded = self.take_over(foreign_weights(pretrained), pretrained)
         elif pretrained is not None:
             loaded = self._from_folder(Path(pretrained), pretrained)
         elif Path(self.name).name != CONFIG:
@@ -190,7 +190,7 @@ class HuggingFace(Foreign):
             raise ValueError(
                 f"{source} is of another model: it has {len(here) - len(new)} of the {len(here)} tensors of this one"
             )
-        loaded = take_over(self.model, weights, source)
+        loaded = take_over(self.model.state_dict(keep_vars=True), weights, source)
         kept = tuple(name for name in loaded.loaded if name not in new)
         strange = tuple(report["unexpected_keys"])
         return str(replace(loaded, loaded=kept, missing=tuple(new), unexpected=strange, resized=tuple(resized)))
@@ -201,23 +201,17 @@ class HuggingFace(Foreign):
             raise ValueError(f"a model for {self.kind} does not generate text")
         return Reader(self.model, prompts)
 
-    def save(
-        self,
-        folder: Path,
-        class_names: Sequence[str] | None = None,
-        statistics: Sequence[Sequence[float]] | None = None,
-        tokenizer: str | None = None,
-    ) -> list[str]:
+    def save(self, folder: Path, described: Mapping[str, Any]) -> list[str]:
         """Writes the folder that ``AutoModelFor...from_pretrained(FOLDER)`` reads, with AutoTokenizer's files for text and
         AutoImageProcessor's for images."""
-        if class_names is not None:
+        if (class_names := described.get("class_names")) is not None:
             self.model.config.id2label = dict(enumerate(class_names))
             self.model.config.label2id = {name: index for index, name in enumerate(class_names)}
         with quiet(needed(*TRANSFORMERS)):
             self.model.save_pretrained(folder)
-        if tokenizer is not None:
+        if (tokenizer := described.get("tokenizer")) is not None:
             _save_tokenizer(folder, tokenizer, self.context)
-        if statistics is not None:
+        if (statistics := described.get("statistics")) is not None:
             size = getattr(self.model.config, "image_size", None)
             processor = {
                 "image_processor_type": "ViTImageProcessor",

@@ -137,9 +137,8 @@ class MViT(nn.Module):
 class RevMViT(Reversible, MViT):
     """The reversible MViTv2.
 
-    Takes the keyword arguments of :class:`MViT` and of :class:`~holotrain.models.layers.blocks.Reversible`. ``store``
-    counts the blocks that preserve the shape, over all stages; the others store only their input, unless ``backward`` is
-    ``"autograd"``. Its twin is the ``MViT`` with the same arguments of the former.
+    ``store`` counts the blocks that preserve the shape, over all stages; the others store only their input, unless
+    ``backward`` is ``"autograd"``. Its twin is the ``MViT`` with the same arguments.
 
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
     """

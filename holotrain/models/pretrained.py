@@ -4,8 +4,8 @@ Shapes: T tokens of an image, S x S its patches, C channels.
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -265,36 +265,46 @@ def load_pretrained(model: nn.Module, weights: Weights) -> Loaded:
     except (IndexError, RuntimeError, TypeError) as error:
         raise ValueError(f"tensors of these weights have other shapes than those of {source.name}: {error}") from error
     own = dict(model.named_parameters())
-    head = {name for name in own if name.startswith("head.")}
-    if {name: own[name].shape for name in head} == {name: x.shape for name, x in given.items() if name.startswith("head.")}:
-        head = set()
-    loaded = [name for name in own if name in given and name not in head]
-    strange = [name for name in given if name not in own]
-    elsewhere = [name for name in strange if name.startswith("embedding.") and name != "embedding.class_token"]
-    if source is SOURCES[-1] and elsewhere:
-        raise ValueError(f"these weights are of another family than {kind}, which has no {elsewhere[0]}")
+    strange = [name for name in given if name.startswith("embedding.") and name not in (*own, "embedding.class_token")]
+    if source is SOURCES[-1] and strange:
+        raise ValueError(f"these weights are of another family than {kind}, which has no {strange[0]}")
+    # Blocks of all families have the same names, so the embedding of ours decides. A user's model may have none.
+    embedding = {name for name in own if name.startswith("embedding.")}
+    if embedding and embedding.isdisjoint(given):
+        raise ValueError(f"these weights, of {source.name}, do not fit: they have no part of the embedding of this {kind}")
+    found = take_over(own, given, source.name, {name for name in (*own, *given) if name.startswith("head.")})
+    return replace(found, resized=tuple(n for n in found.loaded if n in renamed and renamed[n].shape != given[n].shape))
+
+
+def take_over(own: Mapping[str, Tensor], given: Weights, source: str, head: Collection[str] = ()) -> Loaded:
+    """Copies weights into a model, in place.
+
+    Args:
+        own: the tensors of the model.
+        given: the weights, under the same names.
+        source: what they are of, for messages.
+        head: names of the part that may have other shapes, or other tensors; all of it is then left out.
+
+    Raises:
+        ValueError: another tensor has another shape, or fewer than half of the model's tensors are among them. The model is
+            then unchanged.
+    """
+    whole = all(name in own and name in given and own[name].shape == given[name].shape for name in head)
+    left_out = () if whole else tuple(name for name in own if name in head)
+    loaded = tuple(name for name in own if name in given and name not in left_out)
     for name in loaded:
         if given[name].shape != own[name].shape:
             there, here = tuple(given[name].shape), tuple(own[name].shape)
-            raise ValueError(f"these weights are of another size: {name} is {there} there and {here} in this model")
-    # Blocks of all families have the same names, so the embedding of ours decides. A user's model may have none.
-    embedding = {name for name in own if name.startswith("embedding.")}
-    if 2 * len(loaded) < len(own) or (embedding and embedding.isdisjoint(loaded)):
-        raise ValueError(
-            f"these weights, of {source.name}, do not fit: {len(loaded)} of the {len(own)} parameters of this {kind} are "
-            "among them"
-        )
+            raise ValueError(f"these weights, of {source}, do not fit: {name} is {there} there and {here} in this model")
+    reached = {id(own[name]) for name in loaded}  # one tensor may have several names
+    missing = tuple(name for name in own if id(own[name]) not in reached and name not in left_out)
+    among = len(own) - len(missing) - len(left_out)
+    if 2 * among < len(own):
+        raise ValueError(f"these weights, of {source}, do not fit: they have {among} of the {len(own)} tensors of this model")
     with torch.no_grad():
         for name in loaded:
             own[name].copy_(given[name])
-    return Loaded(
-        source=source.name,
-        loaded=tuple(loaded),
-        missing=tuple(name for name in own if name not in given and name not in head),
-        unexpected=tuple(strange),
-        head=tuple(name for name in own if name in head),
-        resized=tuple(name for name in loaded if name in renamed and renamed[name].shape != given[name].shape),
-    )
+    return Loaded(source, loaded, missing, tuple(name for name in given if name not in own), left_out, ())
 
 
 def _source(weights: Weights) -> Source:

@@ -119,8 +119,7 @@ class RoBERTa(nn.Module):
 class RevRoBERTa(Reversible, RoBERTa):
     """The reversible RoBERTa: both streams start as the embedding, swap after every block, and their mean is the output.
 
-    Takes the keyword arguments of :class:`RoBERTa` and of :class:`~holotrain.models.layers.blocks.Reversible`. Its
-    parameters have the same names as those of its pre-norm twin.
+    Its parameters have the same names as those of its pre-norm twin, the ``RoBERTa`` with the same arguments.
 
     Raises:
         ValueError: ``norm="post"``: normalised streams cannot be rebuilt.

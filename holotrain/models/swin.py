@@ -124,11 +124,10 @@ class Swin(nn.Module):
 class RevSwin(Reversible, Swin):
     """The reversible Swin transformer.
 
-    Takes the keyword arguments of :class:`Swin` and of :class:`~holotrain.models.layers.blocks.Reversible`; ``store``
-    counts blocks over all stages. Its twin is the ``Swin`` with the same arguments of the former. The parameters differ only
-    where two streams need it: each stage starts both streams from its input and fuses them at its end, by a Linear(2C, C) that
-    starts as their average (``stages.*.fusion.project``). The last stage's fusion concatenates, normalises and averages over
-    tokens (``stages.*.fusion.norm`` instead of ``norm``), which doubles the width of ``head``.
+    ``store`` counts blocks over all stages. Its twin is the ``Swin`` with the same arguments. The parameters differ only where
+    two streams need it: each stage starts both streams from its input and fuses them at its end, by a Linear(2C, C) that starts
+    as their average (``stages.*.fusion.project``). The last stage's fusion concatenates, normalises and averages over tokens
+    (``stages.*.fusion.norm`` instead of ``norm``), which doubles the width of ``head``.
 
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
     """

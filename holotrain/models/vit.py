@@ -108,10 +108,7 @@ class ViT(nn.Module):
 
 
 class RevViT(Reversible, ViT):
-    """The reversible vision transformer.
-
-    Takes the keyword arguments of :class:`ViT` and of :class:`~holotrain.models.layers.blocks.Reversible`. Its twin is the
-    ``ViT`` with the same arguments of the former.
+    """The reversible vision transformer. Its twin is the ``ViT`` with the same arguments.
 
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
     """

@@ -21,7 +21,6 @@ class Classifier(Task):
         model: the model to train
         classes: number of classes
         label_smoothing: share of each target that is spread over all classes
-        options: those of :class:`~holotrain.tasks.task.Task`
 
     A subclass defines ``inputs``, which takes a batch and returns the model's arguments, then the labels: class indices (B,)
     or probabilities (B, classes).
@@ -120,7 +119,6 @@ class ErrorDiffusionClassifier(ImageClassifier):
         model: outputs (B, classes) in (0, 1), one network for each class; for two classes (B, 1)
         classes: number of classes
         clamp_signs: after each step, set weights to 0 whose sign does not match their cells
-        options: those of :class:`~holotrain.tasks.classification.Classifier`
 
     ``val/loss`` and ``test/loss`` are half the squared error, summed over outputs.
     """

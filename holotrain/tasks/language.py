@@ -20,7 +20,6 @@ class LanguageModelling(Task):
     Args:
         model: arguments of :meth:`loss` -> mean cross-entropy of the targets that are not -100; without targets -> logits
         token_bytes: (V,) bytes of text that each token stands for, 0 for special tokens
-        options: those of :class:`~holotrain.tasks.task.Task`
 
     Logs ``val/loss`` (nats per target) and ``val/perplexity``, and the same for ``test``.
     """
@@ -126,7 +125,6 @@ class MaskedLM(LanguageModelling):
         token_bytes: (V,) bytes of text that each token stands for, 0 for special tokens, which are never masked
         mask_id: the mask token
         mask_probability: probability that a word is selected; of those, 80% are masked, 10% replaced and 10% unchanged
-        options: those of :class:`~holotrain.tasks.task.Task`
 
     Batches are dictionaries of ``tokens`` (B, T) and ``lengths`` (B,).
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from holotrain.arguments import show_inherited_arguments
+from holotrain.arguments import ShowsInherited
 from holotrain.optimizers import InBackward
 from holotrain.reversible import GraphedStep
 
 
-class Task(pl.LightningModule):
+class Task(ShowsInherited, pl.LightningModule):
     """Trains a model by back-propagation.
 
     Args:
@@ -28,11 +28,6 @@ class Task(pl.LightningModule):
 
     Logs ``train/loss`` and ``train/lr`` every ``log_every_n_steps`` (0: never), and what each task adds.
     """
-
-    def __init_subclass__(cls, **others: Any) -> None:
-        """Has ``help(ImageClassifier)`` show the arguments of its base classes too."""
-        super().__init_subclass__(**others)
-        show_inherited_arguments(cls)
 
     def __init__(
         self,

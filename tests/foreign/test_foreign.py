@@ -246,7 +246,7 @@ def test_images_of_another_size_and_number_of_classes(tmp_path, capsys):
     said = little.start_from(str(tmp_path / "big.pth"))
     assert said.endswith("new: head.bias, head.weight")
     assert_equal(little.model.blocks[0].attn.qkv.weight, big.blocks[0].attn.qkv.weight)
-    with pytest.raises(ValueError, match="is of another model"):
+    with pytest.raises(ValueError, match="do not fit"):
         little.start_from(str(tmp_path / "vit"))
     convolutions = Timm("resnet10t", classes=4, image_size=24)
     assert convolutions(torch.randn(2, 3, 24, 24)).shape == (2, 4)

@@ -368,7 +368,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, capsys):
         (lambda: RevGPT(**TEXT), timm_vit, "these weights are for a timm ViT; the model is a RevGPT"),
         (lambda: RoBERTa(**TEXT), gpt2, "for a Hugging Face GPT-2; the model is a RoBERTa"),
         (lambda: RevGPT(**TEXT), lambda: ViT(**IMAGE), "of another family than RevGPT, which has no embedding.p"),
-        (lambda: ViT(**IMAGE | {"depth": 9}), lambda: timm_vit(**POOLS["mean"]), r"do not fit: 43 of the 115 parameters"),
+        (lambda: ViT(**IMAGE | {"depth": 9}), lambda: timm_vit(**POOLS["mean"]), "fit: they have 43 of the 115 tensors"),
         (lambda: ViT(**IMAGE | {"dim": 8}), timm_vit, r"embedding.position is \(1, 16, 16\) there and \(1, 16, 8\) in this"),
         (lambda: GPT(**TEXT | {"vocab": 39}), gpt2, r"embedding.word.weight is \(40, 16\) there and \(39, 16\) in this model"),
         (lambda: ViT(**IMAGE), lambda: nn.Linear(2, 2), r"of no known model .*; the first tensor is weight"),

@@ -161,4 +161,4 @@ def test_what_a_model_cannot_read_is_refused():
             model_class(**SMALL)(torch.zeros(1, 13, dtype=torch.long))
     model = RevGPT(**SMALL)
     with pytest.raises(ValueError, match="room for 4 tokens, not for 5"):
-        model(torch.zeros(1, 1, dtype=torch.long), cache=model.cache(1, 4), positions=torch.tensor([[4]]), end=5)
+        model.cache(1, 4).at(torch.tensor([[4]]), end=5)

@@ -47,14 +47,12 @@ class TextDataModule(LoadingModule):
         streaming: read and tokenise the training part during training, in packed blocks, instead of before it; of the held-out
             parts, the first 2**20 characters are used
         epoch_batches: batches in an epoch of streaming=true, which has no end of its own
-        options: those of :class:`~holotrain.data.loader.LoadingModule`
 
     Attributes:
         tokenizer, vocab_size: known at once; for a ``"bpe"``, after ``prepare_data``.
         class_names, num_classes: known after ``prepare_data``; [] and 0 if documents have no labels.
 
     Raises:
-        ValueError: a value out of range.
         UserError: there is no such tokenizer.
     """
 

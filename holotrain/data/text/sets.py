@@ -27,10 +27,6 @@ class StdlibText(TextDataModule):
 
     Args:
         classes: number of classes, the packages with the most files; documents of others have no label
-        options: those of :class:`TextDataModule`
-
-    Raises:
-        ValueError: a value out of range.
     """
 
     def __init__(self, classes: int = 8, **options: Any) -> None:
@@ -66,10 +62,6 @@ class TextInColumns(TextDataModule):
         text: column of the text, in files of rows
         label: column of the class; folder (text_files): the name of a file's folder; null: no classes
         on_error: what to do with an unreadable file, or a row without text or class: error (end the run) or skip (leave it out)
-        options: those of :class:`TextDataModule`
-
-    Raises:
-        ValueError: a value out of range.
     """
 
     def __init__(
@@ -102,7 +94,6 @@ class TextFiles(TextInColumns):
         files: glob of files or list of globs: plain text, .jsonl, .parquet, .csv or .tsv; ** matches folders of any depth
         val_files: the same for the validation set; []: use val_fraction
         test_files: the same for the test set; []: use test_fraction
-        options: those of :class:`TextInColumns`
     """
 
     def __init__(
