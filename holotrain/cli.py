@@ -146,7 +146,7 @@ class Launch:
             try:
                 launch()
             except Ended as ended:
-                self.statuses += ended.args
+                self.statuses.append(ended.args[0])
             except KeyboardInterrupt:
                 self.statuses.append(_interrupted(arguments.command))
             except CONFIGURATION_ERRORS:

@@ -83,13 +83,13 @@ class CommandLine:
         self._capfd = capfd
 
     def __call__(self, *words: str) -> tuple[int, str, str]:
-        """Exit status, standard output, standard error without warnings of PyTorch's C++ code, which depend on the machine."""
+        """Exit status, standard output, standard error without warnings of PyTorch's sockets, which depend on the machine."""
         from holotrain.cli import main
 
         self._capfd.readouterr()
         status = main(list(words))
         out, err = self._capfd.readouterr()
-        return status, out, re.sub(r"(?m)^(\[rank\d+\]:)?\[W\d{4} .*\n", "", err)
+        return status, out, re.sub(r"(?m)^(\[rank\d+\]:)?\[W\d{4} .*(socket|TCPStore|ProcessGroup).*\n", "", err)
 
     def done(self, *words: str) -> str:
         """What is printed by one that ends well, with nothing on the standard error."""

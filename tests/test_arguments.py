@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from holotrain import data, synthesis, tasks
+from holotrain import data, models, synthesis, tasks
 from holotrain.arguments import show_arguments
 
 PUBLIC = [
     getattr(package, name)
-    for package in (data, synthesis, tasks)
+    for package in (data, models, synthesis, tasks)
     for name in package.__all__
     if inspect.isclass(getattr(package, name)) and name not in ("Loader", "ResumableLoader")  # which take DataLoader's
 ]

@@ -14,7 +14,7 @@ from compared import assert_close
 from covering import slow
 from engine_cases import MIXED, WIDTH, sequence
 from happens_before import Race
-from paper_gpu import Event, Stream, paper_gpu
+from paper_gpu import Event, Stream, WrongDevice, paper_gpu
 from small_models import FAMILIES
 from torch import Tensor, nn
 
@@ -58,6 +58,10 @@ class TestTheRecorder:
         with pytest.raises(Race, match="the host overwrites"):
             source.zero_()
 
+    def test_operands_are_on_one_device(self, on_paper):
+        with pytest.raises(WrongDevice):
+            torch.ones(3, device="cuda") + torch.ones(3)
+
     def test_a_capture_waits_for_its_streams_and_the_host_never_in_it(self, on_paper):
         x, side = torch.ones(3, device="cuda"), torch.cuda.Stream()
         with pytest.raises(Race, match="ends before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -66,6 +70,14 @@ class TestTheRecorder:
                 x + 1
         with pytest.raises(RuntimeError, match="captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
             x.sum().item()
+
+    def test_a_replay_computes_again(self, on_paper):
+        x, graph = torch.ones(3, device="cuda"), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = torch.zeros(3, device="cuda").add_(x).unsqueeze(0) * 2
+        x.fill_(4)
+        graph.replay()
+        assert y.tolist() == [[8, 8, 8]]
 
 
 def gradients(net, x):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holotrain.callbacks.monitor import Monitor, log_scalars
+from holotrain.clock import Clock
 from holotrain.optimizers import InBackward
-from holotrain.overlap.clock import Clock
 from holotrain.synthesis import HolographicSynthesis, SynthesisOptions
 
 

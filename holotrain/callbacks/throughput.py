@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain.callbacks.monitor import Monitor, log_scalars, shard_of
-from holotrain.overlap.clock import Clock
+from holotrain.clock import Clock
 
 
 @dataclass

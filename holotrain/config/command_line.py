@@ -215,8 +215,8 @@ def explained(error: Exception, arguments: Arguments) -> UserError:
     if isinstance(cause, MissingMandatoryValue):
         return UserError(f"{cause.full_key}: a value is needed; give {cause.full_key}=...")
     if isinstance(error, OverrideParseException):
-        quoted = "quote a value with special characters, such as \"key='a{b'\""
-        return UserError(f"{error.override}: write key=value without spaces around =, and {quoted}")
+        quoted = "close all brackets, and quote a value with special characters, such as \"key='a{b'\""
+        return UserError(f"{error.override}: write key=value without spaces around =; {quoted}")
     if "Ambiguous value" in str(error):
         return UserError(f"{first_line(error)}; to run a sweep over several values, add -m")
     if unknown := re.search(r"Could not (?:override|delete from config\.) '([\w./@-]+)'", str(error)):

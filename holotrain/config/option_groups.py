@@ -94,6 +94,7 @@ TIMM = "holotrain.models.foreign.Timm"
 HUGGING_FACE = "holotrain.models.huggingface.HuggingFace"
 
 LOW_BIT = "holotrain.tasks.optimizer_functions.adamw_low_bit"
+LOW_BIT_OPTIONS = ("adamw_8bit", "adamw_4bit", "adamw_fp8")
 
 AVERAGE = "lightning.pytorch.callbacks.weight_averaging.WeightAveraging"
 TRAINER = "lightning.pytorch.trainer.trainer.Trainer"
@@ -117,7 +118,7 @@ TASK_OPTIONS = {
     CAUSAL_LM: "causal_lm",
     MASKED_LM: "masked_lm",
 }
-"""The option of each of our tasks, which is also what a Hugging Face model calls its head for it."""
+"""The option of each of our tasks, which also names the head of a Hugging Face model."""
 
 
 Named = TypeVar("Named", ObjectConfig, str)

@@ -30,7 +30,14 @@ from holotrain.config.composition import (
     run_folder,
     to_plain,
 )
-from holotrain.config.option_groups import GROUPS, LOW_BIT, NAMED_GROUPS, OBJECT_GROUPS, PROCESS_OPTIONS, default_backward
+from holotrain.config.option_groups import (
+    GROUPS,
+    LOW_BIT_OPTIONS,
+    NAMED_GROUPS,
+    OBJECT_GROUPS,
+    PROCESS_OPTIONS,
+    default_backward,
+)
 from holotrain.config.structured import structured, with_defaults, with_replaced_classes
 from holotrain.errors import UserError, did_you_mean
 from holotrain.targets import TARGET
@@ -194,7 +201,8 @@ class Start:
         return typed
 
     def choices(self, config: RunConfig, chosen: Mapping[str, str | None], overrides: Iterable[str]) -> dict[str, str]:
-        """The option of each group, for display; a group whose class an override names has none.
+        """The option of each group, for display; a group whose class an override names has none. An optimizer with few bits
+        is named by them.
 
         Args:
             chosen: those of Hydra.
@@ -204,12 +212,8 @@ class Start:
         for key in map(key_of, overrides):
             if key.endswith(f".{TARGET}"):
                 found.pop(key.removesuffix(f".{TARGET}"), None)
-        if (
-            config.optimizer is not None
-            and config.optimizer.target == LOW_BIT
-            and found.get("optimizer", "").startswith("adamw_")
-        ):
-            found["optimizer"] = f"adamw_{config.optimizer.bits}"  # with optimizer.bits from the command line too
+        if config.optimizer is not None and found.get("optimizer") in LOW_BIT_OPTIONS:  # but optimizer.bits may be given too
+            found["optimizer"] = f"adamw_{config.optimizer.bits}"
         return found
 
 

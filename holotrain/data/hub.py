@@ -165,7 +165,7 @@ def rows_without(dataset: "Dataset | IterableDataset", columns: Sequence[str]) -
 
 
 class FromHub:
-    """What data modules share that read with the datasets library.
+    """What data modules that read with the datasets library have in common.
 
     Args:
         name: a folder that save_to_disk wrote, a file, a glob, a folder of files, or a name on the Hub
@@ -199,10 +199,10 @@ class FromHub:
             UserError: there is no such data set, configuration or split, its files are of several kinds, or it cannot be read.
         """
         with reading(self.name):
-            return {part: resolved(self._of(split, streaming)) for part, split in self.splits.items() if split is not None}
+            return {part: resolved(self._split(split, streaming)) for part, split in self.splits.items() if split is not None}
 
-    def _of(self, split: str, streaming: bool) -> "Dataset | IterableDataset":
-        """One split, of which some streams do not know the columns yet."""
+    def _split(self, split: str, streaming: bool) -> "Dataset | IterableDataset":
+        """One split; a stream may not know its columns yet."""
         from datasets import DatasetDict, load_dataset, load_from_disk
 
         name, config, folder = self.name, self.config, Path(self.name).expanduser()

@@ -25,7 +25,7 @@ class HubImages(FromHub, ChosenClasses, SizedImages):
         label: column of the class
         cache_dir: folder in which what is read is cached
 
-    Unless classes are chosen, ``num_classes`` is known after ``setup`` too.
+    ``num_classes`` is known after ``setup``, or at once if classes are chosen.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class HubImages(FromHub, ChosenClasses, SizedImages):
         if len(names) < 2:
             raise UserError(f"data.label: column {self.label_column!r} holds one class; at least two are needed")
         images = {part: HubRows(each, self.image_column, self.label_column, numbers) for part, each in rows.items()}
-        self.keep(names, **{part: (each, each.labels) for part, each in images.items()})
+        self.split_classes(names, **{part: (each, each.labels) for part, each in images.items()})
 
 
 class HubRows(Dataset):

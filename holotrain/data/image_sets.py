@@ -36,7 +36,7 @@ class Digits(ChosenClasses, ImageDataModule):
         images = torch.from_numpy(digits.images * (255 / 16)).round().to(torch.uint8).unsqueeze(1)
         labels = torch.from_numpy(digits.target).long()
         train, test = held_out(TensorDataset(images, labels), labels, 0.2)
-        self.keep([str(name) for name in digits.target_names], train=train, test=test)
+        self.split_classes([str(name) for name in digits.target_names], train=train, test=test)
 
 
 Source = datasets.MNIST | datasets.CIFAR10
@@ -68,7 +68,7 @@ class TorchvisionData(ChosenClasses, ImageDataModule):
     def setup(self, stage: str | None = None) -> None:
         parts = {"train": self._load(True, False), "test": self._load(False, False)}
         names = [name.partition(" - ")[0] for name in parts["train"].classes]  # those of MNIST are like "0 - zero"
-        self.keep(names, **{part: (each, torch.as_tensor(each.targets)) for part, each in parts.items()})
+        self.split_classes(names, **{part: (each, torch.as_tensor(each.targets)) for part, each in parts.items()})
 
     def _load(self, train: bool, download: bool) -> Source:
         try:

@@ -165,8 +165,8 @@ class ImageDataModule(LoadingModule):
         mixup_alpha: alpha of MixUp's Beta distribution; 0: no MixUp
         cutmix_alpha: alpha of CutMix's Beta distribution; 0: no CutMix; with MixUp too, each batch uses one of the two
 
-    A subclass defines ``num_classes``, ``image_shape`` (C, H, W), ``class_names``, the ``statistics`` of its channels, and
-    ``split``, which is called after ``setup``, or sets ``_splits`` there.
+    A subclass defines ``num_classes``, ``image_shape`` (C, H, W), the ``statistics`` of its channels, ``class_names`` (maybe
+    after ``setup`` only), and ``split``, which is called after ``setup``, or sets ``_splits`` there.
     """
 
     num_classes: int
@@ -294,25 +294,25 @@ def held_out(dataset: Dataset, labels: Tensor, fraction: float) -> tuple[Labelle
 
 
 class ChosenClasses:
-    """Some or all of the classes, and validation with a part of the training set. A base class before :class:`ImageDataModule`.
+    """Some or all of the classes, and a part of the training set for validation unless the data have one.
 
-    ``class_names`` are known after ``setup``, which calls :meth:`keep`.
+    To be listed before :class:`ImageDataModule` among the base classes. ``setup`` calls :meth:`split_classes`.
 
     Args:
         val_fraction: fraction of the training set that is used for validation
         classes: classes to keep, by name or number, such as [0, 1]; []: all
-        options: those of the next class
     """
 
     def __init__(self, val_fraction: float = 0.1, classes: Sequence[int | str] = (), **options: Any) -> None:
         super().__init__(**options)
         require_within(0, 1, val_fraction=val_fraction)
         self.val_fraction, self.asked = val_fraction, classes
-        if len(classes) > 1:  # a single one is refused by keep
+        if len(classes) > 1:  # a single one is refused in setup
             self.num_classes = len(classes)
 
-    def keep(self, names: Sequence[str], **parts: Labelled) -> None:
-        """Keeps the chosen ones of all classes, ``names``, in all parts: ``train``, and ``val`` and ``test`` if there are such.
+    def split_classes(self, names: Sequence[str], **parts: Labelled) -> None:
+        """Takes the chosen ones of all classes, ``names``, out of the parts: ``train``, and ``val`` and ``test`` if there are
+        such. Sets ``class_names`` and ``num_classes``.
 
         Raises:
             UserError: a class does not exist or is given twice, or only one is given.

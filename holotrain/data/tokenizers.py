@@ -112,7 +112,8 @@ NAMES = {
 }
 """Common names of special tokens; the first one is used if a token has to be added."""
 
-# Without a setting the library warns in every process that is forked later. There its threads do not exist, and it would wait.
+# Unless this is set, the library warns in every forked process; with "true" it waits there for threads that a fork does not
+# copy. So it has threads here and none in a forked process, whatever the user has set.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: os.environ.update(TOKENIZERS_PARALLELISM="false"))

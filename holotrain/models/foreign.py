@@ -61,7 +61,7 @@ class Foreign(nn.Module):
     def head(self) -> nn.Module | None:
         """The classifier; None: it has none of its own."""
 
-    def take_over(self, given: dict[str, Tensor], source: str) -> str:
+    def load_weights(self, given: dict[str, Tensor], source: str) -> str:
         """Copies weights into the model, in place: all of the classifier or nothing of it. Returns a report, in one line.
 
         Raises:
@@ -191,7 +191,7 @@ class Timm(Foreign):
         kernel = f"{first}.weight"
         if isinstance(first, str) and kernel in weights and weights[kernel].shape != own.get(kernel, weights[kernel]).shape:
             weights[kernel] = timm.models.adapt_input_conv(self.arguments["in_chans"], weights[kernel])
-        return self.take_over(dict(weights), source)
+        return self.load_weights(dict(weights), source)
 
     def save(self, folder: Path, described: Mapping[str, Any]) -> list[str]:
         """Writes ``model.safetensors``, for ``timm.create_model(name, ..., checkpoint_path=FILE)``, and ``config.json``, with

@@ -165,9 +165,9 @@ class Reader:
         device = self._positions.device
         tokens = pad_sequence([prompt.to(device, torch.long) for prompt in self._prompts], batch_first=True)
         places = torch.arange(self._end, device=device).expand_as(tokens)
-        hidden = self._model.hidden(tokens, self._cache.at(places, self._end))
+        hidden = self._model.hidden(tokens, cache=self._cache, positions=places, end=self._end)
         return self._model.logits(hidden[torch.arange(len(tokens), device=device), self._positions - 1])
 
 
 def _step(model: nn.Module, tokens: Tensor, cache: KVCache, positions: Tensor, end: int) -> Tensor:
-    return model(tokens, cache=cache.at(positions, end))[:, -1]
+    return model(tokens, cache=cache, positions=positions, end=end)[:, -1]

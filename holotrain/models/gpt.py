@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, C channels, V words.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -80,31 +80,46 @@ class GPT(nn.Module):
     BEFORE, AFTER = ("embedding",), ("norm", "embedding.word")
     """The modules that ``enter`` and ``leave`` use."""
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        end: int | None = None,
+    ) -> Tensor:
         """
         Args:
             tokens: (B, T).
             targets: (B, T), the token that follows each; -100 for those to ignore.
-            cache: of the tokens before these, :meth:`~holotrain.models.layers.attention.KVCache.at` the positions of these,
-                which are added to it.
+            cache: of the tokens before these; these are added to it.
+            positions: (B, T), the position of each token, or (1, T) if all sequences have the same; with a cache.
+            end: one more than the largest position; with a cache.
 
         Returns:
             logits (B, T, V); with ``targets`` the mean cross-entropy, computed without all logits in memory at once.
         """
-        return self._output(self.hidden(tokens, cache), targets)
+        return self._output(self.hidden(tokens, cache=cache, positions=positions, end=end), targets)
 
     def _output(self, hidden: Tensor, targets: Tensor | None) -> Tensor:
         if targets is None:
             return self.logits(hidden)
         return linear_cross_entropy(hidden.flatten(0, 1), self.embedding.word.weight, targets.flatten())
 
-    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        end: int | None = None,
+    ) -> Tensor:
         """The input of the head, (B, T, C); arguments as in ``forward``."""
-        positions = None if cache is None else cache.positions
         x = self.embedding(tokens, positions)
         context = self.context_of(tokens, positions)
         if cache is not None:
-            context |= {"cache": cache, "mask": cache.mask}
+            context |= {"cache": cache, "mask": cache.seen_from(cast(Tensor, positions), cast(int, end))}
         return self.norm(self.blocks(x, context))
 
     def context_of(self, tokens: Tensor, positions: Tensor | None = None) -> dict[str, Any]:

@@ -137,7 +137,7 @@ class HuggingFace(Foreign):
     def start_from(self, pretrained: str | None) -> str | None:
         loaded = None
         if pretrained is not None and not (Path(pretrained) / CONFIG).is_file():
-            loaded = self.take_over(foreign_weights(pretrained), pretrained)
+            loaded = self.load_weights(foreign_weights(pretrained), pretrained)
         elif pretrained is not None:
             loaded = self._from_folder(Path(pretrained), pretrained)
         elif Path(self.name).name != CONFIG:
@@ -187,9 +187,8 @@ class HuggingFace(Foreign):
                 (new.add if fitted.shape != here[name].shape else resized.append)(name)
                 weights[name] = here[name] if name in new else fitted
         if 2 * len(new) > len(here):
-            raise ValueError(
-                f"{source} is of another model: it has {len(here) - len(new)} of the {len(here)} tensors of this one"
-            )
+            there = f"they have {len(here) - len(new)} of the {len(here)} tensors of this model"
+            raise ValueError(f"the weights of {source} do not fit: {there}")
         loaded = take_over(self.model.state_dict(keep_vars=True), weights, source)
         kept = tuple(name for name in loaded.loaded if name not in new)
         strange = tuple(report["unexpected_keys"])

@@ -271,7 +271,7 @@ def load_pretrained(model: nn.Module, weights: Weights) -> Loaded:
     # Blocks of all families have the same names, so the embedding of ours decides. A user's model may have none.
     embedding = {name for name in own if name.startswith("embedding.")}
     if embedding and embedding.isdisjoint(given):
-        raise ValueError(f"these weights, of {source.name}, do not fit: they have no part of the embedding of this {kind}")
+        raise ValueError(f"the weights of {source.name} do not fit: they have no part of the embedding of this {kind}")
     found = take_over(own, given, source.name, {name for name in (*own, *given) if name.startswith("head.")})
     return replace(found, resized=tuple(n for n in found.loaded if n in renamed and renamed[n].shape != given[n].shape))
 
@@ -295,12 +295,12 @@ def take_over(own: Mapping[str, Tensor], given: Weights, source: str, head: Coll
     for name in loaded:
         if given[name].shape != own[name].shape:
             there, here = tuple(given[name].shape), tuple(own[name].shape)
-            raise ValueError(f"these weights, of {source}, do not fit: {name} is {there} there and {here} in this model")
+            raise ValueError(f"the weights of {source} do not fit: {name} is {there} there and {here} in this model")
     reached = {id(own[name]) for name in loaded}  # one tensor may have several names
     missing = tuple(name for name in own if id(own[name]) not in reached and name not in left_out)
-    among = len(own) - len(missing) - len(left_out)
-    if 2 * among < len(own):
-        raise ValueError(f"these weights, of {source}, do not fit: they have {among} of the {len(own)} tensors of this model")
+    if 2 * len(missing) > len(own):
+        there = f"they have {len(own) - len(missing)} of the {len(own)} tensors of this model"
+        raise ValueError(f"the weights of {source} do not fit: {there}")
     with torch.no_grad():
         for name in loaded:
             own[name].copy_(given[name])

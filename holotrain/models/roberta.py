@@ -119,7 +119,7 @@ class RoBERTa(nn.Module):
 class RevRoBERTa(Reversible, RoBERTa):
     """The reversible RoBERTa: both streams start as the embedding, swap after every block, and their mean is the output.
 
-    Its parameters have the same names as those of its pre-norm twin, the ``RoBERTa`` with the same arguments.
+    Its parameters have the same names as those of its twin, the ``RoBERTa`` with the same arguments and ``norm="pre"``.
 
     Raises:
         ValueError: ``norm="post"``: normalised streams cannot be rebuilt.

@@ -10,7 +10,6 @@ collectives         the asynchronous collectives of a process group
 tuner               chooses groups by measuring, and saves the choices
 predictor           predicts the time of a job in groups and chooses the best groups
 links               the time of a collective, and an emulated link
-clock               marks in time on a device, and the seconds between them
 """
 
 from holotrain.overlap.groups import Columns, Job

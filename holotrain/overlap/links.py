@@ -72,7 +72,7 @@ class MeasuredLink:
 
 
 Carrier = Link | MeasuredLink
-"""What gives the time of a collective over a tensor of some bytes, counted over all ranks."""
+"""A link, given or measured: it tells the seconds of a collective."""
 
 
 def interpolated(points: Mapping[int, float], x: float) -> float:

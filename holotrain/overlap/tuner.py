@@ -9,6 +9,7 @@ import os
 import statistics
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from itertools import count
@@ -19,8 +20,8 @@ import torch.distributed as dist
 from torch.cuda import nccl
 from torch.utils._python_dispatch import _disable_current_modes
 
+from holotrain.clock import Clock
 from holotrain.files import read_json, write_json
-from holotrain.overlap.clock import Clock
 from holotrain.overlap.collectives import Collectives
 from holotrain.overlap.functions import AllReduce, AllToAll, ReduceScatter, SendInput, SendResult
 from holotrain.overlap.groups import (
@@ -49,9 +50,10 @@ MOST_PLACES = 8
 def timed(run: Run, device: torch.device) -> float:
     """Seconds of one run; on CUDA without launch time. Waits for the device."""
     clock = Clock(device)
-    begun = clock.mark()
-    run()
-    return clock.waited_seconds(begun, clock.mark())
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        begun = clock.mark()
+        run()
+        return clock.waited_seconds(begun, clock.mark())
 
 
 def median_seconds(run: Run, device: torch.device, repeats: int = REPEATS) -> float:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
+from holotrain.clock import Clock
 from holotrain.optimizers import InBackward
-from holotrain.overlap.clock import Clock
 from holotrain.planning.allocators import ALLOCATORS, Allocator
 from holotrain.planning.tracker import AllocationTracker
 from holotrain.planning.training_step import TrainingStep

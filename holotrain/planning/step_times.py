@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from holotrain.clock import Clock
 from holotrain.numeric import counted
 from holotrain.overlap import Job
-from holotrain.overlap.clock import Clock
 from holotrain.planning.allocators import ALLOCATORS
 from holotrain.planning.planner import Backward, Planner
 from holotrain.planning.scaling import TensorParallelWork, Times, Unit, Unsharded

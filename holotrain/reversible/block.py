@@ -12,7 +12,7 @@ Run = Callable[[str, nn.Module, Tensor, Tensor, dict], Tensor]
 
 
 class Coupling:
-    """How a block updates its two streams, and how this is undone: here ``target + branch(source)``.
+    """How a block updates its two streams, and how this is undone. This class adds: ``target + branch(source)``.
 
     A branch reads the source, and what it returns updates the target. The inverse knows the coupled target, the source and what
     the branch returned.
@@ -28,36 +28,36 @@ class Coupling:
         """The source as the branch reads it."""
         return source
 
-    def couple(self, target: Tensor, source: Tensor, update: Any) -> Tensor:
+    def couple(self, target: Tensor, source: Tensor, output: Any) -> Tensor:
         """Returns the new target, of the same shape and dtype.
 
         Raises:
             ValueError: the update is not a tensor of the target's shape, or it would widen the target's dtype, so that the
                 inverse could not restore the target.
         """
-        if not isinstance(update, Tensor):
-            raise ValueError(f"f and g of a ReversibleBlock must return one tensor, not {type(update).__name__}")
-        if update.shape != target.shape:
+        if not isinstance(output, Tensor):
+            raise ValueError(f"f and g of a ReversibleBlock must return one tensor, not {type(output).__name__}")
+        if output.shape != target.shape:
             raise ValueError(
-                f"f and g of a ReversibleBlock must preserve the shape: {tuple(target.shape)} became {tuple(update.shape)}"
+                f"f and g of a ReversibleBlock must preserve the shape: {tuple(target.shape)} became {tuple(output.shape)}"
             )
-        if self.grid is not None and update.dtype.itemsize <= target.dtype.itemsize:
-            update = self.grid.round(update.to(target.dtype))
-        coupled = target + update
+        if self.grid is not None and output.dtype.itemsize <= target.dtype.itemsize:
+            output = self.grid.round(output.to(target.dtype))
+        coupled = target + output
         if coupled.dtype != target.dtype:
             raise ValueError(
-                f"adding an update of {update.dtype} would change the stream's dtype, {target.dtype}; "
+                f"adding an update of {output.dtype} would change the stream's dtype, {target.dtype}; "
                 f"cast the streams to {coupled.dtype}"
             )
         if self.grid is not None:
             self.grid.watch(coupled)
         return coupled
 
-    def undo(self, coupled: Tensor, source: Tensor, update: Any) -> Tensor:
+    def undo(self, coupled: Tensor, source: Tensor, output: Any) -> Tensor:
         """Returns the target, up to rounding, or exactly on a grid."""
         if self.grid is not None:
-            update = self.grid.round(update.to(coupled.dtype))
-        return coupled - update
+            output = self.grid.round(output.to(coupled.dtype))
+        return coupled - output
 
 
 class Storing:

@@ -142,12 +142,12 @@ class TwoStep(Coupling):
         x, self._x = self._x, None
         return source.to(self._read_as) if x is None else x
 
-    def couple(self, target: Tensor, source: Tensor, update: Any) -> Tensor:
+    def couple(self, target: Tensor, source: Tensor, output: Any) -> Tensor:
         """
         Raises:
             ValueError: the block returns no tensor of the shape of its input, or a second one that carries a gradient.
         """
-        output, update = update, stream_in(update)
+        update = stream_in(output)
         if not isinstance(update, Tensor):
             raise ValueError(
                 f"a block must return a tensor, or a tuple whose first entry is one, not {type(output).__name__}; "
@@ -169,11 +169,11 @@ class TwoStep(Coupling):
         self._grid.watch(coupled)
         return coupled
 
-    def undo(self, coupled: Tensor, source: Tensor, update: Any) -> Tensor:
+    def undo(self, coupled: Tensor, source: Tensor, output: Any) -> Tensor:
         """Rebuilds x[k-1], bit for bit."""
         if self._bits is None:
             return source
-        target = (coupled - self.step(source, stream_in(update))).mul_(self._sign * 2**self._bits)
+        target = (coupled - self.step(source, stream_in(output))).mul_(self._sign * 2**self._bits)
         low = unpacked(self._low, self._bits, target.numel()).view(target.shape)
         target.addcmul_(low.to(target.dtype), self._grid.step)
         if target.stride() != self._strides:  # a block may compute otherwise on another layout

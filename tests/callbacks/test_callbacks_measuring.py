@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from holotrain.callbacks import DriftMonitor, MemoryMonitor, ThroughputMonitor, peak_flops, training_flops
 from holotrain.callbacks.memory import CudaProbe, Growth, LinuxProbe, Probe
+from holotrain.models import RevViT
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible
 
 MIB = 2**20
@@ -306,6 +307,16 @@ def test_a_batch_without_a_tensor_needs_its_size():
 def test_flops_of_a_linear_layer():
     """2 B I O forward, the same for the gradient in the weight; the gradient in the input is not needed."""
     assert training_flops(nn.Linear(30, 50), (torch.zeros(4, 30),)) == 2 * (2 * 4 * 30 * 50)
+
+
+def test_a_reversible_model_recomputes_its_blocks_once():
+    def flops(backward, depth):
+        with torch.device("meta"):
+            model = RevViT(image_size=32, patch_size=8, dim=24, depth=depth, heads=3, classes=5, backward=backward)
+        return training_flops(model, (torch.zeros(1, 3, 32, 32),))
+
+    block_step = (flops("autograd", 4) - flops("autograd", 2)) / 2
+    assert flops("reversible", 4) - flops("autograd", 4) == pytest.approx(4 * block_step / 3)
 
 
 @pytest.mark.parametrize(

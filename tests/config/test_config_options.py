@@ -310,10 +310,15 @@ def test_a_wrong_value_is_named(overrides, words, tmp_path):
 
 
 @pytest.mark.parametrize("bits", ["8bit", "4bit", "fp8"])
-def test_the_name_of_an_optimizer_says_its_bits(bits):
+def test_the_name_of_an_optimizer_says_its_bits(bits, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for option in ("adamw_8bit", "adamw_4bit"):
         config = holotrain.compose("fit", [f"optimizer={option}", f"optimizer.bits={bits}"])
         assert (config.optimizer.bits, config.choices["optimizer"]) == (bits, f"adamw_{bits}")
+    Path("mine/optimizer").mkdir(parents=True)
+    Path("mine/optimizer/adamw_mine.yaml").write_text("defaults: [adamw_8bit]\n")
+    config = holotrain.compose("fit", ["optimizer=adamw_mine", f"optimizer.bits={bits}"], config_dir="mine")
+    assert (config.optimizer.bits, config.choices["optimizer"]) == (bits, "adamw_mine")
     named = ["optimizer._target_=holotrain.tasks.optimizer_functions.adamw_low_bit", f"optimizer.bits={bits}"]
     assert holotrain.compose("fit", named).optimizer.bits == bits
 

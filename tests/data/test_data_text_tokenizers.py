@@ -164,4 +164,5 @@ def test_a_forked_process_reads_on_by_itself():
     process.join(60)
     status = process.exitcode
     process.kill()
+    assert status is not None, "it waits for threads"
     assert status == 0

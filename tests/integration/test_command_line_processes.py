@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed
 from compared import assert_close, assert_equal
-from covering import long
+from covering import long, slow
 from forked import Forked
 from gloo_pair import by_forks, free_port, statuses_of
 from left_by_runs import assert_same_weights, only, summary, weights
@@ -395,9 +395,8 @@ COMMANDS, LOST = ("fit", "validate", "export"), ("tensors-*/*.safetensors", "ten
 
 @pytest.mark.parametrize(
     ("command", "lost"),
-    [(command, lost) if x == y else long(command, lost) for x, command in enumerate(COMMANDS) for y, lost in enumerate(LOST)],
+    [(slow if x == y else long)(command, lost) for x, command in enumerate(COMMANDS) for y, lost in enumerate(LOST)],
 )
-@pytest.mark.slow
 def test_a_checkpoint_that_lost_a_part_is_refused_in_a_line(holotrain, left, command, lost):
     checkpoint = Path(shutil.copytree(left[0] / "did_begun/0" / LAST, "broken.ckpt"))
     part = min(checkpoint.glob(lost))

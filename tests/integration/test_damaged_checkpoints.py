@@ -89,3 +89,11 @@ def test_a_folder_has_its_name_only_where_no_other_run_is(holotrain, run):
 def test_one_that_is_named_is_refused(holotrain, run, command):
     flip_a_bit(LAST)
     assert holotrain.refused(command, f"ckpt_path={LAST}") == f"holotrain: ckpt_path: {SAID}; {BEST} is sound\n"
+
+
+def test_one_that_is_damaged_is_not_loaded(run):
+    import holotrain
+
+    flip_a_bit(LAST)
+    with pytest.raises(holotrain.UserError, match=r"last.ckpt is damaged \(its checksum differs\); .*best-.* is sound$"):
+        holotrain.load(LAST)

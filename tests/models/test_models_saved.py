@@ -196,13 +196,12 @@ def test_programs_give_the_same_outputs_for_any_batch(tmp_path, name, options):
 @pytest.mark.parametrize(
     ("name", "options", "int8"),
     [
-        ("ViT", {}, True),
+        slow("ViT", {}, True),
         slow("ViT", {}, False),
         slow("RevSwin", {"backward": "pareprop"}, False),
         slow("RevSwin", {"backward": "pareprop"}, True),
     ],
 )
-@pytest.mark.slow
 def test_onnx_gives_the_same_outputs_for_any_batch(tmp_path, name, options, int8):
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")

@@ -4,12 +4,23 @@ import pytest
 import torch
 from small_models import TEXT, text_batch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
-from holotrain.models import RevGPT, RevRoBERTa, RoBERTa, roberta
+from holotrain.models import GPT, RevGPT, RevRoBERTa, RoBERTa, roberta
 from holotrain.models.layers import packing
 from holotrain.models.layers.attention import Attention
 
 SMALL = TEXT | {"vocab": 50, "depth": 3}
+
+
+@pytest.mark.parametrize(("model_class", "inputs"), [(GPT, 1), (RoBERTa, 2), (RevGPT, 1), (RevRoBERTa, 2)])
+def test_the_loss_is_that_of_the_logits(model_class, inputs):
+    tokens, mask, targets = text_batch()
+    model = model_class(**SMALL).eval()
+    given = (tokens, mask)[:inputs]
+    logits = model(*given)
+    loss = model(*given, targets=targets)
+    torch.testing.assert_close(loss, F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
 
 
 def test_padding_changes_nothing():
@@ -152,6 +163,31 @@ def test_gpt_is_causal_and_knows_positions(positions):
     assert not torch.allclose(model(swapped)[0, -1], one[0, -1])
 
 
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(("model_class", "positions"), [(GPT, "rotary"), (RevGPT, "rotary"), (RevGPT, "learned")])
+def test_cached_logits_are_those_of_the_whole(model_class, positions, static):
+    """Prompts of unlike lengths in one batch, then two tokens at a time."""
+    model = model_class(**SMALL, positions=positions).eval()
+    with torch.no_grad():  # a fresh model hardly attends to places
+        for block in model.blocks.blocks:
+            block.f.attention.query_key_value.weight.mul_(30)
+    tokens = torch.randint(50, (3, 12))
+    lengths = torch.tensor([5, 2, 4])
+    whole = model(tokens)
+    with torch.inference_mode():
+        cache = model.cache(batch=3, static=static)
+        at = torch.arange(5).expand(3, 5)
+        prompt = tokens[:, :5].where(at < lengths[:, None], 0)
+        out = model(prompt, cache=cache, positions=at, end=5)
+        for row, length in enumerate(lengths):
+            torch.testing.assert_close(out[row, :length], whole[row, :length])
+        for step in range(0, 6, 2):
+            at = lengths[:, None] + torch.arange(step, step + 2)
+            out = model(tokens.gather(1, at), cache=cache, positions=at, end=int(at.max()) + 1)
+            for row in range(3):
+                torch.testing.assert_close(out[row], whole[row, at[row]])
+
+
 def test_what_a_model_cannot_read_is_refused():
     tokens, mask, _ = text_batch()
     with pytest.raises(ValueError, match=r"mask is of torch.int64, not torch.bool; give mask.bool\(\)"):
@@ -161,4 +197,4 @@ def test_what_a_model_cannot_read_is_refused():
             model_class(**SMALL)(torch.zeros(1, 13, dtype=torch.long))
     model = RevGPT(**SMALL)
     with pytest.raises(ValueError, match="room for 4 tokens, not for 5"):
-        model.cache(1, 4).at(torch.tensor([[4]]), end=5)
+        model(torch.zeros(1, 1, dtype=torch.long), cache=model.cache(1, 4), positions=torch.tensor([[4]]), end=5)

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from compared import assert_equal
+from torch import nn
 
 from holotrain.reversible import make_reversible, stack_of
 
@@ -101,6 +102,25 @@ def test_in_evaluation_the_model_is_itself(name):
     assert_equal(net.state_dict(), model.state_dict())
 
 
+class LoRA(nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.linear, self.down, self.up = linear, nn.Linear(32, 2, bias=False), nn.Linear(2, linear.weight.shape[0], bias=False)
+
+    def forward(self, x):
+        return self.linear(x) + self.up(self.down(x))
+
+
+def test_adapters_of_frozen_weights():
+    model, batch = made("llama")
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = LoRA(layer.self_attn.q_proj)
+    expected = gradients(reversible(model, "llama", backward="autograd"), batch)
+    assert len(expected) == 8
+    assert_equal(gradients(reversible(model, "llama"), batch), expected)
+
+
 def test_gradient_checkpointing_beside_it_is_warned_of():
     model, batch = made("gpt2")
     net = reversible(model, "gpt2").train()
@@ -130,6 +150,16 @@ def test_hidden_states_carry_gradients():
             loss(net).backward()
         found[backward] = {name: p.grad for name, p in net.named_parameters()}
     assert_equal(found["reversible"], found["autograd"])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_text_is_generated_as_before(name):
+    model, batch = made(name)
+    net = reversible(model, name)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    texts = [each.eval().generate(batch["input_ids"][1:], **options) for each in (model, net)]
+    assert texts[0].shape == (2, 20)
+    assert_equal(texts[1], texts[0])
 
 
 LOADING = """

@@ -625,3 +625,8 @@ def test_streams_of_any_layout(layout):
         net = nn.Sequential(nn.Sequential(*(Convolutions() for _ in range(4)))).double()
         found[backward] = gradients(make_reversible(net, "0", backward=backward), x=x)
     assert_equal(found["reversible"], found["autograd"])
+
+
+def test_several_lists_are_several_stacks():
+    net = make_reversible(Two(), ["encoder", "decoder"])
+    assert stack_of(net.encoder[0]) is stack_of(net.encoder[1]) is not stack_of(net.decoder[0])

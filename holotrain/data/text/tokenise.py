@@ -203,7 +203,7 @@ class Tokens:
     """The tokens of a data set in one row, a slice of which is an array.
 
     A worker process maps the files again: a data set of the datasets library is pickled as the paths of its files.
-    Chunks are found by bisection: there may be 100,000 of them, which a slice of pyarrow's own would all walk through.
+    Chunks are found by bisection: there may be 100,000 of them, and a slice by pyarrow walks through all of them.
     """
 
     def __init__(self, dataset: Any) -> None:

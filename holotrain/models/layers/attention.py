@@ -76,12 +76,16 @@ class KVCache:
     def length(self) -> int:
         return self.keys.shape[3]
 
-    def at(self, positions: Tensor, end: int) -> "KVCache":
-        """Tells where the next tokens stand, and makes the first ``end`` slots readable. Returns itself.
+    def seen_from(self, positions: Tensor, end: int) -> Tensor | None:
+        """Makes the first ``end`` slots readable and returns which of them each query sees, (B, 1, T, slots).
 
         Args:
-            positions: (B, T), or (1, T) if they are the same for all sequences.
+            positions: (B, T), of the next tokens, or (1, T) if they are the same for all sequences.
             end: one more than the largest position.
+
+        Returns:
+            None where no mask is needed: each query sees all slots, or, where there are as many queries as slots, those up to
+            its own.
 
         Raises:
             ValueError: there are fewer slots.
@@ -92,16 +96,10 @@ class KVCache:
         self.end = self.length if self.static else end
         rows, tokens = positions.shape
         self._following = not self.static and (tokens == end or (tokens == 1 and rows == 1))
-        return self
-
-    @property
-    def mask(self) -> Tensor | None:
-        """Which of the readable slots each query sees, (B, 1, T, slots). None where no mask is needed: each sees all slots, or,
-        where there are as many queries as slots, those up to its own."""
         if self._following:
             return None
-        slots = torch.arange(self.end, device=self.positions.device)
-        return (slots <= self.positions[..., None]).unsqueeze(1)
+        slots = torch.arange(self.end, device=positions.device)
+        return (slots <= positions[..., None]).unsqueeze(1)
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Writes the keys and values of new tokens, (B, H, T, D), and returns those of all readable slots, (B, H, slots, D)."""
