@@ -37,7 +37,8 @@ class TrainingStep:
             in the backward clips by its own ``clip_value``.
         rewrite: changes the gradients before they are clipped.
         held: other tensors that stay allocated, by kind, such as the batch.
-        sequences: the model's sequences of blocks, first to last, whose schedules can be chosen.
+        sequences: the model's sequences of blocks, first to last, whose schedules can be chosen. Each has ``blocks``, ``ends``
+            (the modules with whose calls it begins and ends), and ``again(depth, backward)``, which makes one like it.
 
     Raises:
         ValueError: the optimizer steps in the backward, and gradients are to be accumulated, rewritten or clipped by norm.
