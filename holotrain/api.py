@@ -293,6 +293,9 @@ def _prepared(command: str, config: RunConfig | None, objects: dict[str, object]
     for group, thing in objects.items():
         if not isinstance(thing, OBJECTS[group]):
             raise UserError(f"{group}: expected a {OBJECTS[group].__name__}, got {type(thing).__name__}")
+    for name in ("batch_size", "max_tokens"):
+        if getattr(objects.get("data"), name, None) == "auto":
+            raise UserError(f"data: {name}='auto' is for data that are named, as in overrides=['data=...']; give a number")
     if isinstance(objects.get("model"), pl.LightningModule):
         objects = {"task": objects.pop("model"), **objects}
     if {"model", "task"} <= objects.keys():

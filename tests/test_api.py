@@ -102,6 +102,11 @@ def test_importing_is_fast_and_dir_lists_the_functions():
 # Configurations
 
 
+def test_an_object_of_data_has_a_number_for_its_batch():
+    with pytest.raises(holotrain.UserError, match="data: batch_size='auto' is for data that are named"):
+        holotrain.fit(data=holotrain.data.Digits(batch_size="auto"))
+
+
 def test_compose_returns_the_options_of_the_command_line(here):
     config = holotrain.compose("fit", ["model=rev_vit_small", "data=fake", "optimizer.lr=2e-3"])
     chosen = config.model.dim, config.data.name, config.optimizer.lr, config.backward.kind
@@ -201,7 +206,7 @@ def test_a_module_and_data_of_a_program(here, run):
     # What cannot know the objects says so.
     assert "Net that Python code made; give one to holotrain.load(..., model=...)" in refusal(holotrain.load, "mine")
     words = ["ckpt_path=mine/checkpoints/last.ckpt"]
-    assert "give it to holotrain.fit or holotrain.test as" in refusal(holotrain.compose, "test", words)
+    assert "give it to holotrain.fit, test or validate in Python as" in refusal(holotrain.compose, "test", words)
     assert "holds another model" in refusal(holotrain.load, "mine", model=Net(9))
     assert "holds another model" in refusal(holotrain.load, run, model=Net())
 

@@ -57,7 +57,8 @@ def check_classes(config: RunConfig, data: pl.LightningDataModule, path: Path) -
     there, here = described.get("class_names"), class_names(config, data)
     if there != here:
         unlike = next(((a, b) for a, b in zip_longest(there or (), here or ()) if a != b), (there, here))
-        raise UserError(f"data: {path} was trained on other classes: {unlike[0]!r} there, {unlike[1]!r} in these data")
+        one, other = ("no more" if name is None else repr(name) for name in unlike)
+        raise UserError(f"data: {path} was trained on other classes: {one} there, {other} in these data")
 
 
 def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:

@@ -277,8 +277,8 @@ def require_trusted(
             continue
         if target == PYTHON_OBJECT:
             raise UserError(
-                f"ckpt_path: {path} was trained with an object of Python code as {where}; give it to holotrain.fit or "
-                f"holotrain.test as {where}=..."
+                f"ckpt_path: {path} was trained with an object of Python code as {where}; give it to holotrain.fit, test "
+                f"or validate in Python as {where}=..., or call the model of holotrain.load(..., model=...)"
             )
         raise UserError(
             f"ckpt_path: {path} names {target!r} as {where}, but neither the command line nor a file in conf or "

@@ -150,7 +150,7 @@ def parse(argv: list[str]) -> Arguments:
             near = did_you_mean(flag, VALUED | BARE | HELP)
             raise UserError(f"{word!r} is not a flag; options are written key=value, such as trainer.max_epochs=3.{near}")
         elif not key_of(word) or ("=" not in word and not word.startswith("~")):
-            raise UserError(f"{word!r} is not an override; write group=option or key=value")
+            raise UserError(f"{word!r} is not an override; write group=option or key=value, without spaces around =")
         else:
             arguments.words.append(word)
             arguments.overrides.append(_verbatim(word))
@@ -218,7 +218,7 @@ def explained(error: Exception, arguments: Arguments) -> UserError:
         quoted = "close all brackets, and quote a value with special characters, such as \"key='a{b'\""
         return UserError(f"{error.override}: write key=value without spaces around =; {quoted}")
     if "Ambiguous value" in str(error):
-        return UserError(f"{first_line(error)}; to run a sweep over several values, add -m")
+        return UserError(f"{first_line(error)}; to run a sweep over several values, add -m; a list has brackets: key=[a,b]")
     if unknown := re.search(r"Could not (?:override|delete from config\.) '([\w./@-]+)'", str(error)):
         return _unknown_key(unknown[1], arguments)
     key, text = getattr(cause, "full_key", None) or "", first_line(cause)

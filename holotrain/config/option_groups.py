@@ -163,7 +163,8 @@ def check_together(task: ObjectConfig, model: ObjectConfig | None, data: ObjectC
     models, of = fitting
     if is_a(data, IMAGES, TEXT) and not is_a(data, of):
         kind = "images" if of == IMAGES else "text"
-        raise UserError(f"data: {task.name} learns from {kind}, which {data.name} does not have")
+        others = " or ".join(f"task={TASK_OPTIONS[each]}" for each in FIT if is_a(data, FIT[each][1]))
+        raise UserError(f"data: {task.name} learns from {kind}, which {data.name} does not have; use other data, or {others}")
     trainers = [each for each, (theirs, _) in FIT.items() if is_a(model, *theirs)]
     if model is not None and trainers and not is_a(model, *models):
         theirs = " or ".join(f"task={TASK_OPTIONS[each]}" for each in trainers)

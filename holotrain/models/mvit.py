@@ -241,7 +241,7 @@ class PoolingAttention(nn.Module):
     ) -> None:
         super().__init__()
         if dim_out % heads:
-            raise ValueError(f"dim must be a multiple of heads, but {dim_out} is not a multiple of {heads}")
+            raise ValueError(f"heads must divide dim, but {dim_out} is not a multiple of {heads}")
         if size % kv_stride:
             raise ValueError(f"{size}x{size} tokens cannot be pooled evenly by a kv stride of {kv_stride}")
         self.heads = heads

@@ -226,7 +226,7 @@ class WindowAttention(nn.Module):
     ) -> None:
         super().__init__()
         if dim % heads:
-            raise ValueError(f"dim must be a multiple of heads, but {dim} is not a multiple of {heads}")
+            raise ValueError(f"heads must divide dim, but {dim} is not a multiple of {heads}")
         self.heads = heads
         self.window = min(window, size)
         self.shift = window // 2 if shifted and window < size else 0

@@ -75,7 +75,7 @@ def adamw_low_bit(
     """AdamW with averages in 8 bits (Dettmers et al., 2022), 4 bits (Li et al., 2023) or FP8 (E4M3), of torchao.
 
     Args:
-        bits: of an entry of the averages; fp8 is E4M3
+        bits: of each entry of the two averages; fp8 is E4M3
         lr: peak learning rate
         betas: decay rates of the running averages of the gradient and its square
         eps: term added to the denominator

@@ -24,6 +24,7 @@ TABLES = {
         (f"report {LONG}", "File name too long"),
         ("report run too=page.html", "Did you mean 'to'?"),
         ("fit word", "'word' is not an override; write group=option or key=value"),
+        ("fit optimizer.lr = 1", "'optimizer.lr' is not an override; write group=option or key=value, without spaces"),
         ("fit =3", "'=3' is not an override"),
         ("fit ~", "'~' is not an override"),
         ("fit --hlp", "Did you mean '--help'?"),

@@ -102,7 +102,7 @@ class TextDataModule(LoadingModule):
         if streaming and layout != "packed":
             raise ValueError("streaming needs packed text: task=causal_lm")
         if streaming and tokenizer == "bpe" and tokenizer_json is None:
-            raise ValueError("streaming needs a tokenizer that is trained: byte, or the path of a tokenizer.json")
+            raise ValueError("streaming needs a tokenizer that is trained: byte, or a tokenizer.json, as exports have")
         self.layout, self.labels, self.context, self.batch_size, self.asked_unit = layout, labels, context, batch_size, unit
         self.max_tokens, self.bucketing, self.multiple = max_tokens, bucketing, pad_to_multiple_of
         self.fractions, self.trained_size = (val_fraction, test_fraction), vocab_size

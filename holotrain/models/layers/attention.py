@@ -150,7 +150,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         if dim % heads:
-            raise ValueError(f"dim must be a multiple of heads, but {dim} is not a multiple of {heads}")
+            raise ValueError(f"heads must divide dim, but {dim} is not a multiple of {heads}")
         self.heads = heads
         self.width = dim // heads
         self.attention_dropout = attention_dropout
