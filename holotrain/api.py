@@ -30,7 +30,7 @@ from holotrain.config import checkpointed
 from holotrain.config.command_options import COMMANDS, ExportConfig, PlanConfig, RunConfig
 from holotrain.config.composition import checkpoint_path, relative_to_cwd, run_folder
 from holotrain.config.given import PYTHON_OBJECT, PythonObject, full_name
-from holotrain.config.option_groups import MODEL_OPTIONS, default_backward
+from holotrain.config.option_groups import MODEL_OPTIONS, OBJECT_GROUPS, default_backward
 from holotrain.config.start import compose
 from holotrain.config.structured import structured, to_container
 from holotrain.errors import UserError, naming_group
@@ -293,7 +293,7 @@ def _prepared(command: str, config: RunConfig | None, objects: dict[str, object]
     for group, thing in objects.items():
         if not isinstance(thing, OBJECTS[group]):
             raise UserError(f"{group}: expected a {OBJECTS[group].__name__}, got {type(thing).__name__}")
-    for name in ("batch_size", "max_tokens"):
+    for name in OBJECT_GROUPS["data"].or_auto:
         if getattr(objects.get("data"), name, None) == "auto":
             raise UserError(f"data: {name}='auto' is for data that are named, as in overrides=['data=...']; give a number")
     if isinstance(objects.get("model"), pl.LightningModule):

@@ -147,8 +147,8 @@ def _summary(config: FitConfig, run: Run, trainer: pl.Trainer, task: pl.Lightnin
     summary.metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     if best := callbacks.get(BestValue):
         summary.monitor, summary.mode = best.checkpoint.monitor, best.checkpoint.mode
-        value = best.checkpoint.best_model_score if best.value is None else best.value  # None without a validation in this run
-        summary.metrics[best.tag] = math.nan if value is None else float(value)
+        value = best.best_so_far()
+        summary.metrics[best.tag] = math.nan if value is None else value
     summary.epochs, summary.steps = trainer.current_epoch, trainer.global_step
     if throughput is not None:
         summary.samples_per_second, summary.step_seconds = throughput.samples_per_second, throughput.step_seconds

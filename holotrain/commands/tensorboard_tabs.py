@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from tensorboard.compat.proto import summary_pb2
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+from torch import Tensor
 
 from holotrain.callbacks import (
     DriftMonitor,
@@ -62,12 +63,16 @@ class BestValue(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        known = [self.value, self.checkpoint.best_model_score, trainer.callback_metrics.get(self.checkpoint.monitor)]
-        known = [float(value) for value in known if value is not None and math.isfinite(value)]
-        if known:
-            self.value = max(known) if self.checkpoint.mode == "max" else min(known)
+        self.value = self.best_so_far(trainer.callback_metrics.get(self.checkpoint.monitor))
+        if self.value is not None:
             for logger in trainer.loggers:
                 logger.log_metrics({self.tag: self.value}, step=trainer.global_step)
+
+    def best_so_far(self, latest: Tensor | None = None) -> float | None:
+        """The best finite value, that of an earlier part of the training and the latest included; None: there is none."""
+        known = [value for value in (self.value, self.checkpoint.best_model_score, latest) if value is not None]
+        finite = [float(value) for value in known if math.isfinite(value)]
+        return (max if self.checkpoint.mode == "max" else min)(finite, default=None)
 
 
 def log_start(

@@ -5,7 +5,7 @@ Nothing here imports torch, so that ``--help`` is fast. The string below a field
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeGuard, TypeVar
@@ -163,13 +163,16 @@ def check_together(task: ObjectConfig, model: ObjectConfig | None, data: ObjectC
     models, of = fitting
     if is_a(data, IMAGES, TEXT) and not is_a(data, of):
         kind = "images" if of == IMAGES else "text"
-        others = " or ".join(f"task={TASK_OPTIONS[each]}" for each in FIT if is_a(data, FIT[each][1]))
+        others = _options(each for each in FIT if is_a(data, FIT[each][1]))
         raise UserError(f"data: {task.name} learns from {kind}, which {data.name} does not have; use other data, or {others}")
     trainers = [each for each, (theirs, _) in FIT.items() if is_a(model, *theirs)]
     if model is not None and trainers and not is_a(model, *models):
-        theirs = " or ".join(f"task={TASK_OPTIONS[each]}" for each in trainers)
         names = " or ".join(target.rpartition(".")[2] for target in models)
-        raise UserError(f"model: {task.name} trains {names}, not {model.name}; use another model, or {theirs}")
+        raise UserError(f"model: {task.name} trains {names}, not {model.name}; use another model, or {_options(trainers)}")
+
+
+def _options(tasks: Iterable[str]) -> str:
+    return " or ".join(f"task={TASK_OPTIONS[each]}" for each in tasks)
 
 
 IN_BACKWARD = "in_backward"

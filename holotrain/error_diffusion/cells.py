@@ -176,9 +176,8 @@ class ErrorDiffusionNetwork(nn.Module):
         require_at_least(1e-6, u0=u0)
         require_one_of((*RULES, BACKPROPAGATION), rule=rule)
         given: dict[str, Any] = {"constants": constants, "initialization": initialization, "output_rate": output_rate}
-        chosen = PUBLISHED[rule] | {name: value for name, value in given.items() if value is not None}
-        constants, initialization = chosen["constants"], chosen["initialization"]
-        self.output_rate = chosen["output_rate"]
+        chosen = PUBLISHED[rule]._replace(**{name: value for name, value in given.items() if value is not None})
+        constants, initialization, self.output_rate = chosen
         require_one_of(INITIALIZATIONS, initialization=initialization)
         require_at_least(0, output_rate=self.output_rate)
         if rule == BACKPROPAGATION and self.output_rate != 1:

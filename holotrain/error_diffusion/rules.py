@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,13 +41,24 @@ RULES: dict[str, Callable[..., Tensor]] = {"kaneko": kaneko, "article": article}
 """By name. Signed activities (..., B, C) and the error (..., B, 1) -> what sources learn, (..., B, C), in ``out`` if given."""
 
 
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "kaneko": {"constants": (0.8, -0.8), "initialization": "uniform", "output_rate": 1.0},
-    "article": {"constants": (1.0,), "initialization": "normal", "output_rate": 1.25},
-    BACKPROPAGATION: {"constants": (), "initialization": "scaled", "output_rate": 1.0},
+class Published(NamedTuple):
+    """What goes with a rule where it was published, beside alpha = 0.8 at every step.
+
+    constants: signed activities of the constant cells. initialization: of the weights. output_rate: alpha of the weights to the
+    outputs divided by alpha elsewhere.
+    """
+
+    constants: tuple[float, ...]
+    initialization: str
+    output_rate: float
+
+
+PUBLISHED = {
+    "kaneko": Published((0.8, -0.8), "uniform", 1.0),
+    "article": Published((1.0,), "normal", 1.25),
+    BACKPROPAGATION: Published((), "scaled", 1.0),
 }
-"""By rule, the arguments of the network with which it was published, beside alpha = 0.8 at every step. Kaneko's program has a
-pair of constant cells with output 0.8; the bias of the article is a cell with output 1."""
+"""By rule. Kaneko's program has a pair of constant cells with output 0.8; the bias of the article is a cell with output 1."""
 
 
 def slope(activities: Tensor, out: Tensor | None = None) -> Tensor:

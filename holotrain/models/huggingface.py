@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from holotrain.files import read_json, write_json
 from holotrain.models.checkpoint_files import CONFIG, IN_A_FOLDER
 from holotrain.models.foreign import Foreign, foreign_weights
-from holotrain.models.pretrained import image_positions, take_over
+from holotrain.models.pretrained import image_positions, require_half, take_over
 from holotrain.targets import first_line, needed, targets
 
 HEADS = {
@@ -186,9 +186,7 @@ class HuggingFace(Foreign):
                 fitted = image_positions(tensor, here[name], True, True)
                 (new.add if fitted.shape != here[name].shape else resized.append)(name)
                 weights[name] = here[name] if name in new else fitted
-        if 2 * len(new) > len(here):
-            there = f"they have {len(here) - len(new)} of the {len(here)} tensors of this model"
-            raise ValueError(f"the weights of {source} do not fit: {there}")
+        require_half(new, here, source)
         loaded = take_over(self.model.state_dict(keep_vars=True), weights, source)
         kept = tuple(name for name in loaded.loaded if name not in new)
         strange = tuple(report["unexpected_keys"])

@@ -298,13 +298,18 @@ def take_over(own: Mapping[str, Tensor], given: Weights, source: str, head: Coll
             raise ValueError(f"the weights of {source} do not fit: {name} is {there} there and {here} in this model")
     reached = {id(own[name]) for name in loaded}  # one tensor may have several names
     missing = tuple(name for name in own if id(own[name]) not in reached and name not in left_out)
-    if 2 * len(missing) > len(own):
-        there = f"they have {len(own) - len(missing)} of the {len(own)} tensors of this model"
-        raise ValueError(f"the weights of {source} do not fit: {there}")
+    require_half(missing, own, source)
     with torch.no_grad():
         for name in loaded:
             own[name].copy_(given[name])
     return Loaded(source, loaded, missing, tuple(name for name in given if name not in own), left_out, ())
+
+
+def require_half(missing: Collection[str], own: Mapping[str, Tensor], source: str) -> None:
+    """Raises a ValueError if more than half of a model's own tensors are missing in the weights."""
+    if 2 * len(missing) > len(own):
+        there = f"they have {len(own) - len(missing)} of the {len(own)} tensors of this model"
+        raise ValueError(f"the weights of {source} do not fit: {there}")
 
 
 def _source(weights: Weights) -> Source:
