@@ -271,7 +271,10 @@ WRONG = [
     ("callbacks.driift.threshold=1", "callbacks.driift: there is no 'driift' in callbacks; a new one needs callb"),
     ("logger.tensorboard.save_dir=x", "logger.tensorboard.save_dir: there is no 'save_dir' in logger.tensorboard"),
     ("task=causal_lm model=rev_vit_tiny", "not RevViT; use another model, or task=image_classification"),
-    ("task=masked_lm data=digits", "does not have; use other data, or task=error_diffusion or task=image_"),
+    (
+        "task=masked_lm data=digits",
+        "data: MaskedLM learns from text, which Digits does not have; use other data, or task=error_diffusion or task=image_",
+    ),
     ("task=causal_lm model.trained=head", "model.trained=head: CausalLM shares its head with the embedding"),
     ("model.trained=adapters", "model.trained=adapters: the model has no adapters; give their width"),
     ("model=swin_tiny model.depths=[]", "model: depths and heads need one number"),
