@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch._C._autograd import _pop_saved_tensors_default_hooks as _pop_hooks
 from torch._C._autograd import _push_saved_tensors_default_hooks as _push_hooks
-from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -224,12 +223,19 @@ class _Saver(torch.autograd.Function):
         return anchor.new_empty(0)
 
 
-def kept(*tensors: Tensor) -> BackwardCFunction:
-    """A node whose ``saved_tensors`` are the tensors, or an error if they were changed in place.
+class Saved:
+    """Some tensors, saved as autograd saves: an outer recomputation, in whose branch this one runs, discards and recomputes them."""
 
-    They are saved as autograd saves: an outer recomputation, in whose branch this one runs, discards and recomputes them.
-    """
-    return _Saver.apply(torch.empty(0, requires_grad=True), *(tensor.detach() for tensor in tensors)).grad_fn
+    def __init__(self, *tensors: Tensor) -> None:
+        # The whole result is held: before torch 2.14 a node lets go of what it saved when its result is gone.
+        self._result = _Saver.apply(torch.empty(0, requires_grad=True), *(tensor.detach() for tensor in tensors))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """
+        Raises:
+            RuntimeError: one of them was changed in place.
+        """
+        return self._result.grad_fn.saved_tensors
 
 
 def checkpointed(module: nn.Module, x: Tensor, *, name: str | None = None, **keywords: Any) -> Any:
@@ -248,9 +254,9 @@ def checkpointed(module: nn.Module, x: Tensor, *, name: str | None = None, **key
 
 def from_stored(branch: Branch, source: Tensor) -> Any:
     """The branch's output; the branch is recomputed in the backward from the source, which is kept."""
-    return branch.run(source, partial(_supply_from, kept(source)))
+    return branch.run(source, partial(_supply_from, Saved(source)))
 
 
-def _supply_from(stored: BackwardCFunction, branch: Branch) -> None:
+def _supply_from(stored: Saved, branch: Branch) -> None:
     with torch.inference_mode(False):  # a backward may be called in it
-        branch.saved[:] = branch.run_again(*stored.saved_tensors, output=False)[1]
+        branch.saved[:] = branch.run_again(*stored.tensors(), output=False)[1]

@@ -21,12 +21,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch._C._autograd import _get_current_graph_task_keep_graph
-from torch.autograd.function import BackwardCFunction
 
 from holotrain.reversible.backward_schedules import Schedule
 from holotrain.reversible.block import Coupling, Run, Storing
 from holotrain.reversible.reads import is_sharded
-from holotrain.reversible.recomputation import Branch, from_stored, kept
+from holotrain.reversible.recomputation import Branch, Saved, from_stored
 from holotrain.reversible.replay import Call, has_no_data
 
 _no_room: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -120,14 +119,14 @@ class Tape:
         # What ``branches[_position]``, the next to be rebuilt, wrote and read.
         self._streams: tuple[Tensor, ...] = ()
         self._complete, self._position = False, -1
-        self._end: BackwardCFunction | None = None
+        self._end: Saved | None = None
         self._task = -1
         self._current: tuple[_Rebuilt, Tensor] | None = None
         self._early: tuple[_Rebuilt, list[Tensor], tuple[Tensor, ...], Any] | None = None
 
     def complete(self, written: Tensor, read: Tensor) -> None:
         """At the end of the forward, with the streams of the last branch."""
-        self._end, self._complete = kept(written, read), True
+        self._end, self._complete = Saved(written, read), True
 
     def supply(self, branch: _Rebuilt) -> None:
         """Has ``branch.saved`` filled: rebuilds the streams down to the branch."""
@@ -171,7 +170,7 @@ class Tape:
             return  # an earlier backward, which did not retain the graph, has advanced the tape to here
         for branch in self.branches:
             branch.saved.clear()
-        self._streams, self._position = self._end.saved_tensors, len(self.branches) - 1
+        self._streams, self._position = self._end.tensors(), len(self.branches) - 1
         self._current, self._early = None, None
         self._side = side_of(self._streams[0])
         if task != -1 and not _get_current_graph_task_keep_graph():
