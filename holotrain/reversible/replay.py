@@ -233,6 +233,16 @@ class Call:
         """After the last branch: notices random numbers of Python or NumPy that no branch was known to use."""
         self.drew_unexpectedly = _global_marks() != self._marks
 
+    def settle(self) -> None:
+        """After a branch: takes over settings that it changed, since it has computed with them.
+
+        The first use of an operator may do so: on Hopper and Blackwell the first attention of a process puts cuDNN's kernel
+        before the others (``priority_order`` in PyTorch's sdp_utils.cpp), and uses it at once.
+        """
+        present = _Settings.present(self.settings.kinds)
+        if present != self.settings:
+            self.settings = present
+
     def as_now(self) -> bool:
         """Whether the settings are now as they were."""
         return _Settings.present(self.settings.kinds) == self.settings
@@ -278,7 +288,8 @@ class Replay:
             yield
 
     def settle(self) -> None:
-        """After the run: keeps the state of the generators that were used."""
+        """After the run: keeps the state of the generators that were used, and the settings."""
+        self._call.settle()
         before, self._states, after = self._states, [], []
         for then in before:
             now = then[0].get()

@@ -11,11 +11,12 @@ import torch
 from compared import assert_equal
 from engine_cases import ENGINES, F64, WIDTH, Branch, relative_error, sequence
 from torch import nn
+from torch.backends import cuda as kernels
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, replay
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, replay
 from holotrain.reversible.grid import FixedPointGrid
 
 every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
@@ -762,3 +763,67 @@ def test_libraries_choose_in_the_recomputation_as_in_the_forward(monkeypatch, ba
     assert branch.seen[0][0][0] == SDPBackend.MATH.value and branch.seen[0][1:] == (False, True, F64)
     assert torch.get_default_dtype() == torch.float32
     assert torch._C._get_sdp_priority_order() == default and torch.backends.cudnn.benchmark
+
+
+CUDNN, FLASH, EFFICIENT, MATH, OTHER = 3, 1, 2, 0, 4
+
+
+def put_cudnn_first():
+    torch._C._set_sdp_priority_order([CUDNN, FLASH, EFFICIENT, MATH, OTHER])
+
+
+CHANGES = {
+    "order of attention": (put_cudnn_first, lambda: torch._C._get_sdp_priority_order()[0] == CUDNN),
+    "flash attention": (lambda: kernels.enable_flash_sdp(False), lambda: not kernels.flash_sdp_enabled()),
+    "cuDNN's attention": (lambda: kernels.enable_cudnn_sdp(False), lambda: not kernels.cudnn_sdp_enabled()),
+    "default dtype": (lambda: torch.set_default_dtype(F64), lambda: torch.get_default_dtype() == F64),
+}
+"""What the first use of an operator may change, and whether it has."""
+
+
+class FirstUse(nn.Module):
+    """The first one that runs changes a setting, as attention does on Hopper. Each kernel saves tensors of its own."""
+
+    def __init__(self, changes, kernel):
+        super().__init__()
+        self.inner, self.changes, self.kernel = nn.Linear(WIDTH, WIDTH, dtype=F64), changes, kernel
+
+    def forward(self, x):
+        if self.changes:
+            self.changes.pop()()
+        hidden = self.inner(x)
+        return x + (hidden.sin() * hidden.cos() if self.kernel() else hidden.exp()) / 4
+
+
+@pytest.fixture
+def restored_settings():
+    order, before = torch._C._get_sdp_priority_order(), [allowed() for allowed, _ in replay._KERNELS]
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch._C._set_sdp_priority_order(order)
+    for (_, allow), allowed in zip(replay._KERNELS, before, strict=True):
+        allow(allowed)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("backward", ["reversible", "pareprop", "checkpoint", "make_reversible"])
+def test_the_first_use_of_an_operator_may_change_a_setting(backward, change, restored_settings):
+    change, kernel = CHANGES[change]
+
+    def gradients(backward, *changes):
+        changes = [*changes]
+        torch.manual_seed(0)
+        blocks = [FirstUse(changes, kernel) for _ in range(6)]
+        if made_reversible:
+            net = make_reversible(nn.Sequential(nn.Sequential(*blocks)), "0", backward=backward)
+            torch.manual_seed(1)
+            loss = net(streams()[0]).square().sum()
+        else:
+            net = ReversibleSequence([ReversibleBlock(*blocks[at : at + 2]) for at in (0, 2, 4)], backward)
+            loss = loss_of(net)
+        return torch.autograd.grad(loss, list(net.parameters()))
+
+    made_reversible = backward == "make_reversible"
+    ours = gradients("reversible" if made_reversible else backward, change)
+    assert kernel()
+    assert relative_error(ours, gradients("autograd")) <= 1e-12  # all of it as after the change
