@@ -19,6 +19,8 @@ from holotrain.optimizers import CombinedOptimizer, InBackward
 from holotrain.planning import ALLOCATORS, fake_parameters
 from holotrain.planning.tracker import AllocationTracker
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
+from holotrain.reversible.checks import RebuildChecks
+from holotrain.reversible.grid import FixedPointGrid
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.tasks import optimizer_functions
 
@@ -188,3 +190,18 @@ def test_optimizers(work, name, inside):
     kept = [tensor for state in optimizer.state.values() for tensor in state.values() if isinstance(tensor, torch.Tensor)]
     assert all(tensor.device == CUDA for tensor in kept if tensor.dim()) and kept
     assert work.waits == [] or name == "adafactor"  # torch's own reads the norm of every parameter
+
+
+def test_checks_and_grids_do_not_wait_for_the_device(work, monkeypatch):
+    monkeypatch.setattr("holotrain.reversible.grid.has_no_data", lambda tensor: False)
+    stream = torch.zeros(4, 8, device=CUDA)
+    grid = FixedPointGrid().to(CUDA)
+    grid.known = True
+    call = grid.in_call(torch.float32)
+    checks = RebuildChecks("blocks")
+    checks.begin()
+    for each in (None, call):
+        checks.of_blocks(call.entered(stream), each).compare(stream, stream)
+    grid.follow(call)
+    assert len(checks.errors) == 2 and not work.waits
+    assert all(error.device == CUDA for error in checks.errors) and grid.step.device == CUDA

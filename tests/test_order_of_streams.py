@@ -4,6 +4,7 @@ See paper_gpu.py for what that shows and what it cannot. The results are compare
 """
 
 import sys
+import warnings
 from functools import partial
 from types import SimpleNamespace
 
@@ -30,7 +31,7 @@ from holotrain.overlap import (
     row_parallel_linear,
     signals,
 )
-from holotrain.reversible import GraphedStep
+from holotrain.reversible import GraphedStep, ReversibleBlock, ReversibleSequence
 from holotrain.reversible.graphs import WARM_UPS
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.synthesis.delayed import Delayed
@@ -109,13 +110,26 @@ def test_the_engine(on_paper, backward):
     )
 
 
-def test_the_exact_grid_reports_what_has_arrived(on_paper):
-    net = sequence(2).float()
-    net = type(net)([*net.blocks], "pareprop", exact=30).to("cuda")  # streams of at most 2^-6
-    x = torch.full((2, WIDTH), 0.5, device="cuda")
-    sum(net(x, x)).sum().backward()
-    with pytest.warns(UserWarning, match="beyond"):  # by the second forward
+class Scaled(nn.Module):
+    scale = 1.0
+
+    def forward(self, x):
+        return self.scale * x.sin()
+
+
+@pytest.mark.parametrize("backward", ["reversible", "pareprop"])
+def test_what_is_rebuilt_wrongly_is_said_when_the_next_step_begins(on_paper, backward):
+    net = ReversibleSequence([ReversibleBlock(Scaled(), Scaled()) for _ in range(3)], backward)
+    x = torch.linspace(-1, 1, 6, device="cuda").requires_grad_()
+    total = sum(net(x, x.tanh())).sum()
+    for block in net.blocks:
+        block.f.scale = block.g.scale = 2.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        total.backward()
+    with pytest.warns(UserWarning, match="From the next step on the blocks keep their inputs"):
         net(x, x)
+    assert net.checks.failed
 
 
 @pytest.mark.parametrize("backward", ["autograd", *ENGINES[:3]])
@@ -339,11 +353,8 @@ def a_graphed_step(machine, monkeypatch):
     step(torch.ones(2, WIDTH, dtype=torch.float64, device="cuda")).item()
 
 
-def a_grid(machine, monkeypatch):
-    net = sequence(1)
-    net = type(net)([*net.blocks], exact=30).to("cuda")
-    for _ in range(2):
-        net(*torch.ones(2, 3, WIDTH, dtype=torch.float64, device="cuda"))
+def a_check(machine, monkeypatch):
+    engine(2, "reversible", "cuda")
 
 
 def the_engine(machine, monkeypatch):
@@ -377,7 +388,7 @@ MISTAKES = {
     "gradients are let go of": (a_split_synthesis, ["record_stream", "wait_event"], r"side stream \d still uses"),
     "gradients are read too early": (a_split_synthesis, [(Delayed, "_compute", at_once)], r"the thread reads what side stream"),
     "gradients are overwritten": (a_split_synthesis, ["wait_event"], r"the default stream overwrites what side stream"),
-    "the grid is read too early": (a_grid, ["synchronize"], r"tolist on the host reads what the default stream"),
+    "a check is read too early": (a_check, ["synchronize"], r"tolist on the host reads what the default stream"),
     "a sum is read too early": (a_layer, ["wait_event"], r"the default stream reads what side stream"),
     "what is sent is let go of": (
         a_layer_that_scatters,

@@ -1,6 +1,5 @@
 """Monitors of one kind of model or data: reversible stacks, error diffusion networks, padded texts."""
 
-import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,56 +8,29 @@ from torch import Tensor
 
 from holotrain.callbacks.monitor import Monitor, log_scalars, replays
 from holotrain.error_diffusion import BACKPROPAGATION, ErrorDiffusionNetwork, alignment, dead_cells, sign_violations
-from holotrain.numeric import require_at_least
-from holotrain.reversible import ReversibleSequence, ReversibleStack, stacks_in
+from holotrain.reversible import ReversibleSequence, stacks_in
 
 
 class DriftMonitor(Monitor):
-    """Logs the relative reconstruction error of the input of every reversible sequence, for any Lightning Trainer.
+    """Logs how well activations are rebuilt, for any Lightning Trainer.
 
-    In one of every n steps, it keeps a sample of a few thousand entries in the forward and compares it with the recomputed
-    values in the backward. The other steps have no overhead.
+    Every backward of reversible blocks checks this, with a sample of a few thousand entries; see
+    :mod:`holotrain.reversible.checks`, which warns where it must.
 
     Args:
-        every_n_steps: n, in optimizer steps; None: the trainer's ``log_every_n_steps``; 0: never.
-        threshold: relative error above which a warning is shown, once.
+        every_n_steps: logs one of every n optimizer steps; None: the trainer's ``log_every_n_steps``; 0: never.
 
-    Logs ``reversible/drift``: the norm of the difference divided by the norm of the sample, the maximum over all sequences.
-    Logs nothing if no sequence recomputes, or if the step is replayed as a CUDA graph.
+    Logs ``reversible/drift``: the relative error of the rebuilt stream that the first blocks read, the maximum over all
+    sequences and stacks; 0 if it is exact. Logs nothing if no sequence recomputes, or if the step is replayed as a CUDA graph.
     """
 
-    def __init__(self, every_n_steps: int | None = None, threshold: float = 1e-2) -> None:
-        super().__init__(every_n_steps)
-        require_at_least(0, threshold=threshold)
-        self.threshold = threshold
-        self._watched: list[ReversibleSequence | ReversibleStack] = []
-        self._warned = False
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        if self.measures(trainer) and not replays(pl_module):
-            found = (module for module in pl_module.modules() if isinstance(module, ReversibleSequence))
-            self._watched = [*found, *stacks_in(pl_module)]
-            for sequence in self._watched:
-                sequence.input_checks = []
-
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        input_checks = [check for sequence in self._watched for check in sequence.input_checks or ()]
-        for sequence in self._watched:
-            sequence.input_checks = None
-        self._watched = []
-        drifts = [check.drift for check in input_checks if check.drift is not None]
-        if not drifts:
+        if not self.measures(trainer) or replays(pl_module):
             return
-        drift = torch.stack(drifts).max().item()
-        log_scalars(trainer, {"reversible/drift": drift}, trainer.global_step)
-        if drift > self.threshold and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"recomputed activations have a relative error of {drift:.2g}, so gradients are inaccurate: use exact=True "
-                "(backward.exact=true) for bit-exact recomputation, or reduce the error by a higher precision "
-                "(trainer.precision=32-true) or by storing more blocks (backward.store)",
-                stacklevel=2,
-            )
+        found = (module for module in pl_module.modules() if isinstance(module, ReversibleSequence))
+        errors = [error for each in (*found, *stacks_in(pl_module)) for error in each.checks.errors]
+        if errors:
+            log_scalars(trainer, {"reversible/drift": torch.stack(errors).max().item()}, trainer.global_step)
 
 
 class ErrorDiffusionMonitor(Monitor):

@@ -39,12 +39,13 @@ from holotrain.data import ByteTokenizer, tokenizer_from_json
 from holotrain.errors import UserError, naming_group
 from holotrain.models import compile_blocks
 from holotrain.models.adapters import PEFT, add_adapters, add_peft, freeze
-from holotrain.models.block_schedules import schedule_blocks, set_backward
+from holotrain.models.block_schedules import schedule_blocks, sequences, set_backward
 from holotrain.models.building import allocated, bounded
 from holotrain.models.checkpoint_files import read_weights
 from holotrain.models.foreign import Foreign
 from holotrain.models.pretrained import load_pretrained
 from holotrain.optimizers.stepping import InBackward
+from holotrain.reversible import ReversibleSequence, ReversibleStack
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.targets import instantiate, is_of, needed
 from holotrain.tasks.optimizer_functions import decay_groups
@@ -127,6 +128,9 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
             if backward.exact:
                 raise ValueError(f"{config.model.name} takes no option exact")
             set_backward(model, backward.kind, backward.store, backward.keep)
+        for run in sequences(model):
+            if isinstance(run, ReversibleSequence | ReversibleStack):
+                run.checks.on_mismatch = backward.on_mismatch
     except ValueError as error:
         if backward.blocks:
             raise UserError(f"backward.blocks: {error}; use backward.blocks=[] to choose them again") from error

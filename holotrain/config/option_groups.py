@@ -21,6 +21,7 @@ PLAIN = ("autograd", "checkpoint")
 
 SCHEDULES = (*PLAIN, "reversible", "pareprop")
 AUTO = "auto"
+ON_MISMATCH = ("store", "error")
 
 
 @dataclass
@@ -43,6 +44,9 @@ class BackwardConfig:
     keep: Sequence[str] = ()
     """results to store instead of recomputing: [attention], [matmul] (with it), or operators such as aten.mm.default"""
 
+    on_mismatch: str = "store"
+    """what follows if activations are rebuilt wrongly: store: a warning, and block inputs are stored from then on; error"""
+
     cuda_graph: bool = False
     """capture forward and backward as a CUDA graph; faster for small models, whose kernel launches dominate (GPU only)"""
 
@@ -53,6 +57,9 @@ class BackwardConfig:
         require_at_least(0, store=stored)
         if not isinstance(self.exact, bool):
             require_within(1, 52, closed=True, exact=self.exact)
+        one_of("backward.on_mismatch", self.on_mismatch, ON_MISMATCH)
+        if self.on_mismatch != ON_MISMATCH[0] and self.kind in PLAIN:
+            raise UserError(f"backward.on_mismatch: backward={self.kind} rebuilds nothing; use backward=reversible or pareprop")
         if stored != [0] and self.kind == "autograd":
             raise UserError("backward.store: backward=autograd already stores every block; use backward=reversible or pareprop")
         if self.blocks and self.kind != AUTO:

@@ -8,7 +8,6 @@ the grid. The gradient ignores the rounding (straight-through estimator).
 from __future__ import annotations
 
 import math
-import warnings
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,10 @@ from torch import Tensor, nn
 from holotrain.reversible.replay import has_no_data
 
 HEADROOM_BITS = 5
-"""On a grid that is chosen from the first batch, the streams may grow by a factor of 2^5."""
+"""A grid that is chosen leaves the streams room to grow by a factor of 2^5."""
+
+LEAST_HEADROOM_BITS, MOST_HEADROOM_BITS = 2, 8
+"""A grid that leaves less room than 2^2 after a step, or more than 2^8, is chosen anew for the next one."""
 
 
 def significand_bits(dtype: torch.dtype) -> int:
@@ -39,12 +41,20 @@ class Grid:
 
     Args:
         step: 0-dim tensor of the streams' dtype, a power of two 2^-k; the streams are multiples of it.
-        largest: 0-dim tensor that is updated with the largest magnitude of the streams.
+        follows: later calls have another grid if the streams outgrow this one.
+
+    Attributes:
+        largest: 0-dim tensor, the largest magnitude of the streams.
     """
 
-    def __init__(self, step: Tensor, largest: Tensor) -> None:
-        self.step = step
-        self._largest = largest
+    def __init__(self, step: Tensor, follows: bool) -> None:
+        self.step, self.follows = step, follows
+        self.largest = torch.zeros_like(step)
+
+    @property
+    def limit(self) -> Tensor:
+        """Up to which magnitude sums are exact."""
+        return self.step * 2.0 ** significand_bits(self.step.dtype)
 
     def round(self, x: Tensor) -> Tensor:
         """Rounds to multiples of the step; the gradient is unchanged."""
@@ -61,33 +71,27 @@ class Grid:
 
     def watch(self, stream: Tensor) -> None:
         """Updates the largest magnitude, on the device."""
-        if not stream.numel():
-            return
-        largest = torch.linalg.vector_norm(stream.detach(), ord=torch.inf)
-        self._largest.copy_(torch.maximum(self._largest, largest))
+        if stream.numel():
+            self.largest = torch.maximum(self.largest, torch.linalg.vector_norm(stream.detach(), ord=torch.inf))
 
 
 class FixedPointGrid(nn.Module):
-    """The grid of a sequence, chosen by the user or from the first batch.
+    """The grid of a sequence, chosen by the user or from the streams.
 
     Args:
         bits: k, for multiples of 2^-k; None: the finest grid that leaves :data:`HEADROOM_BITS` above the largest magnitude of
-            the streams in the first batch. The chosen grid is saved in the ``state_dict``.
-
-    If a stream grows beyond the grid, a warning says so once: on a CPU in the same forward, on other devices in a later one, so
-    that the host does not wait.
+            the streams in the first batch. Later it follows the streams (:meth:`follow`), and is saved in the ``state_dict``.
     """
 
     step: Tensor
-    _largest: Tensor
 
     def __init__(self, bits: int | None = None) -> None:
         super().__init__()
         self.register_buffer("step", torch.tensor(math.nan if bits is None else 2.0**-bits))
-        self.register_buffer("_largest", torch.zeros(()), persistent=False)
         self.known = bits is not None
-        self._reported = False
-        self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
+        self._follows = bits is None
+        # No buffer: DDP gives the buffers of the first process to all, whose streams may be smaller.
+        self._own: Tensor | None = None
 
     def choose(self, largest: float, dtype: torch.dtype, headroom: int = HEADROOM_BITS) -> None:
         """Chooses the grid for streams of this magnitude, which may grow by a factor of 2^headroom; zero leaves the choice to a
@@ -100,16 +104,13 @@ class FixedPointGrid(nn.Module):
             raise ValueError(
                 f"the streams of the first batch reach {largest}, so that no grid can be chosen from them; check the data"
             )
-        if largest == 0:
-            return  # sums of zeros are exact without a grid
-        exponent = math.ceil(math.log2(largest))
-        self.step.fill_(2.0 ** (exponent + headroom - significand_bits(dtype)))
-        self.known = True
+        if largest:  # sums of zeros are exact without a grid
+            self.set(_step_for(torch.tensor(largest, dtype=torch.float64), dtype, headroom))
 
-    @property
-    def largest(self) -> float:
-        """The largest magnitude of the streams so far."""
-        return self._largest.item()
+    def set(self, step: Tensor | float) -> None:
+        """Takes a step, a power of two."""
+        self.step.fill_(step)
+        self.known, self._own = True, None
 
     def in_call(self, dtype: torch.dtype) -> Grid:
         """The grid for one call on streams of ``dtype``.
@@ -120,41 +121,23 @@ class FixedPointGrid(nn.Module):
         if significand_bits(dtype) < 24:
             raise ValueError(f"exact needs streams of fp32 or fp64, not {dtype}; train under torch.autocast")
         step = self.step.to(dtype, copy=True)  # of this call: a broadcast may change it before the backward
-        return Grid(step, self._largest)
+        if self._own is not None and self._own.device == step.device:
+            step = torch.maximum(step, self._own.to(dtype))
+        return Grid(step, self._follows)
 
-    def report(self, dtype: torch.dtype, remedy: str = "use exact={bits}") -> None:
-        """Warns if a stream is known to have grown beyond the grid; does not wait for the device.
+    def follow(self, call: Grid) -> None:
+        """After a forward in training: chooses the grid anew if the streams came near its limit, or have become much smaller.
 
-        Args:
-            dtype: of the streams.
-            remedy: what to do about it; {bits} stands for the k of a grid that is coarse enough.
+        This is computed on the device, so the host does not wait, and what a checkpoint holds decides all that follows.
         """
-        if self._reported or has_no_data(self._largest):
+        if not self._follows or not self.known or has_no_data(call.step):
             return
-        if self._largest.device.type != "cuda":
-            self._compare(self._largest.item(), self.step.item(), dtype, remedy)
-        elif not torch.cuda.is_current_stream_capturing():
-            if self._arriving is None:
-                figures = torch.stack((self._largest, self.step))
-                host = torch.empty_like(figures, device="cpu", pin_memory=True).copy_(figures, non_blocking=True)
-                self._arriving = host, torch.cuda.current_stream().record_event()
-            elif self._arriving[1].query():
-                self._compare(*self._arriving[0].tolist(), dtype, remedy)
-                self._arriving = None
-
-    def _compare(self, largest: float, step: float, dtype: torch.dtype, remedy: str) -> None:
-        limit = step * 2.0 ** significand_bits(dtype)
-        if not largest < limit:
-            self._reported = True
-            if math.isfinite(largest):
-                remedy = remedy.format(bits=-math.ceil(math.log2(largest)) + significand_bits(dtype) - 1)
-            else:
-                remedy = "the training has diverged"
-            warnings.warn(
-                f"a stream reached {largest:.4g}, beyond {limit:.4g}, the limit of a grid of 2^{round(math.log2(step))}: "
-                f"the inverse is no longer exact; {remedy}",
-                stacklevel=4,
-            )
+        room = call.limit / call.largest
+        stays = (room >= 2**LEAST_HEADROOM_BITS) & (room <= 2**MOST_HEADROOM_BITS)
+        stays |= ~torch.isfinite(call.largest) | (call.largest == 0)
+        step = torch.where(stays, call.step, _step_for(call.largest, call.step.dtype, HEADROOM_BITS))
+        self.step.copy_(step)
+        self._own = step
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -164,10 +147,13 @@ class FixedPointGrid(nn.Module):
         rest = unexpected_keys, error_msgs
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, known_missing, *rest)
         missing_keys.extend(key for key in known_missing if key != prefix + "step")
-        self.known = not math.isnan(self.step.item())
-
-    def __getstate__(self):
-        return self.__dict__ | {"_arriving": None}
+        self.known, self._own = not math.isnan(self.step.item()), None
 
     def extra_repr(self) -> str:
         return f"step={self.step.item()}" if self.known and not self.step.is_meta else "step=chosen from the first batch"
+
+
+def _step_for(largest: Tensor, dtype: torch.dtype, headroom: int) -> Tensor:
+    """The step, a power of two, of the finest grid for streams of this magnitude, which may grow by a factor of 2^headroom."""
+    power = largest / torch.frexp(largest).mantissa  # the next power of two, exactly
+    return power * 2.0 ** (headroom - significand_bits(dtype))

@@ -23,6 +23,7 @@ def make_reversible(
     backward: str | Sequence[str] = "reversible",
     store: int | Collection[int] = 0,
     keep: str | Collection[str] = (),
+    on_mismatch: str = "store",
 ) -> nn.Module:
     """Makes a stack of blocks reversible, in place, so that training keeps almost nothing between them.
 
@@ -43,8 +44,8 @@ def make_reversible(
         split: returns the two residual branches of a block (attention and MLP, each with its norm) as modules of one argument.
             The blocks are then replaced by a :class:`ReversibleSequence` of two streams, which keeps nothing at all. That is
             another network with the same weights, to be trained anew.
-        backward, store, keep: as :class:`ReversibleSequence` takes them, with the blocks of each list counted by themselves;
-            ``backward="autograd"`` stores everything and computes the same.
+        backward, store, keep, on_mismatch: as :class:`ReversibleSequence` takes them, with the blocks of each list counted by
+            themselves; ``backward="autograd"`` stores everything and computes the same.
 
     Returns:
         the model.
@@ -63,10 +64,14 @@ def make_reversible(
     _require_each_once(lists)
     for name, found in lists.items():
         if split is None:
-            ReversibleStack([*found], bits, backward, store, keep)
+            ReversibleStack([*found], bits, backward, store, keep, name, on_mismatch)
         else:
             coupled = [ReversibleBlock(*split(block)) for block in found]
-            _replace(modules, name, TwoStream(ReversibleSequence(coupled, backward, store, keep=keep), found))
+            _replace(
+                modules,
+                name,
+                TwoStream(ReversibleSequence(coupled, backward, store, keep=keep, on_mismatch=on_mismatch), found),
+            )
     return model
 
 

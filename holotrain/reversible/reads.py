@@ -271,3 +271,9 @@ def is_sharded(kind: type[nn.Module]) -> bool:
     """Whether modules of this class gather their parameters in their call (FSDP2), so that they cannot run ahead of it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and issubclass(kind, fsdp.FSDPModule)
+
+
+def is_tensor_parallel(module: nn.Module) -> bool:
+    """Whether several processes hold the module's parameters."""
+    tensor = sys.modules.get("torch.distributed.tensor")  # without it there is no DTensor, and importing it takes time
+    return tensor is not None and any(isinstance(parameter, tensor.DTensor) for parameter in module.parameters())

@@ -66,8 +66,9 @@ class Branch:
         self._kept = Kept(keep) if keep else None
         if keep and any(map(is_compiled, parts)):
             raise ValueError("keep does not work with compiled branches; do not compile f and g, or set keep=()")
-        # Shape and dtype of the tensors that autograd would have saved in the forward.
-        self.kinds: list[tuple[torch.Size, torch.dtype]] = []
+        # Of each tensor that autograd would have saved in the forward: shape, dtype, and the parameter that it is, or a view or
+        # a cast of, by its address.
+        self.kinds: list[tuple[torch.Size, torch.dtype, int | None]] = []
         # The leaves that the forward saved and that are no parameters of the module, and their versions.
         self._leaves: list[tuple[Tensor, int]] = []
         # What autograd saved in the latest recomputation; None where the backward has taken it.
@@ -81,14 +82,15 @@ class Branch:
         """
         version, saved, kinds = source._version, self.saved, self.kinds
         # The graph holds the hooks, and must not hold the stream through them. The parameters are looked after already.
-        known, leaves = {id(source), *map(id, self._reads.tensors)}, self._leaves
+        known, leaves, own = {*map(id, self._reads.tensors)}, self._leaves, id(source)
 
         def pack(tensor: Tensor) -> int:
-            kinds.append(_kind_of(tensor))
-            if tensor.requires_grad:
-                leaf = tensor if tensor.is_leaf else tensor._base  # a product saves the transpose of its weight
-                if leaf is not None and leaf.is_leaf and id(leaf) not in known:
+            leaf = _leaf_of(tensor) if tensor.requires_grad else None
+            if leaf is not None and id(leaf) not in known:
+                if id(leaf) != own:
                     leaves.append((leaf, leaf._version))
+                leaf = None
+            kinds.append((*_kind_of(tensor), leaf if leaf is None else id(leaf)))
             return len(kinds) - 1  # all that the graph keeps of the tensor
 
         def unpack(number: int) -> Any:
@@ -185,14 +187,7 @@ class Branch:
             raise RuntimeError(
                 f"a tensor that {name} needs for its gradient was modified by an inplace operation after its use"
             )
-        kinds = [*map(_kind_of, saved)]
-        if kinds != self.kinds:
-            different = next((pair for pair in zip(self.kinds, kinds, strict=False) if pair[0] != pair[1]), "others")
-            raise RuntimeError(
-                f"{name} saved {counted(len(self.kinds), 'tensor')} for its gradient in the forward and {len(kinds)} in the "
-                f"recomputation ({different}), so it did something else; its forward must do the same whenever it runs on the "
-                "same input"
-            )
+        self._require_same_kinds(saved)
         learned.verified = True
         if self._leaves and any(tensor._version != version for tensor, version in self._leaves):
             raise RuntimeError(
@@ -201,6 +196,44 @@ class Branch:
             )
         update = update.detach() if isinstance(update, Tensor) else tree_map_only(Tensor, Tensor.detach, update)
         return update, saved
+
+    def _require_same_kinds(self, saved: list[Tensor]) -> None:
+        """
+        Raises:
+            RuntimeError: the recomputation saved other tensors than the forward, or other parameters.
+        """
+        name, known = type(self.module).__name__, {*map(id, self._reads.tensors)}
+        kinds = [*map(_kind_of, saved)]
+        before = [kind[:2] for kind in self.kinds]
+        if kinds != before:
+            different = next((pair for pair in zip(before, kinds, strict=False) if pair[0] != pair[1]), "others")
+            raise RuntimeError(
+                f"{name} saved {counted(len(before), 'tensor')} for its gradient in the forward and {len(kinds)} in the "
+                f"recomputation ({different}), so it did something else; its forward must do the same whenever it runs on the "
+                "same input"
+            )
+        for tensor, (_, _, parameter) in zip(saved, self.kinds, strict=True):
+            leaf = _leaf_of(tensor) if tensor.requires_grad else None
+            if parameter != (id(leaf) if id(leaf) in known else None):
+                raise RuntimeError(
+                    f"{name} read other parameters in the recomputation than in the forward, such as those of another adapter; "
+                    "change what is active after the backward"
+                )
+
+
+_SAME_WEIGHT = {"ToCopyBackward0", "TBackward0", "TransposeBackward0"}
+"""What autocast and a product do to a weight before they save it."""
+
+
+def _leaf_of(tensor: Tensor) -> Tensor | None:
+    """The leaf that a tensor is, or of which it is a view or a cast."""
+    leaf = tensor if tensor.is_leaf else tensor._base
+    if leaf is not None and leaf.is_leaf:
+        return leaf
+    node = tensor.grad_fn
+    while node is not None and node.name() in _SAME_WEIGHT:
+        node = node.next_functions[0][0]
+    return getattr(node, "variable", None)
 
 
 class _AllSaved(BaseException):
@@ -224,7 +257,7 @@ class _Saver(torch.autograd.Function):
 
 
 class Saved:
-    """Some tensors, saved as autograd saves: an outer recomputation, in whose branch this one runs, discards and recomputes them."""
+    """Some tensors, saved as autograd saves them: an outer recomputation, in whose branch this one runs, recomputes them."""
 
     def __init__(self, *tensors: Tensor) -> None:
         # The whole result is held: before torch 2.14 a node lets go of what it saved when its result is gone.

@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from holotrain.numeric import counted
 from holotrain.reversible.backward_schedules import SCHEDULES, Schedule, Shorthand
 from holotrain.reversible.block import Coupling, ReversibleBlock, Storing
+from holotrain.reversible.checks import RebuildChecks
 from holotrain.reversible.grid import FixedPointGrid
 from holotrain.reversible.reads import is_compiled
 from holotrain.reversible.replay import generators_among, generators_unmoved, has_no_data, in_trace
-from holotrain.reversible.tape import InputCheck, Recorder
+from holotrain.reversible.tape import Recorder
 
 Keywords = dict | Sequence[dict] | None
 """Keyword arguments of f or g: the same for every block, or one dict for each."""
@@ -35,18 +36,20 @@ class ReversibleSequence(nn.Module):
             keeps: ``"reversible+attention"``.
         store: blocks that store their activations under any schedule: the number of last blocks, or their indices.
         exact: rounds the input streams and the outputs of f and g to a fixed-point grid, so that streams are rebuilt bit for
-            bit at any depth. True chooses the grid from the first batch and saves it in the ``state_dict``. A number k chooses
-            multiples of 2^-k, with magnitudes below 2^(24-k) (fp64: 2^(53-k)).
+            bit at any depth. True chooses the grid from the streams, again where they outgrow it, and saves it in the
+            ``state_dict``. A number k chooses multiples of 2^-k, with magnitudes below 2^(24-k) (fp64: 2^(53-k)).
         keep: results that are stored and not recomputed: ``"attention"`` (the output of scaled_dot_product_attention),
             ``"matmul"`` (also the outputs of all matrix products) or names of operators such as ``"aten.mm.default"``. For
             ``"reversible"`` and ``"pareprop"``.
+        on_mismatch: what follows if a stream is rebuilt wrongly, for which every backward looks. ``"store"``: a warning, and
+            from the next step on blocks keep their inputs (checkpointing); ``"error"``: a RuntimeError.
 
     ``backward``, ``store`` and ``keep`` are plain attributes: they can be changed between calls and are not in the
     ``state_dict``. Together they make ``schedules``, the schedule of each block.
 
     Raises:
-        ValueError: an unknown ``backward``, ``keep`` or ``exact``, a wrong number of schedules, or no such block to store.
-            At the call: f or g changes shape or dtype, or a block cannot be recomputed correctly.
+        ValueError: an unknown ``backward``, ``keep``, ``exact`` or ``on_mismatch``, a wrong number of schedules, or no such
+            block to store. At the call: f or g changes shape or dtype, or a block cannot be recomputed correctly.
         TypeError: a block is not a ReversibleBlock.
 
     Without gradients (``torch.no_grad``, ``torch.inference_mode``) the blocks just run. Under autocast half precision streams
@@ -64,6 +67,7 @@ class ReversibleSequence(nn.Module):
         store: int | Collection[int] = 0,
         exact: bool | int = False,
         keep: str | Collection[str] = (),
+        on_mismatch: str = "store",
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
@@ -75,7 +79,7 @@ class ReversibleSequence(nn.Module):
         if not isinstance(exact, int) or exact < 0:
             raise ValueError(f"exact must be False, True or a number of bits, not {exact!r}")
         self.grid = None if exact is False else FixedPointGrid(None if exact is True else exact)
-        self.input_checks: list[InputCheck] | None = None
+        self.checks = RebuildChecks(f"{type(self).__name__} of {counted(len(self.blocks), 'block')}", on_mismatch)
 
     def forward(self, x1: Tensor, x2: Tensor, f_kwargs: Keywords = None, g_kwargs: Keywords = None) -> tuple[Tensor, Tensor]:
         """Runs the blocks.
@@ -105,8 +109,6 @@ class ReversibleSequence(nn.Module):
                 grid = self.grid.in_call(x1.dtype)
                 x1, x2 = grid.entered(x1), grid.entered(x2)
         coupling = Coupling(grid)
-        if self.input_checks is not None:
-            self.input_checks.clear()
         schedules = self.schedules if torch.is_grad_enabled() else [SCHEDULES["autograd"]] * len(self.blocks)
         run, kinds = self._recompute, {schedule.kind for schedule in schedules}
         if torch.compiler.is_compiling() and "rebuilt" in kinds:
@@ -114,8 +116,8 @@ class ReversibleSequence(nn.Module):
         elif torch.compiler.is_compiling() or kinds <= {"stored"}:
             run = self._run
         x1, x2 = run(schedules, x1, x2, keywords, coupling)
-        if self.grid is not None and grid is not None:
-            self.grid.report(x1.dtype)
+        if self.grid is not None and grid is not None and torch.is_grad_enabled():
+            self.grid.follow(grid)
         return x1, x2
 
     def _each(self, keywords: Keywords) -> Sequence[dict]:
@@ -144,7 +146,9 @@ class ReversibleSequence(nn.Module):
     def _recompute(
         self, schedules: list[Schedule], x1: Tensor, x2: Tensor, keywords: list, coupling: Coupling
     ) -> tuple[Tensor, Tensor]:
-        recorder, hooked = Recorder(x1.device, self.input_checks), _has_any_global_hook()
+        self.checks.begin()
+        schedules = self.checks.in_force(schedules, list(self.blocks))
+        recorder, hooked = Recorder(x1.device, self.checks), _has_any_global_hook()
         for number, (schedule, block, words) in enumerate(zip(schedules, self.blocks, keywords, strict=False)):
             if hooked or block._forward_pre_hooks or block._forward_hooks:
                 recorder.call.present = None  # a hook may draw random numbers

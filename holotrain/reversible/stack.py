@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from holotrain.numeric import counted
 from holotrain.reversible.backward_schedules import SCHEDULES, Schedule, Shorthand
-from holotrain.reversible.grid import FixedPointGrid
+from holotrain.reversible.checks import RebuildChecks
+from holotrain.reversible.grid import FixedPointGrid, Grid
 from holotrain.reversible.reads import version_of
 from holotrain.reversible.replay import has_no_data, in_trace
-from holotrain.reversible.tape import InputCheck, Recorder, same_tensor
+from holotrain.reversible.tape import Recorder, same_tensor
 from holotrain.reversible.two_step import TwoStep, stream_in, tapered, weights
 
 FIRST_HEADROOM_BITS = 20
@@ -37,15 +39,17 @@ class ReversibleStack:
         bits: bits kept for each element and block, as :func:`~holotrain.reversible.two_step.tapered` takes them.
         backward, store, keep: as :class:`~holotrain.reversible.ReversibleSequence` takes them; they can be changed between
             calls.
+        name: of the list of blocks, in messages.
+        on_mismatch: as :class:`~holotrain.reversible.ReversibleSequence` takes it.
 
     Attributes:
         schedules: the schedule of each block.
         weights: of each block's update where the sign is 1, and where it is -1; see
             :func:`~holotrain.reversible.two_step.weights`.
-        grid: the fixed-point grid of the streams, chosen in the first batch in training.
+        grid: the fixed-point grid of the streams, chosen in the first batch in training, and again where they outgrow it.
 
     Raises:
-        ValueError: an unknown schedule or number of bits.
+        ValueError: an unknown schedule, number of bits or ``on_mismatch``.
     """
 
     backward, store, keep = Shorthand(), Shorthand(), Shorthand()
@@ -58,6 +62,8 @@ class ReversibleStack:
         backward: str | Sequence[str] = "reversible",
         store: int | Collection[int] = 0,
         keep: str | Collection[str] = (),
+        name: str = "",
+        on_mismatch: str = "store",
     ) -> None:
         self.blocks = list(blocks)
         self.bits = tapered(bits, len(self.blocks))
@@ -66,7 +72,7 @@ class ReversibleStack:
         self.keep = keep
         self.grid = FixedPointGrid()
         self.stream_dtype: torch.dtype | None = None
-        self.input_checks: list[InputCheck] | None = None
+        self.checks = RebuildChecks(f"blocks {name!r}" if name else counted(len(self.blocks), "block"), on_mismatch)
         self._forwards = [vars(block).get("forward") for block in self.blocks]
         self._compiled_calls: dict[int, Callable] = {}  # of blocks on which compile() was called
         self._compiled: dict[int, Callable] = {}  # their own forwards
@@ -115,8 +121,8 @@ class ReversibleStack:
         step, dtype = state.get("step"), {"float32": torch.float32, "float64": torch.float64}.get(state.get("dtype"))
         if dtype is None or not isinstance(step, float) or not 0 < step < math.inf or math.frexp(step)[0] != 0.5:
             raise ValueError(f"{state} is not the grid of a reversible stack")
-        self.grid.step.fill_(step)
-        self.grid.known, self.stream_dtype = True, dtype
+        self.grid.set(step)
+        self.stream_dtype = dtype
 
     @property
     def ends(self) -> tuple[nn.Module, nn.Module]:
@@ -237,7 +243,8 @@ class _Pass:
     def __init__(self, stack: ReversibleStack) -> None:
         self._stack = stack
         self.following = 0
-        self._schedules = stack.schedules
+        stack.checks.begin()
+        self._schedules = stack.checks.in_force(stack.schedules, stack.blocks)
         self._recorder: Recorder | None = None
 
     def run(self, index: int, arguments: tuple, keywords: dict[str, Any]) -> Any:
@@ -255,7 +262,7 @@ class _Pass:
             self._follow(x)
         if self._recorder is None or not self._recorder.call.as_now():
             self._end_recording()
-            self._recorder = Recorder(self._stream.device, self._stack.input_checks)
+            self._recorder = Recorder(self._stream.device, self._stack.checks)
         block, bits = self._stack.blocks[index], self._stack.bits[index - 1] if index else None
         coupling = TwoStep(self._grid, x, self._sign, self._stack.weights[index], bits, schedule.kind == "rebuilt")
         run = self._recorder.block(index, schedule, coupling, block, (self._stream, self._before), forward)
@@ -274,8 +281,6 @@ class _Pass:
         return self._returned if others is None else (self._returned, *others)
 
     def _begin(self, x: Tensor) -> None:
-        if self._stack.input_checks is not None:
-            self._stack.input_checks.clear()
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 2:
             raise ValueError("the first argument of a block must be a floating-point tensor (batch, ...)")
         stack, self._choice = self._stack, None
@@ -305,9 +310,9 @@ class _Pass:
 
     def _end(self) -> None:
         if self._choice is not None:
-            self._stack.stream_dtype = self._choice.settle(self._stack.grid)
-        elif self._stack.grid.known and not has_no_data(self._stream):
-            self._stack.grid.report(self._stream.dtype, "undo and make_reversible choose a new grid")
+            self._stack.stream_dtype = self._choice.settle(self._stack.grid, self._grid)
+        elif torch.is_grad_enabled():
+            self._stack.grid.follow(self._grid)
 
 
 class _Choice:
@@ -330,9 +335,13 @@ class _Choice:
         median = size[size > 0].double().median().item()
         self._typical = min(self._typical, median) if median > 0 else self._typical
 
-    def settle(self, grid: FixedPointGrid) -> torch.dtype:
-        """Chooses ``grid`` and returns the dtype of later streams."""
-        dtype, largest = self._least, self.grid.largest
+    def settle(self, grid: FixedPointGrid, call: Grid) -> torch.dtype:
+        """Chooses ``grid`` and returns the dtype of later streams.
+
+        Args:
+            call: the grid on which the streams of the first batch were.
+        """
+        dtype, largest = self._least, call.largest.item()
         grid.to(self.grid.step.device)
         grid.choose(largest, dtype)
         if grid.known and grid.step.item() > self._typical * 2.0**-FINENESS_BITS:

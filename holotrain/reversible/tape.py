@@ -9,7 +9,6 @@ recomputation is on a second CUDA stream.
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -24,7 +23,8 @@ from torch._C._autograd import _get_current_graph_task_keep_graph
 
 from holotrain.reversible.backward_schedules import Schedule
 from holotrain.reversible.block import Coupling, Run, Storing
-from holotrain.reversible.reads import is_sharded
+from holotrain.reversible.checks import RebuildChecks, StreamCheck
+from holotrain.reversible.reads import is_sharded, is_tensor_parallel
 from holotrain.reversible.recomputation import Branch, Saved, from_stored
 from holotrain.reversible.replay import Call, has_no_data
 
@@ -110,10 +110,10 @@ class Tape:
     The graph holds the tape, and the tape never the graph. Only the streams after the last branch are kept from the forward.
 
     Args:
-        check: compares the rebuilt input of the first branch with the true one.
+        check: of the stream that the first branch reads; None: it is not checked.
     """
 
-    def __init__(self, check: InputCheck | None) -> None:
+    def __init__(self, check: StreamCheck | None) -> None:
         self._check = check
         self.branches: list[_Rebuilt] = []
         # What ``branches[_position]``, the next to be rebuilt, wrote and read.
@@ -179,12 +179,12 @@ class Tape:
     def _rebuild(self, ahead: bool = False) -> list[Tensor]:
         """Runs the next branch again and inverts its coupling; returns what it saved."""
         branch, (coupled, source) = self.branches[self._position], self._streams
-        inverted = branch.place > 0 or self._check is not None
+        inverted = branch.place > 0
+        if not inverted and self._check is not None and len(self.branches) > 1:
+            self._check.compare(source, coupled)
         output, saved = branch.run_again(branch.coupling.read(source), inverted, ahead)
         if inverted:
             target = branch.coupling.undo(coupled, source, output)
-            if branch.place == 0 and self._check is not None:
-                self._check.compare(target, source)
             self._streams = (source, target) if branch.crossed else (target, source)
         self._position -= 1
         return saved
@@ -204,7 +204,7 @@ class Tape:
         try:
             done = side.run(lambda: saved.extend(self._rebuild(ahead=True)))
         except torch.OutOfMemoryError:
-            if _is_tensor_parallel(branch.module):
+            if is_tensor_parallel(branch.module):
                 raise  # other processes would meet the branch's collectives in another order
             if not _no_room:
                 warnings.warn(
@@ -224,11 +224,11 @@ class Recorder:
 
     Args:
         device: of the streams.
-        input_checks: takes one for each group of consecutive rebuilt blocks; None: drift is not measured.
+        checks: of what is rebuilt.
     """
 
-    def __init__(self, device: torch.device, input_checks: list[InputCheck] | None) -> None:
-        self.call, self._input_checks = Call(device), input_checks
+    def __init__(self, device: torch.device, checks: RebuildChecks) -> None:
+        self.call, self._checks = Call(device), checks
         self._tape: Tape | None = None
         # What the latest rebuilt branch wrote, and what it read.
         self._streams: tuple[Tensor, Tensor]
@@ -253,7 +253,7 @@ class Recorder:
         if schedule.kind != "rebuilt":
             self._end_tape(*streams)
         elif self._tape is None:
-            self._begin_tape(*streams)
+            self._begin_tape(*streams, coupling)
         if schedule.kind == "stored":
             self.call.present = None  # a stored block may draw random numbers
             return Storing(coupling, forward)
@@ -301,17 +301,14 @@ class Recorder:
         self._end_tape(y1, y2)
         self.call.end()
 
-    def _begin_tape(self, x1: Tensor, x2: Tensor) -> None:
+    def _begin_tape(self, x1: Tensor, x2: Tensor, coupling: Coupling) -> None:
         if x1.dtype.itemsize < 4:
             warnings.warn(
                 f"streams of {x1.dtype} are rounded at every addition, so rebuilt activations and gradients are inexact (by up "
                 "to 0.3 after 96 blocks); keep the streams in fp32 and train under torch.autocast",
                 stacklevel=5,
             )
-        check = None
-        if self._input_checks is not None:
-            self._input_checks.append(check := InputCheck())
-            check.remember(x1, x2)
+        check = None if has_no_data(x2) else self._checks.of_blocks(x2, coupling.grid)
         self._tape, self._streams, self._versions = Tape(check), (x1, x2), (x1._version, x2._version)
 
     def _end_tape(self, y1: Tensor, y2: Tensor) -> None:
@@ -321,53 +318,7 @@ class Recorder:
             self._tape = None
 
 
-def _is_tensor_parallel(module: nn.Module) -> bool:
-    """Whether several processes hold the module's parameters."""
-    tensor = sys.modules.get("torch.distributed.tensor")  # without it there is no DTensor, and importing it takes time
-    return tensor is not None and any(isinstance(parameter, tensor.DTensor) for parameter in module.parameters())
-
-
 def same_tensor(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are views of the same elements in the same order."""
     same_view = a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
     return bool(same_view and a.dtype == b.dtype and a.untyped_storage()._cdata == b.untyped_storage()._cdata)
-
-
-SAMPLES = 4096
-"""Number of entries of each stream that are sampled, approximately."""
-
-
-class InputCheck:
-    """Stores a sample of the input of consecutive blocks and compares it with the input that the backward rebuilds.
-
-    The entries are evenly spaced, so sampling draws no random numbers. ``drift`` is a 0-dim tensor on the streams' device: the
-    norm of the difference relative to the norm of the sample, the larger value of the two streams; None before a backward.
-    """
-
-    def __init__(self) -> None:
-        self._remembered: tuple[Tensor, Tensor] | None = None
-        self.drift: Tensor | None = None
-
-    def remember(self, x1: Tensor, x2: Tensor) -> None:
-        """Called in the forward."""
-        self._remembered = _sample(x1).clone(), _sample(x2).clone()
-
-    def compare(self, x1: Tensor, x2: Tensor) -> None:
-        """Called at the end of the backward."""
-        if self._remembered is None:
-            return
-        drifts = [
-            torch.linalg.vector_norm(_sample(rebuilt).double() - true.double()) / _norm(true)
-            for rebuilt, true in zip((x1, x2), self._remembered, strict=True)
-        ]
-        self.drift = torch.stack(drifts).max()
-        self._remembered = None
-
-
-def _sample(stream: Tensor) -> Tensor:
-    flat = stream.detach().reshape(-1) if stream.is_contiguous() else stream.detach().flatten()
-    return flat[:: max(1, flat.numel() // SAMPLES)]
-
-
-def _norm(sample: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(sample.double()).clamp_min(torch.finfo(torch.float32).tiny)

@@ -130,7 +130,7 @@ class TwoStep(Coupling):
     def __init__(
         self, grid: Grid, x: Tensor, sign: Tensor, weights: tuple[float, float], bits: int | None, rebuilt: bool
     ) -> None:
-        self._grid, self._sign, self._weights, self._bits, self._rebuilt = grid, sign, weights, bits, rebuilt
+        self.grid, self._sign, self._weights, self._bits, self._rebuilt = grid, sign, weights, bits, rebuilt
         self._x: Tensor | None = None if bits is None else x  # the first is not on the grid yet
         self._read_as = x.dtype
         self.others: tuple[Any, ...] | None = None
@@ -166,7 +166,7 @@ class TwoStep(Coupling):
             )
         self.written_as = update.dtype
         coupled = _TwoStep.apply(target, source, update, self)
-        self._grid.watch(coupled)
+        self.grid.watch(coupled)
         return coupled
 
     def undo(self, coupled: Tensor, source: Tensor, output: Any) -> Tensor:
@@ -175,7 +175,7 @@ class TwoStep(Coupling):
             return source
         target = (coupled - self.step(source, stream_in(output))).mul_(self._sign * 2**self._bits)
         low = unpacked(self._low, self._bits, target.numel()).view(target.shape)
-        target.addcmul_(low.to(target.dtype), self._grid.step)
+        target.addcmul_(low.to(target.dtype), self.grid.step)
         if target.stride() != self._strides:  # a block may compute otherwise on another layout
             target = torch.empty_strided(target.shape, self._strides, dtype=target.dtype, device=target.device).copy_(target)
         return target
@@ -186,7 +186,7 @@ class TwoStep(Coupling):
         No kernel both multiplies and adds, so each result is rounded in the same way wherever it is computed.
         """
         _, weight, rest = self._factors()
-        return self._grid.nearest((update.to(source.dtype) * weight).add_(source * rest))
+        return self.grid.nearest((update.to(source.dtype) * weight).add_(source * rest))
 
     def _factors(self) -> tuple[Tensor | float, Tensor, Tensor]:
         """g, a and 1 - a - g."""
@@ -200,12 +200,12 @@ class TwoStep(Coupling):
         coupled = self.step(source, update)
         if self._bits is None:
             return coupled
-        units = target / self._grid.step
+        units = target / self.grid.step
         whole = torch.floor(units * 2**-self._bits)
         if self._rebuilt:
             self._low = packed(units.sub_(whole, alpha=2**self._bits).to(torch.uint8), self._bits)
             self._strides = target.stride()
-        return coupled.addcmul_(whole.mul_(self._grid.step), self._sign)
+        return coupled.addcmul_(whole.mul_(self.grid.step), self._sign)
 
     def gradients(self, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """Those of target, source and update."""

@@ -268,7 +268,7 @@ WRONG = [
     ("synthesis=bind synthesis.cover=some", "synthesis.cover: 'some' is not a list"),
     ("synthesis=none synthesis.decay=0.5", "synthesis: an option is needed; give synthesis=..."),
     ("callbacks.checkpoint.dirpath=x", "callbacks.checkpoint.dirpath: there is no 'dirpath' in callbacks.checkpoint"),
-    ("callbacks.driift.threshold=1", "callbacks.driift: there is no 'driift' in callbacks; a new one needs callb"),
+    ("callbacks.driift.every_n_steps=1", "callbacks.driift: there is no 'driift' in callbacks; a new one needs callb"),
     ("logger.tensorboard.save_dir=x", "logger.tensorboard.save_dir: there is no 'save_dir' in logger.tensorboard"),
     ("task=causal_lm model=rev_vit_tiny", "not RevViT; use another model, or task=image_classification"),
     (
@@ -293,7 +293,7 @@ WRONG = [
     ("scheduler=multistep scheduler.milestones=[2]", "scheduler.milestones: must be in [0, 1), not 2.0"),
     ("optimizer._target_=torch.optim", "optimizer._target_: torch.optim is not a class or function"),
     ("callbacks.mine._target_=torch.nn.ReLU", "callbacks.mine: torch.nn.ReLU is not a Callback; calling it gives a ReLU"),
-    ("callbacks.drift.threshold=-1", "callbacks.drift.threshold: must be at least 0, not -1.0"),
+    ("callbacks.drift.every_n_steps=-1", "callbacks.drift.every_n_steps: must be at least 0, not -1"),
     ("callbacks.memory.every_n_steps=-1", "callbacks.memory.every_n_steps: must be at least 0, not -1"),
     ("callbacks=ema callbacks.ema.decay=1", "callbacks.ema.decay: must be in [0, 1), not 1.0"),
     ("callbacks.checkpoint.save_top_k=0", "callbacks.checkpoint.save_top_k: must be at least 1, not 0"),

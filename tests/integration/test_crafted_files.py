@@ -466,8 +466,8 @@ def test_the_command_line_is_laid_over_a_checkpoint(holotrain, honest):
     swa = "callbacks.swa._target_=lightning.pytorch.callbacks.StochasticWeightAveraging"
     for word in (swa, f"+{swa}"):
         assert composed(word, "callbacks.swa.swa_lrs=0.1")["callbacks"].keys() - kept["callbacks"].keys() == {"swa"}
-    average = composed("callbacks=ema", "callbacks.drift.threshold=0.5")["callbacks"]
-    assert average.keys() - kept["callbacks"].keys() == {"ema"} and average["drift"]["threshold"] == 0.5
+    average = composed("callbacks=ema", "callbacks.drift.every_n_steps=5")["callbacks"]
+    assert average.keys() - kept["callbacks"].keys() == {"ema"} and average["drift"]["every_n_steps"] == 5
     assert composed("experiment=cifar10_rev_vit_tiny")["data"]["_target_"] == "holotrain.data.CIFAR10"
     for option in ("data.batch_size", "seed"):  # a class in the place of a number
         assert holotrain.refused("fit", checkpoint, f"{option}._target_=x").startswith(f"holotrain: {option}")

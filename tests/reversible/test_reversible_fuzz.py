@@ -89,7 +89,6 @@ def run(seed: int, plain: bool) -> Found:
     chosen = [dice.choice(SCHEDULES) for _ in blocks]
     net.backward = chosen if dice.random() < 0.8 else chosen[0]
     net.store = [number for number in range(depth) if dice.random() < 0.1]
-    net.input_checks = [] if dice.random() < 0.1 else None
     if plain:
         net.backward, net.store = "autograd", 0
     return step(net, blocks, outer, dice, retained)

@@ -128,7 +128,7 @@ def test_a_branch_that_talks_to_other_processes_is_not_put_off(machine, monkeypa
             raise torch.OutOfMemoryError
         return logged(self, source, *rest)
 
-    monkeypatch.setattr(tape, "_is_tensor_parallel", lambda module: True)
+    monkeypatch.setattr(tape, "is_tensor_parallel", lambda module: True)
     monkeypatch.setattr(recomputation.Branch, "run_again", short_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
         gradients(net_on(machine, 4), rows(3))

@@ -192,13 +192,20 @@ def test_streams_with_few_very_large_elements_are_kept_in_fp64():
     assert net(inputs()).dtype == torch.float32
 
 
-def test_a_stream_beyond_its_grid_is_reported():
+def test_the_grid_follows_the_streams():
     net = make_reversible(model())
     gradients(net)
+    stack = stack_of(net.layers[0])
+    before = stack.grid.step.item()
     with torch.no_grad():
-        net.stem.bias.fill_(1e5)
-    with pytest.warns(UserWarning, match="beyond .* no longer exact; undo and make_reversible choose a new grid"):
-        net(inputs())
+        net.stem.bias.fill_(20 * before * 2**24)  # beyond the grid
+    gradients(net)
+    twin = copy.deepcopy(net)
+    stack_of(twin.layers[0]).backward = "autograd"
+    after = stack.grid.step.item()
+    assert after >= 2**5 * before
+    assert_equal(gradients(net), gradients(twin))
+    assert stack.grid.step.item() == after
 
 
 def test_adapters_and_frozen_weights():
