@@ -197,7 +197,7 @@ def test_checks_and_grids_do_not_wait_for_the_device(work, monkeypatch):
     stream = torch.zeros(4, 8, device=CUDA)
     grid = FixedPointGrid().to(CUDA)
     grid.known = True
-    call = grid.in_call(torch.float32)
+    call = grid.in_call(stream)
     checks = RebuildChecks("blocks")
     checks.begin()
     for each in (None, call):

@@ -132,6 +132,15 @@ def test_what_is_rebuilt_wrongly_is_said_when_the_next_step_begins(on_paper, bac
     assert net.checks.failed
 
 
+def test_a_capture_does_not_ask_what_has_arrived(on_paper):
+    net = sequence(2).to("cuda")
+    net.backward = "reversible"
+    step = GraphedStep(lambda x: sum(net(x, x.tanh())).mean(), net.parameters())
+    for _ in range(WARM_UPS + 2):  # and no other forward between them
+        step(torch.ones(3, WIDTH, dtype=torch.float64, device="cuda"))
+    assert net.checks.errors[0].item() < 1e-12
+
+
 @pytest.mark.parametrize("backward", ["autograd", *ENGINES[:3]])
 def test_a_captured_step(on_paper, backward):
     net = sequence(2)

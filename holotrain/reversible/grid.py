@@ -112,14 +112,17 @@ class FixedPointGrid(nn.Module):
         self.step.fill_(step)
         self.known, self._own = True, None
 
-    def in_call(self, dtype: torch.dtype) -> Grid:
-        """The grid for one call on streams of ``dtype``.
+    def in_call(self, stream: Tensor) -> Grid:
+        """The grid for one call on streams like this one.
 
         Raises:
             ValueError: the dtype has less precision than fp32.
         """
+        dtype = stream.dtype
         if significand_bits(dtype) < 24:
             raise ValueError(f"exact needs streams of fp32 or fp64, not {dtype}; train under torch.autocast")
+        if self.step.device != stream.device and not has_no_data(stream):  # the blocks were moved, and not what holds them
+            self.to(stream.device)
         step = self.step.to(dtype, copy=True)  # of this call: a broadcast may change it before the backward
         if self._own is not None and self._own.device == step.device:
             step = torch.maximum(step, self._own.to(dtype))

@@ -106,7 +106,7 @@ class ReversibleSequence(nn.Module):
             if not (self.grid.known or has_no_data(x1)):
                 self._choose_grid(self.grid, x1, x2, keywords)
             if self.grid.known or has_no_data(x1):
-                grid = self.grid.in_call(x1.dtype)
+                grid = self.grid.in_call(x1)
                 x1, x2 = grid.entered(x1), grid.entered(x2)
         coupling = Coupling(grid)
         schedules = self.schedules if torch.is_grad_enabled() else [SCHEDULES["autograd"]] * len(self.blocks)
@@ -203,7 +203,7 @@ class ReversibleSequence(nn.Module):
 
     def inverse(self, y1: Tensor, y2: Tensor, f_kwargs: Keywords = None, g_kwargs: Keywords = None) -> tuple[Tensor, Tensor]:
         """Computes (x1, x2) from (y1, y2), up to rounding, or exactly if ``exact``; f and g must be deterministic."""
-        grid = None if self.grid is None else self.grid.in_call(y1.dtype)
+        grid = None if self.grid is None else self.grid.in_call(y1)
         each = zip(self.blocks, self._each(f_kwargs), self._each(g_kwargs), strict=True)
         for block, *keywords in reversed(list(each)):
             y1, y2 = cast(ReversibleBlock, block).inverse(y1, y2, *keywords, grid=grid)

@@ -290,10 +290,9 @@ class _Pass:
         elif not grid.known and x.numel():
             self._choice = _Choice(x)
             grid, dtype = self._choice.grid, torch.float64
-        elif grid.step.device != x.device:
-            grid.to(x.device)
-        self._grid = grid.in_call(dtype)
-        self._stream = self._before = self._grid.entered(x.to(dtype))
+        x = x.to(dtype)
+        self._grid = grid.in_call(x)
+        self._stream = self._before = self._grid.entered(x)
         sign = torch.randint(0, 2, (len(x),) + (1,) * (x.dim() - 1), device=x.device)
         self._sign = sign.to(dtype).mul_(2).sub_(1)
 

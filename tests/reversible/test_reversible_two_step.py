@@ -49,7 +49,7 @@ def test_other_numbers_of_bits_are_refused(bits, words):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 def test_the_inverse_is_exact(dtype, bits):
-    grid = FixedPointGrid(12).in_call(dtype)
+    grid = FixedPointGrid(12).in_call(torch.zeros((), dtype=dtype))
     source = grid.nearest(torch.randn(64, 5, WIDTH, dtype=dtype))
     target = grid.nearest(torch.randn(5, 64, WIDTH, dtype=dtype)).transpose(0, 1)  # a stream may have any layout
     update = torch.randn(64, 5, WIDTH, dtype=dtype)
