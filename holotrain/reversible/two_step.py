@@ -145,7 +145,7 @@ class TwoStep(Coupling):
     def couple(self, target: Tensor, source: Tensor, output: Any) -> Tensor:
         """
         Raises:
-            ValueError: the block returns no tensor of the shape of its input, or a second one that carries a gradient.
+            ValueError: the block returns no tensor of the shape of its input.
         """
         update = stream_in(output)
         if not isinstance(update, Tensor):
@@ -159,11 +159,6 @@ class TwoStep(Coupling):
                 "are the stages of a model, name the list of blocks in each, such as 'stages.0.blocks'"
             )
         self.others = None if output is update else tuple(output[1:])
-        if any(isinstance(other, Tensor) and other.requires_grad for other in self.others or ()):
-            raise ValueError(
-                "a block returns a second tensor that carries a gradient, which make_reversible cannot rebuild "
-                "(attention weights: do not ask for them in training; a learned position bias, as in T5: freeze it)"
-            )
         self.written_as = update.dtype
         coupled = _TwoStep.apply(target, source, update, self)
         self._grid.watch(coupled)
