@@ -155,7 +155,7 @@ class Branch:
                 packed.append(tensor)
                 versions.append(tensor._version)
 
-        elif not output and not any(part._forward_hooks for part in self._reads.parts):  # hooks would not all run
+        elif not output and not self._reads.hooked():  # hooks would not all run
             last = len(self.kinds)
 
             def pack(tensor: Tensor) -> None:
