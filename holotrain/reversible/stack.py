@@ -71,16 +71,18 @@ class ReversibleStack:
         self._compiled_calls: dict[int, Callable] = {}  # of blocks on which compile() was called
         self._compiled: dict[int, Callable] = {}  # their own forwards
         self._pass: _Pass | None = None
+        self.removed = False
         for index, block in enumerate(self.blocks):
-            block.forward = CoupledForward(self, index)
+            coupled = CoupledForward(self, index)
+            block.forward, block._coupled_forward = coupled, coupled  # others may wrap the first
+            block._replicate_for_data_parallel = coupled.refuse_replica
             self._take_compiled_call(index)
 
     def remove(self) -> None:
-        """Gives the blocks their own forward back."""
+        """Gives the blocks their own forward back. Where something wrapped the coupled one, that runs the block's own."""
+        self.removed = True
         for block, forward in zip(self.blocks, self._forwards, strict=True):
-            del block.forward
-            if forward is not None:
-                block.forward = forward
+            _uncouple(block, forward)
         for index, call in self._compiled_calls.items():
             self.blocks[index]._compiled_call_impl = call
 
@@ -131,9 +133,7 @@ class ReversibleStack:
         """
         blocks = [copy.copy(self.blocks[0]) for _ in range(depth)]
         for block in blocks:
-            del block.forward
-            if self._forwards[0] is not None:
-                block.forward = self._forwards[0]
+            _uncouple(block, self._forwards[0])
         ReversibleStack(blocks, [min(self.bits, default=1)] * (depth - 1), backward)
         return _Chain(blocks)
 
@@ -181,6 +181,16 @@ class ReversibleStack:
         return f"{type(self).__name__}({len(self.blocks)} blocks, bits={self.bits}, backward={self.backward!r})"
 
 
+def _uncouple(block: nn.Module, forward: Callable | None) -> None:
+    """Takes a block's coupled forward from it; ``forward`` is the one of its own, None: that of its class."""
+    del block._replicate_for_data_parallel
+    if vars(block).pop("_coupled_forward") is not block.forward:
+        return  # something wrapped it
+    del block.forward
+    if forward is not None:
+        block.forward = forward
+
+
 class _Chain(nn.Module):
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -206,13 +216,24 @@ class CoupledForward:
         self.stack, self._index = stack, index
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        if self.stack.blocks[self._index].training:
+        if self.stack.blocks[self._index].training and not self.stack.removed:
             return self._train(arguments, keywords)
         return self.stack.own_forward(self._index)(*arguments, **keywords)
 
     @torch.compiler.disable
     def _train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
         return self.stack.run(self._index, arguments, keywords)
+
+    def refuse_replica(self) -> nn.Module:
+        """What ``nn.DataParallel`` calls to copy the block.
+
+        Raises:
+            ValueError: always; the copy would run the parts of this block.
+        """
+        raise ValueError(
+            "nn.DataParallel would run the blocks of its first GPU on every GPU, so it does not work with make_reversible; "
+            "start one process for each GPU with torchrun, or show the process one GPU with CUDA_VISIBLE_DEVICES=0"
+        )
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -221,8 +242,8 @@ class CoupledForward:
 
 def stack_of(block: nn.Module) -> ReversibleStack | None:
     """The stack to which a block belongs; None: it belongs to none."""
-    forward = vars(block).get("forward")
-    return forward.stack if isinstance(forward, CoupledForward) else None
+    forward = vars(block).get("_coupled_forward")
+    return None if forward is None else forward.stack
 
 
 def stacks_in(model: nn.Module) -> list[ReversibleStack]:
