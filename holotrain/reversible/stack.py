@@ -7,15 +7,19 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from itertools import pairwise
 from types import MethodType
 from typing import Any
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
 
-from holotrain.reversible.backward_schedules import SCHEDULES, Schedule, Shorthand
+from holotrain.reversible.backward_schedules import Schedule, Shorthand
 from holotrain.reversible.grid import FixedPointGrid
 from holotrain.reversible.reads import version_of
+from holotrain.reversible.recomputation import as_in_a_forward
 from holotrain.reversible.replay import has_no_data, in_trace
 from holotrain.reversible.tape import InputCheck, Recorder, same_tensor
 from holotrain.reversible.two_step import TwoStep, stream_in, tapered, weights
@@ -42,6 +46,9 @@ class ReversibleStack:
         schedules: the schedule of each block.
         weights: of each block's update where the sign is 1, and where it is -1; see
             :func:`~holotrain.reversible.two_step.weights`.
+        changed: the blocks before which the model changed the stream in some forward, for example by adding to it. There the
+            recurrence begins anew, and the streams before and after are stored. Later forwards have weights for the runs of
+            blocks between these places.
         grid: the fixed-point grid of the streams, chosen in the first batch in training.
 
     Raises:
@@ -50,6 +57,7 @@ class ReversibleStack:
 
     backward, store, keep = Shorthand(), Shorthand(), Shorthand()
     schedules: list[Schedule]
+    changed: frozenset[int] = frozenset()
 
     def __init__(
         self,
@@ -61,7 +69,7 @@ class ReversibleStack:
     ) -> None:
         self.blocks = list(blocks)
         self.bits = tapered(bits, len(self.blocks))
-        self.weights = list(zip(weights(self.bits, 1), weights(self.bits, -1), strict=True))
+        self.remember_changes(())
         self._shorthands = {"backward": backward, "store": store}
         self.keep = keep
         self.grid = FixedPointGrid()
@@ -71,6 +79,8 @@ class ReversibleStack:
         self._compiled_calls: dict[int, Callable] = {}  # of blocks on which compile() was called
         self._compiled: dict[int, Callable] = {}  # their own forwards
         self._pass: _Pass | None = None
+        self._latest: Callable[[], TwoStep | None] = _nothing  # the last coupling of the last forward, if it is alive
+        self._ran_plain = False
         self.removed = False
         for index, block in enumerate(self.blocks):
             coupled = CoupledForward(self, index)
@@ -81,6 +91,8 @@ class ReversibleStack:
     def remove(self) -> None:
         """Gives the blocks their own forward back. Where something wrapped the coupled one, that runs the block's own."""
         self.removed = True
+        if self._pass is not None:
+            self._pass.close()
         for block, forward in zip(self.blocks, self._forwards, strict=True):
             _uncouple(block, forward)
         for index, call in self._compiled_calls.items():
@@ -106,7 +118,8 @@ class ReversibleStack:
         """What a resumed training needs to compute the same, in plain values; None before the first batch."""
         if not self.grid.known:
             return None
-        return {"step": self.grid.step.item(), "dtype": str(self.stream_dtype).removeprefix("torch.")}
+        dtype = str(self.stream_dtype).removeprefix("torch.")
+        return {"step": self.grid.step.item(), "dtype": dtype, "changed": sorted(self.changed)}
 
     def load_grid_state(self, state: dict[str, Any]) -> None:
         """Takes over what :meth:`grid_state` returned.
@@ -119,6 +132,7 @@ class ReversibleStack:
             raise ValueError(f"{state} is not the grid of a reversible stack")
         self.grid.step.fill_(step)
         self.grid.known, self.stream_dtype = True, dtype
+        self.remember_changes(state.get("changed", ()))
 
     @property
     def ends(self) -> tuple[nn.Module, nn.Module]:
@@ -137,34 +151,56 @@ class ReversibleStack:
         ReversibleStack(blocks, [min(self.bits, default=1)] * (depth - 1), backward)
         return _Chain(blocks)
 
+    def remember_changes(self, places: Collection[int]) -> None:
+        """The model has changed the stream before these blocks."""
+        self.changed |= frozenset(places)
+        self.weights = []
+        for start, stop in pairwise((0, *sorted(self.changed), len(self.blocks))):
+            bits = self.bits[start : stop - 1]
+            self.weights += zip(weights(bits, 1), weights(bits, -1), strict=True)
+
     def run(self, index: int, arguments: tuple, keywords: dict[str, Any]) -> Any:
         """Runs a block in training.
 
         Raises:
-            ValueError: the model does not run its blocks one after another, each on what the block before it returned.
+            ValueError: it cannot be coupled with the blocks before it.
         """
         self._take_compiled_call(index)
+        if self._pass is None or not self._pass.goes_on_with(index):
+            self._begin_pass(index)
         try:
-            if index == 0:
-                self._require_one_mode()
-                if getattr(self.blocks[0], "gradient_checkpointing", False):  # of Hugging Face's
-                    off = "turn it off with model.gradient_checkpointing_disable()"
-                    warnings.warn(f"gradient checkpointing keeps what make_reversible would rebuild; {off}", stacklevel=2)
-                self._pass = _Pass(self)
-            if self._pass is None or self._pass.following != index:
-                came = "no block before it" if self._pass is None else f"block {self._pass.following - 1} before it"
-                self._require_one_mode()
-                raise ValueError(
-                    f"block {index} ran with {came}, and make_reversible takes blocks that run one after another, each once: "
-                    "turn off the model's gradient checkpointing, layer drop or early exit; if the list has changed, undo first"
-                )
-            returned = self._pass.run(index, arguments, keywords)
+            return self._pass.run(index, arguments, keywords)
         except BaseException:
             self._pass = None  # which holds a graph
             raise
-        if index == len(self.blocks) - 1:
-            self._pass = None
-        return returned
+
+    def run_plain(self, index: int, arguments: tuple, keywords: dict[str, Any]) -> Any:
+        """Runs a block as it is."""
+        if self.blocks[index].training and not self.removed:
+            self._ran_plain = True
+        return self.own_forward(index)(*arguments, **keywords)
+
+    def _begin_pass(self, index: int) -> None:
+        if self._pass is not None:
+            with suppress(ValueError):  # its last stream was changed in place, which its backward tells
+                self._pass.close()
+        self._require_one_mode()
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward and self._ran_plain and self._latest() is None:
+            raise ValueError(
+                "the backward runs blocks again that ran without gradients before, where they are not coupled; turn off "
+                "gradient checkpointing, or use checkpoint(..., use_reentrant=False) around the whole model"
+            )
+        if in_backward and index:
+            raise ValueError(
+                f"block {index} ran again in the backward without the blocks before it, to which it is coupled; turn off "
+                "gradient checkpointing of blocks: make_reversible takes its place"
+            )
+        if getattr(self.blocks[0], "gradient_checkpointing", False):  # of Hugging Face's
+            off = "turn it off with model.gradient_checkpointing_disable()"
+            warnings.warn(f"gradient checkpointing keeps what make_reversible would rebuild; {off}", stacklevel=3)
+        self._ran_plain = self._ran_plain and in_backward
+        self._pass = _Pass(self)
 
     def _require_one_mode(self) -> None:
         evaluated = [index for index, block in enumerate(self.blocks) if not block.training]
@@ -175,7 +211,7 @@ class ReversibleStack:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_pass": None, "_compiled_calls": {}, "_compiled": {}}
+        return self.__dict__ | {"_pass": None, "_latest": _nothing, "_compiled_calls": {}, "_compiled": {}}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.blocks)} blocks, bits={self.bits}, backward={self.backward!r})"
@@ -204,6 +240,10 @@ class _Chain(nn.Module):
         return x
 
 
+def _nothing() -> None:
+    """Refers to nothing, as a weak reference does in the end."""
+
+
 class CoupledForward:
     """The ``forward`` of a block that belongs to a stack.
 
@@ -216,9 +256,10 @@ class CoupledForward:
         self.stack, self._index = stack, index
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        if self.stack.blocks[self._index].training and not self.stack.removed:
+        stack = self.stack
+        if stack.blocks[self._index].training and torch.is_grad_enabled() and not stack.removed:
             return self._train(arguments, keywords)
-        return self.stack.own_forward(self._index)(*arguments, **keywords)
+        return stack.run_plain(self._index, arguments, keywords)
 
     @torch.compiler.disable
     def _train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
@@ -253,46 +294,70 @@ def stacks_in(model: nn.Module) -> list[ReversibleStack]:
 
 
 class _Pass:
-    """One forward of a stack in training."""
+    """One forward of a stack in training: a run of some of its blocks, in their order. A block that the model leaves out is the
+    identity."""
 
     def __init__(self, stack: ReversibleStack) -> None:
-        self._stack = stack
-        self.following = 0
-        self._schedules = stack.schedules
+        self._stack, self._task = stack, torch._C._current_graph_task_id()
+        self._following = 0
+        self._schedules, self._weights = stack.schedules, stack.weights
         self._recorder: Recorder | None = None
+        self._stream: Tensor | None = None
+        self._changed: dict[int, int] = {}  # the block before which the model changed the stream, and the one that ran last
+        self._on_backward = WeakMethod(self.close)
+
+    def goes_on_with(self, index: int) -> bool:
+        """Whether a block can be one of this forward."""
+        return index >= self._following and self._task == torch._C._current_graph_task_id()
 
     def run(self, index: int, arguments: tuple, keywords: dict[str, Any]) -> Any:
         """Runs the next block."""
-        schedule = self._schedules[index] if torch.is_grad_enabled() else SCHEDULES["autograd"]
+        schedule = self._schedules[index]
         x, forward, words = _call(self._stack.own_forward(index), arguments, keywords, again=schedule.kind != "stored")
-        if index == 0:
+        if self._stream is None:
             self._begin(x)
-        elif not same_tensor(x, self._returned) or version_of(x) != self._version:
-            raise ValueError(
-                f"the model changes the stream between block {index - 1} and block {index}; make_reversible takes blocks that "
-                "read what the block before them returned"
-            )
-        else:
+        elif same_tensor(x, self._returned) and version_of(x) == self._version:
             self._follow(x)
+        else:
+            self._begin_anew(index, x)
         if self._recorder is None or not self._recorder.call.as_now():
             self._end_recording()
             self._recorder = Recorder(self._stream.device, self._stack.input_checks)
-        block, bits = self._stack.blocks[index], self._stack.bits[index - 1] if index else None
-        coupling = TwoStep(self._grid, x, self._sign, self._stack.weights[index], bits, schedule.kind == "rebuilt")
+        block, rebuilt = self._stack.blocks[index], schedule.kind == "rebuilt"
+        bits = None if self._before is self._stream else self._stack.bits[index - 1]
+        coupling = TwoStep(self._grid, x, self._sign, self._weights[index], bits, rebuilt, self._on_backward)
         run = self._recorder.block(index, schedule, coupling, block, (self._stream, self._before), forward)
         self._recorder.call.present = None  # what the model does between its blocks may draw random numbers
         with in_trace("forward", index):
             coupled = run("block", block, self._before, self._stream, words)
-        self._before, self._stream, self.following = self._stream, coupled, index + 1
+        self._before, self._stream, self._following = self._stream, coupled, index + 1
         if self._choice is not None:
             self._choice.see(coupled)
-        if self.following == len(self._schedules):
-            self._end_recording()
-            self._end()
-        self._returned = coupled.to(coupling.written_as)
+        apart = self._choice is not None or self._following in self._stack.changed  # the model may change it in place
+        self._returned = coupled.to(coupling.written_as, copy=apart)
         self._version = version_of(self._returned)
         others, coupling.others = coupling.others, None  # the graph holds the coupling, and must not hold these
+        if self._task == -1:
+            self._stack._latest = ref(coupling)
+        if self._following == len(self._schedules):
+            self._end_recording()
+            self.close()
         return self._returned if others is None else (self._returned, *others)
+
+    def close(self) -> None:
+        """The model runs no more blocks. If it leaves out the last ones, a backward or the next forward tells."""
+        if self._stack._pass is not self:
+            return
+        self._stack._pass = None
+        if self._recorder is not None:
+            with as_in_a_forward():
+                self._end_recording()
+        self._end()
+        if self._changed and not self._stack.changed:
+            places = ", ".join(f"block {last} and block {index}" for index, last in self._changed.items())
+            warnings.warn(f"the model changes the stream between {places}; there it is stored instead of rebuilt", stacklevel=2)
+        if not self._stack.changed.issuperset(self._changed):
+            self._stack.remember_changes(self._changed)
 
     def _begin(self, x: Tensor) -> None:
         if self._stack.input_checks is not None:
@@ -310,19 +375,44 @@ class _Pass:
             grid.to(x.device)
         self._grid = grid.in_call(dtype)
         self._stream = self._before = self._grid.entered(x.to(dtype))
+        self._draw_sign(x)
+
+    def _begin_anew(self, index: int, x: Tensor) -> None:
+        """The model changed the stream before a block: from here on as at the first block."""
+        last = self._following - 1
+        self._changed[index] = last
+        if x.device != self._stream.device:
+            raise ValueError(
+                f"the stream moves to {x.device} before block {index}; name the blocks of each device as a list of their own, "
+                f"such as blocks=['layers[:{index}]', 'layers[{index}:]']"
+            )
+        try:
+            self._end_recording()
+        except ValueError:
+            self._stack.remember_changes(self._changed)
+            raise ValueError(
+                f"the model changed the stream in place between block {last} and block {index}, which it had not done "
+                "before, so it was not kept; it is from the next forward on"
+            ) from None
+        self._stream = self._before = self._grid.entered(x.to(torch.promote_types(x.dtype, self._stream.dtype)))
+        if len(x) != len(self._sign) or x.dim() != self._sign.dim():
+            self._draw_sign(x)
+
+    def _draw_sign(self, x: Tensor) -> None:
         sign = torch.randint(0, 2, (len(x),) + (1,) * (x.dim() - 1), device=x.device)
-        self._sign = sign.to(dtype).mul_(2).sub_(1)
+        self._sign = sign.to(self._stream.dtype).mul_(2).sub_(1)
 
     def _follow(self, x: Tensor) -> None:
         """Gives the streams the graph of what the next block reads: a view with hooks of its own, or one without a graph."""
         if torch.is_grad_enabled() and x.grad_fn is None:  # detached, or computed without gradients
             self._stream, self._before = self._stream.detach(), self._before.detach()
-        if x.dtype == self._stream.dtype:
+        if same_tensor(x, self._stream):
             self._stream = x
 
     def _end_recording(self) -> None:
-        if self._recorder is not None:
-            self._recorder.end(self._stream, self._before)
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.end(self._stream, self._before)
 
     def _end(self) -> None:
         if self._choice is not None:

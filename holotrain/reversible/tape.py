@@ -164,7 +164,12 @@ class Tape:
 
     def _begin(self, task: int) -> None:
         if not self._complete:
-            raise RuntimeError("the backward reached reversible blocks of which the model did not run all")
+            self.branches[-1].coupling.reached()
+        if not self._complete:
+            raise RuntimeError(
+                "the backward reached reversible blocks of which the model did not run all, or whose last stream it changed "
+                "in place"
+            )
         self._task = task
         if self._end is None:
             return  # an earlier backward, which did not retain the graph, has advanced the tape to here
