@@ -76,11 +76,11 @@ class ReversibleStack:
         self.stream_dtype: torch.dtype | None = None
         self.input_checks: list[InputCheck] | None = None
         self._forwards = [vars(block).get("forward") for block in self.blocks]
-        self._compiled_calls: dict[int, Callable] = {}  # of blocks on which compile() was called
+        self.compiled_calls: dict[int, Callable] = {}  # of blocks on which compile() was called
         self._compiled: dict[int, Callable] = {}  # their own forwards
         self._pass: _Pass | None = None
         self._latest: Callable[[], TwoStep | None] = _nothing  # the last coupling of the last forward, if it is alive
-        self._ran_plain = False
+        self.ran_plain = False  # the last forward in training, since it was without gradients
         self.removed = False
         for index, block in enumerate(self.blocks):
             coupled = CoupledForward(self, index)
@@ -95,14 +95,14 @@ class ReversibleStack:
             self._pass.close()
         for block, forward in zip(self.blocks, self._forwards, strict=True):
             _uncouple(block, forward)
-        for index, call in self._compiled_calls.items():
+        for index, call in self.compiled_calls.items():
             self.blocks[index]._compiled_call_impl = call
 
     def own_forward(self, index: int) -> Callable:
         """The forward that a block had before, compiled if ``block.compile()`` was called."""
         block = self.blocks[index]
         forward = self._forwards[index] or MethodType(type(block).forward, block)
-        if index not in self._compiled_calls:
+        if index not in self.compiled_calls:
             return forward
         if index not in self._compiled:
             self._compiled[index] = torch.compile(forward)
@@ -112,7 +112,7 @@ class ReversibleStack:
         """What couples the blocks cannot be compiled, so of a compiled block only its own forward is."""
         block = self.blocks[index]
         if block._compiled_call_impl is not None:
-            self._compiled_calls[index], block._compiled_call_impl = block._compiled_call_impl, None
+            self.compiled_calls[index], block._compiled_call_impl = block._compiled_call_impl, None
 
     def grid_state(self) -> dict[str, Any] | None:
         """What a resumed training needs to compute the same, in plain values; None before the first batch."""
@@ -174,19 +174,13 @@ class ReversibleStack:
             self._pass = None  # which holds a graph
             raise
 
-    def run_plain(self, index: int, arguments: tuple, keywords: dict[str, Any]) -> Any:
-        """Runs a block as it is."""
-        if self.blocks[index].training and not self.removed:
-            self._ran_plain = True
-        return self.own_forward(index)(*arguments, **keywords)
-
     def _begin_pass(self, index: int) -> None:
         if self._pass is not None:
             with suppress(ValueError):  # its last stream was changed in place, which its backward tells
                 self._pass.close()
         self._require_one_mode()
         in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward and self._ran_plain and self._latest() is None:
+        if in_backward and self.ran_plain and self._latest() is None:
             raise ValueError(
                 "the backward runs blocks again that ran without gradients before, where they are not coupled; turn off "
                 "gradient checkpointing, or use checkpoint(..., use_reentrant=False) around the whole model"
@@ -199,7 +193,7 @@ class ReversibleStack:
         if getattr(self.blocks[0], "gradient_checkpointing", False):  # of Hugging Face's
             off = "turn it off with model.gradient_checkpointing_disable()"
             warnings.warn(f"gradient checkpointing keeps what make_reversible would rebuild; {off}", stacklevel=3)
-        self._ran_plain = self._ran_plain and in_backward
+        self.ran_plain = self.ran_plain and in_backward
         self._pass = _Pass(self)
 
     def _require_one_mode(self) -> None:
@@ -211,7 +205,7 @@ class ReversibleStack:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_pass": None, "_latest": _nothing, "_compiled_calls": {}, "_compiled": {}}
+        return self.__dict__ | {"_pass": None, "_latest": _nothing, "compiled_calls": {}, "_compiled": {}}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.blocks)} blocks, bits={self.bits}, backward={self.backward!r})"
@@ -254,12 +248,19 @@ class CoupledForward:
 
     def __init__(self, stack: ReversibleStack, index: int) -> None:
         self.stack, self._index = stack, index
+        self._block, self._own = stack.blocks[index], vars(stack.blocks[index]).get("forward")
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        stack = self.stack
-        if stack.blocks[self._index].training and torch.is_grad_enabled() and not stack.removed:
-            return self._train(arguments, keywords)
-        return stack.run_plain(self._index, arguments, keywords)
+        stack, block = self.stack, self._block  # a compiler takes the same code for all blocks, if it does not read their index
+        if block.training and not stack.removed:
+            if torch.is_grad_enabled():
+                return self._train(arguments, keywords)
+            stack.ran_plain = True
+        if stack.compiled_calls:
+            return stack.own_forward(self._index)(*arguments, **keywords)
+        if self._own is not None:
+            return self._own(*arguments, **keywords)
+        return type(block).forward(block, *arguments, **keywords)
 
     @torch.compiler.disable
     def _train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
@@ -274,6 +275,18 @@ class CoupledForward:
         raise ValueError(
             "nn.DataParallel would run the blocks of its first GPU on every GPU, so it does not work with make_reversible; "
             "start one process for each GPU with torchrun, or show the process one GPU with CUDA_VISIBLE_DEVICES=0"
+        )
+
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        """For which ``torch.jit.script`` asks.
+
+        Raises:
+            AttributeError: always.
+        """
+        raise AttributeError(
+            "torch.jit.script cannot compile the blocks that make_reversible changed; call undo(model) first, or use "
+            "torch.export or torch.jit.trace in eval()"
         )
 
     @property
@@ -484,10 +497,15 @@ def _no_cache(value: Any) -> Any:
     """None for an empty cache of keys and values, to which a recomputation would add a second time.
 
     Raises:
-        ValueError: the cache is not empty.
+        ValueError: the cache is not empty, or of fixed length.
     """
     if not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
         return value
+    if getattr(value, "is_compileable", False):
+        raise ValueError(
+            "a block got a StaticCache in training, for whose length its masks are made; call the model with use_cache=False, "
+            'or set stack_of(block).backward = "autograd"'
+        )
     if value.get_seq_length():
         raise ValueError(
             "a block got past keys and values in training, to which its recomputation would add a second time; set "

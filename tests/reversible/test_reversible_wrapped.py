@@ -1,4 +1,4 @@
-"""Stacks of blocks beside others that wrap, copy or hook the blocks: accelerate, peft, nn.DataParallel."""
+"""Stacks of blocks beside others that wrap, copy, compile or hook the blocks: accelerate, peft, nn.DataParallel, compilers."""
 
 import copy
 import gc
@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+import torch._dynamo.testing
 from compared import assert_equal
 from small_stacks import WIDTH, Model, gradients, inputs, reversible
 from torch import nn
@@ -212,7 +213,7 @@ def tuned(peft, config, backward, **more):
     for parameter in net.parameters():
         if parameter.requires_grad:
             parameter.data = torch.randn_like(parameter) / 10  # adapters begin with zeros
-    make_reversible(net, "base_model.model.model.layers", backward=backward)
+    make_reversible(net, next(name for name, _ in net.named_modules() if name.endswith("model.layers")), backward=backward)
     tokens = torch.randint(5, 50, (3, 12), generator=torch.Generator().manual_seed(2))
     return gradients(net, run=lambda net: net(input_ids=tokens, **more).logits)
 
@@ -231,3 +232,42 @@ def test_poly(peft):
     expected = tuned(peft, config, "autograd", **tasks)
     assert len(expected) == 24
     assert_equal(tuned(peft, config, "reversible", **tasks), expected)
+
+
+def test_prefix_tuning_is_refused(peft):
+    with pytest.raises(ValueError, match="a block got past keys and values in training"):
+        tuned(peft, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "reversible")
+
+
+def test_a_static_cache_in_training_is_refused():
+    net = make_reversible(llama())
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    with pytest.raises(ValueError, match="a block got a StaticCache in training, .* use_cache=False"):
+        net(tokens, past_key_values=pytest.importorskip("transformers").StaticCache(config=net.config, max_cache_len=16))
+    net(tokens, use_cache=False)
+
+
+def test_scripting_says_what_to_do():
+    with pytest.raises(AttributeError, match=r"torch.jit.script cannot .* call undo\(model\) first, or use torch.export"):
+        torch.jit.script(reversible(Model()))
+    torch.jit.script(undo(reversible(Model())))
+    net = reversible(Model()).eval()
+    assert_equal(torch.jit.trace(net, inputs())(inputs(2)), net(inputs(2)))
+
+
+def test_a_compiled_model_is_compiled_once_for_all_blocks():
+    frames = torch._dynamo.testing.CompileCounter()
+    torch.compiler.reset()
+    found = []
+    for compiled in (False, True):
+        net = reversible(Model(12))
+        run = torch.compile(net, backend=frames) if compiled else net
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            found.append(gradients(net, run=lambda _, run=run: run(inputs())))
+    assert_equal(*found)
+    torch.compiler.reset()
+    frames.clear()
+    evaluated = torch.compile(net.eval(), backend=frames, fullgraph=True)
+    assert_equal(evaluated(inputs()), Model(12)(inputs()))
+    assert frames.frame_count == 1
+    torch.compiler.reset()
