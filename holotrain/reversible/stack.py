@@ -147,6 +147,7 @@ class ReversibleStack:
         """
         blocks = [copy.copy(self.blocks[0]) for _ in range(depth)]
         for block in blocks:
+            block.forward = block._coupled_forward  # without what wraps it
             _uncouple(block, self._forwards[0])
         ReversibleStack(blocks, [min(self.bits, default=1)] * (depth - 1), backward)
         return _Chain(blocks)
@@ -248,7 +249,7 @@ class CoupledForward:
 
     def __init__(self, stack: ReversibleStack, index: int) -> None:
         self.stack, self._index = stack, index
-        self._block, self._own = stack.blocks[index], vars(stack.blocks[index]).get("forward")
+        self._block, self._own = stack.blocks[index], stack._forwards[index]
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         stack, block = self.stack, self._block  # a compiler takes the same code for all blocks, if it does not read their index

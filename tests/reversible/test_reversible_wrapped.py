@@ -117,6 +117,16 @@ def test_a_wrapper_that_goes_before_undo(hooks):
     assert_equal(gradients(net), gradients(Model()))
 
 
+def test_a_stack_of_copies_leaves_a_wrapper_behind(hooks):
+    net = wrapped(reversible(Model()), hooks)
+    chain = stack_of(net.layers[0]).again(3, "reversible")
+    x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    for _ in range(2):
+        chain(x).sum().backward()
+    assert stack_of(chain.blocks[0]).blocks == list(chain.blocks)
+    assert stack_of(net.layers[0]).grid_state() is None  # it has not run
+
+
 def replica_of(net):
     """What nn.DataParallel makes for each GPU: its parameters are attributes, copies with a graph."""
     modules = list(net.modules())
