@@ -84,7 +84,7 @@ class ReversibleStack:
         self.removed = False
         for index, block in enumerate(self.blocks):
             coupled = CoupledForward(self, index)
-            block.forward, block._coupled_forward = coupled, coupled  # others may wrap the first
+            block.forward = vars(block)["_coupled_forward"] = coupled  # others may wrap the first
             block._replicate_for_data_parallel = coupled.refuse_replica
             self._take_compiled_call(index)
 
@@ -147,7 +147,7 @@ class ReversibleStack:
         """
         blocks = [copy.copy(self.blocks[0]) for _ in range(depth)]
         for block in blocks:
-            block.forward = block._coupled_forward  # without what wraps it
+            block.forward = vars(block)["_coupled_forward"]  # without what wraps it
             _uncouple(block, self._forwards[0])
         ReversibleStack(blocks, [min(self.bits, default=1)] * (depth - 1), backward)
         return _Chain(blocks)
@@ -167,15 +167,16 @@ class ReversibleStack:
             ValueError: it cannot be coupled with the blocks before it.
         """
         self._take_compiled_call(index)
-        if self._pass is None or not self._pass.goes_on_with(index):
-            self._begin_pass(index)
+        current = self._pass
+        if current is None or not current.goes_on_with(index):
+            current = self._begin_pass(index)
         try:
-            return self._pass.run(index, arguments, keywords)
+            return current.run(index, arguments, keywords)
         except BaseException:
             self._pass = None  # which holds a graph
             raise
 
-    def _begin_pass(self, index: int) -> None:
+    def _begin_pass(self, index: int) -> _Pass:
         if self._pass is not None:
             with suppress(ValueError):  # its last stream was changed in place, which its backward tells
                 self._pass.close()
@@ -196,6 +197,7 @@ class ReversibleStack:
             warnings.warn(f"gradient checkpointing keeps what make_reversible would rebuild; {off}", stacklevel=3)
         self.ran_plain = self.ran_plain and in_backward
         self._pass = _Pass(self)
+        return self._pass
 
     def _require_one_mode(self) -> None:
         evaluated = [index for index, block in enumerate(self.blocks) if not block.training]
@@ -316,7 +318,6 @@ class _Pass:
         self._following = 0
         self._schedules, self._weights = stack.schedules, stack.weights
         self._recorder: Recorder | None = None
-        self._stream: Tensor | None = None
         self._changed: dict[int, int] = {}  # the block before which the model changed the stream, and the one that ran last
         self._on_backward = WeakMethod(self.close)
 
@@ -328,7 +329,7 @@ class _Pass:
         """Runs the next block."""
         schedule = self._schedules[index]
         x, forward, words = _call(self._stack.own_forward(index), arguments, keywords, again=schedule.kind != "stored")
-        if self._stream is None:
+        if not self._following:
             self._begin(x)
         elif same_tensor(x, self._returned) and version_of(x) == self._version:
             self._follow(x)
