@@ -53,6 +53,9 @@ class Coupling:
             self.grid.watch(coupled)
         return coupled
 
+    def reached(self) -> None:
+        """A backward has begun and finds branches of which nobody said that the last has run."""
+
     def undo(self, coupled: Tensor, source: Tensor, output: Any) -> Tensor:
         """Returns the target, up to rounding, or exactly on a grid."""
         if self.grid is not None:

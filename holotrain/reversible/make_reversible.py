@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from holotrain.numeric import counted
 from holotrain.reversible.block import ReversibleBlock
 from holotrain.reversible.sequence import ReversibleSequence
 from holotrain.reversible.stack import ReversibleStack, stack_of, stacks_in
+
+_PART = re.compile(r"(.+)\[(-?\d*):(-?\d*)\]")
+"""A part of a list of blocks, such as layers[1:]."""
 
 Split = Callable[[nn.Module], tuple[nn.Module, nn.Module]]
 
@@ -35,10 +40,11 @@ def make_reversible(
 
     Args:
         model: any module.
-        blocks: dotted name of the ``nn.ModuleList`` or ``nn.Sequential`` that holds the blocks, or several names. None: the one
-            list of equal blocks that the model has, or all of them if all hold blocks of one class. A block takes the stream
-            (batch, ...) as its first argument and returns a tensor of this shape, or a tuple that begins with one; other
-            arguments are passed on.
+        blocks: dotted name of the ``nn.ModuleList`` or ``nn.Sequential`` that holds the blocks, or several names. It may end
+            with a slice, as in ``"stages.1.blocks[1:]"``, where the first block changes the shape. None: the one list of blocks
+            that the model has, or all of them if all hold blocks of one class. A block takes the stream (batch, ...) as its
+            first argument and returns a tensor of this shape, or a tuple that begins with one; other arguments are passed on.
+            The stream is rebuilt from each block to the next; where the model changes it between two, it is stored.
         bits: bits that are kept for each element and block, 1 to 8; towards both ends of the stack up to 6. A list: for each
             block but the first.
         split: returns the two residual branches of a block (attention and MLP, each with its norm) as modules of one argument.
@@ -52,26 +58,24 @@ def make_reversible(
 
     Raises:
         ValueError: the model has no such list of blocks, or several lists and none is named, or the blocks are reversible
-            already. At the call in training: a block changes the shape, or the model does more between the blocks than to pass
-            on the stream.
+            already, or ``split`` with a part of a list. At the call in training: a block changes the shape.
     """
     if isinstance(blocks, nn.Module):
         known = ", ".join(f"{name!r}" for name, part in model.named_modules() if part is blocks) or "such as 'blocks'"
         raise ValueError(f"make_reversible takes the name of a list of blocks ({known}), not the list itself")
     names = list(dict.fromkeys([blocks] if isinstance(blocks, str) else blocks or _the_lists(model)))
     modules = dict(model.named_modules(remove_duplicate=False))
-    lists = {name: _list_of_blocks(name, modules) for name in names}
-    _require_each_once(lists)
+    lists = {name: _blocks_of(name, modules) for name in names}
+    _require_each_once([*lists.values()])
     for name, found in lists.items():
         if split is None:
-            ReversibleStack([*found], bits, backward, store, keep, name, on_mismatch)
+            ReversibleStack([*found.values()], bits, backward, store, keep, name, on_mismatch)
+        elif name not in modules:
+            raise ValueError(f"split replaces a whole list of blocks, and {name!r} is a part of one")
         else:
-            coupled = [ReversibleBlock(*split(block)) for block in found]
-            _replace(
-                modules,
-                name,
-                TwoStream(ReversibleSequence(coupled, backward, store, keep=keep, on_mismatch=on_mismatch), found),
-            )
+            coupled = [ReversibleBlock(*split(block)) for block in found.values()]
+            sequence = ReversibleSequence(coupled, backward, store, keep=keep, on_mismatch=on_mismatch)
+            _replace(modules, name, TwoStream(sequence, modules[name]))
     return model
 
 
@@ -124,31 +128,51 @@ def is_list_of_blocks(module: nn.Module) -> bool:
 
 
 def _the_lists(model: nn.Module) -> list[str]:
-    found = dict(outermost(model, is_list_of_blocks))
-    if len({type(next(module.children())) for module in found.values()}) != 1:
+    equal, mixed = (dict(outermost(model, wanted)) for wanted in (is_list_of_blocks, _is_list_of_kinds))
+    # The blocks of a list may be of several kinds, and hold small lists themselves, such as adapters.
+    found = equal if equal.keys() & mixed.keys() or 2 * _size(equal) >= _size(mixed) else mixed
+    if not found or (len(found) > 1 and len({type(block) for module in found.values() for block in module.children()}) > 1):
         several = f"several lists of blocks: {', '.join(found)}; name one" if found else "no list of at least two equal blocks"
         raise ValueError(f"{type(model).__name__} has {several}")
     return list(found)
 
 
-def _list_of_blocks(name: str, modules: dict[str, nn.Module]) -> nn.ModuleList | nn.Sequential:
-    found = modules.get(name)
+def _is_list_of_kinds(module: nn.Module) -> bool:
+    """Whether a module is a list of blocks, of which some are of one class."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential) or len({type(block) for block in module}) == len(module):
+        return False
+    return all(any(block.children()) for block in module)
+
+
+def _size(lists: dict[str, nn.Module]) -> int:
+    return sum(parameter.numel() for module in lists.values() for parameter in module.parameters())
+
+
+def _blocks_of(name: str, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """The blocks of a list, or of a part of one, by their names."""
+    part = _PART.fullmatch(name)
+    whole, *ends = part.groups() if part else (name, "", "")
+    found = modules.get(whole)
     if not isinstance(found, nn.Sequential | nn.ModuleList):
         lists = [name for name, part in modules.items() if name and isinstance(part, nn.Sequential | nn.ModuleList)]
         raise ValueError(f"{name!r} is not a list of blocks; the model has {', '.join(lists) or 'none'}")
-    around = [part for other, part in modules.items() if name.startswith(f"{other}.")]
-    if any(map(stack_of, [*found, *around])) or isinstance(next(iter(found), None), TwoStream):
+    places = [f"{whole}.{key}" for key in found._modules]
+    blocks = {place: modules[place] for place in places[slice(*(int(end) if end else None for end in ends))]}
+    if part and not blocks:
+        raise ValueError(f"{name!r} holds none of the {counted(len(places), 'block')} of {whole!r}")
+    around = [part for other, part in modules.items() if whole.startswith(f"{other}.")]
+    if any(map(stack_of, [*blocks.values(), *around])) or isinstance(next(iter(found), None), TwoStream):
         raise ValueError(f"the blocks {name!r} are reversible already; undo(model) takes that back")
-    return found
+    return blocks
 
 
-def _require_each_once(lists: dict[str, nn.ModuleList | nn.Sequential]) -> None:
+def _require_each_once(lists: Sequence[dict[str, nn.Module]]) -> None:
     places: dict[int, str] = {}
-    for name, blocks in lists.items():
-        for index, block in enumerate(blocks):
-            place = f"{name}.{index}"
-            if (other := places.setdefault(id(block), place)) != place:
-                raise ValueError(f"{other} and {place} are one block, and a block cannot have two places in a stack")
+    for place, block in (each for blocks in lists for each in blocks.items()):
+        if (other := places.get(id(block))) == place:
+            raise ValueError(f"{place} is in two lists, and a block cannot have two places in a stack")
+        if places.setdefault(id(block), place) != place:
+            raise ValueError(f"{other} and {place} are one block, and a block cannot have two places in a stack")
 
 
 def _replace(modules: dict[str, nn.Module], name: str, stream: TwoStream) -> None:

@@ -25,6 +25,13 @@ except ImportError:  # torch works without it
 
 _version, _training, _buffers = attrgetter("_version"), attrgetter("training"), attrgetter("_buffers")
 _values, _flat = methodcaller("values"), chain.from_iterable
+_hooks_of = attrgetter(
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
 
 _Named = MutableMapping[str, Any]
 """Parameters, submodules or buffers of a module, by name."""
@@ -74,7 +81,8 @@ class _Buffer(NamedTuple):
 
 
 class Reads:
-    """The parameters, buffers, submodules and modes of a branch in one forward, which it has again in the recomputation.
+    """The parameters, buffers, submodules, modes and forward hooks of a branch in one forward, which it has again in the
+    recomputation.
 
     A module may change its buffers in the forward (running statistics, power iterations). The recomputation reads what the
     forward read and changes nothing. So the buffers that a module's first forward changes are copied before each later one.
@@ -93,6 +101,9 @@ class Reads:
         self._owned = [*map(dict, self._owners)]
         self._buffers = [*_buffers_of(parts)] if any(map(_buffers, parts)) else []
         self._others: list[tuple[_Named, str, Any]] = []
+        hooked = (part for part in parts if part._forward_pre_hooks or part._forward_hooks)
+        self._hooks = [(hooks, hooks.copy()) for part in hooked for hooks in _hooks_of(part)]
+        self._other_hooks: list[tuple[dict, dict]] = []
         self._newly_written: str | None = None
 
     def settle(self) -> None:
@@ -102,6 +113,10 @@ class Reads:
         self._versions = [*map(_version, self.tensors)]
         # Held, so that their memory is not used again, at the same address, when ``.data`` is replaced.
         self._storages = [*map(Tensor.untyped_storage, self.tensors)]
+
+    def hooked(self) -> bool:
+        """Whether forward hooks run in the recomputation."""
+        return bool(self._hooks) or any(part._forward_hooks for part in self.parts)
 
     def storages(self) -> set[int]:
         """Those of the parameters, by their address."""
@@ -155,12 +170,20 @@ class Reads:
             if before is not None or owner._buffers.get(name) is not tensor:
                 self._put(owner._buffers, name, tensor if before is None else before.clone())
 
+        for hooks, held in self._hooks:
+            if hooks != held:
+                self._other_hooks.append((hooks, hooks.copy()))
+                _refill(hooks, held)
+
     def _put(self, owner: _Named, name: str, value: Any) -> None:
         self._others.append((owner, name, owner.get(name, _ABSENT)))
         owner[name] = value
 
     def end(self) -> None:
         """The branch has what it had before :meth:`begin`."""
+        for hooks, held in self._other_hooks:
+            _refill(hooks, held)
+        self._other_hooks = []
         if self._others:
             for owner, name, value in self._others:
                 if value is _ABSENT:
@@ -168,6 +191,12 @@ class Reads:
                 else:
                     owner[name] = value
             self._others = []
+
+
+def _refill(hooks: dict, held: dict) -> None:
+    """In place and in order: the handle of a hook knows the dict that holds it."""
+    hooks.clear()
+    hooks.update(held)
 
 
 def _buffers_of(parts: Iterable[nn.Module]) -> Iterator[_Buffer]:

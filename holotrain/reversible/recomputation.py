@@ -9,8 +9,8 @@ A checkpointed branch runs again from its stored input, and one on a tape (:mod:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from operator import attrgetter
 from typing import Any, Self
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch._C._autograd import _pop_saved_tensors_default_hooks as _pop_hooks
 from torch._C._autograd import _push_saved_tensors_default_hooks as _push_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -157,7 +158,7 @@ class Branch:
                 packed.append(tensor)
                 versions.append(tensor._version)
 
-        elif not output and not any(part._forward_hooks for part in self._reads.parts):  # hooks would not all run
+        elif not output and not self._reads.hooked():  # hooks would not all run
             last = len(self.kinds)
 
             def pack(tensor: Tensor) -> None:
@@ -269,6 +270,17 @@ class Saved:
             RuntimeError: one of them was changed in place.
         """
         return self._result.grad_fn.saved_tensors
+
+
+@contextmanager
+def as_in_a_forward() -> Generator[None]:
+    """Inside, :class:`Saved` keeps tensors as in a forward of its own, whatever backward or recomputation runs around it."""
+    with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(_same, _same):
+        yield
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def checkpointed(module: nn.Module, x: Tensor, *, name: str | None = None, **keywords: Any) -> Any:

@@ -7,17 +7,21 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from itertools import pairwise
 from types import MethodType
 from typing import Any
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
 
 from holotrain.numeric import counted
-from holotrain.reversible.backward_schedules import SCHEDULES, Schedule, Shorthand
+from holotrain.reversible.backward_schedules import Schedule, Shorthand
 from holotrain.reversible.checks import RebuildChecks
 from holotrain.reversible.grid import FixedPointGrid, Grid
 from holotrain.reversible.reads import version_of
+from holotrain.reversible.recomputation import as_in_a_forward
 from holotrain.reversible.replay import has_no_data, in_trace
 from holotrain.reversible.tape import Recorder, same_tensor
 from holotrain.reversible.two_step import TwoStep, stream_in, tapered, weights
@@ -46,6 +50,9 @@ class ReversibleStack:
         schedules: the schedule of each block.
         weights: of each block's update where the sign is 1, and where it is -1; see
             :func:`~holotrain.reversible.two_step.weights`.
+        changed: the blocks before which the model changed the stream in some forward, for example by adding to it. There the
+            recurrence begins anew, and the streams before and after are stored. Later forwards have weights for the runs of
+            blocks between these places.
         grid: the fixed-point grid of the streams, chosen in the first batch in training, and again where they outgrow it.
 
     Raises:
@@ -54,6 +61,7 @@ class ReversibleStack:
 
     backward, store, keep = Shorthand(), Shorthand(), Shorthand()
     schedules: list[Schedule]
+    changed: frozenset[int] = frozenset()
 
     def __init__(
         self,
@@ -67,34 +75,40 @@ class ReversibleStack:
     ) -> None:
         self.blocks = list(blocks)
         self.bits = tapered(bits, len(self.blocks))
-        self.weights = list(zip(weights(self.bits, 1), weights(self.bits, -1), strict=True))
+        self.remember_changes(())
         self._shorthands = {"backward": backward, "store": store}
         self.keep = keep
         self.grid = FixedPointGrid()
         self.stream_dtype: torch.dtype | None = None
         self.checks = RebuildChecks(f"blocks {name!r}" if name else counted(len(self.blocks), "block"), on_mismatch)
         self._forwards = [vars(block).get("forward") for block in self.blocks]
-        self._compiled_calls: dict[int, Callable] = {}  # of blocks on which compile() was called
+        self.compiled_calls: dict[int, Callable] = {}  # of blocks on which compile() was called
         self._compiled: dict[int, Callable] = {}  # their own forwards
         self._pass: _Pass | None = None
+        self._latest: Callable[[], TwoStep | None] = _nothing  # the last coupling of the last forward, if it is alive
+        self.ran_plain = False  # the last forward in training, since it was without gradients
+        self.removed = False
         for index, block in enumerate(self.blocks):
-            block.forward = CoupledForward(self, index)
+            coupled = CoupledForward(self, index)
+            block.forward = vars(block)["_coupled_forward"] = coupled  # others may wrap the first
+            block._replicate_for_data_parallel = coupled.refuse_replica
             self._take_compiled_call(index)
 
     def remove(self) -> None:
-        """Gives the blocks their own forward back."""
+        """Gives the blocks their own forward back. Where something wrapped the coupled one, that runs the block's own."""
+        self.removed = True
+        if self._pass is not None:
+            self._pass.close()
         for block, forward in zip(self.blocks, self._forwards, strict=True):
-            del block.forward
-            if forward is not None:
-                block.forward = forward
-        for index, call in self._compiled_calls.items():
+            _uncouple(block, forward)
+        for index, call in self.compiled_calls.items():
             self.blocks[index]._compiled_call_impl = call
 
     def own_forward(self, index: int) -> Callable:
         """The forward that a block had before, compiled if ``block.compile()`` was called."""
         block = self.blocks[index]
         forward = self._forwards[index] or MethodType(type(block).forward, block)
-        if index not in self._compiled_calls:
+        if index not in self.compiled_calls:
             return forward
         if index not in self._compiled:
             self._compiled[index] = torch.compile(forward)
@@ -104,13 +118,14 @@ class ReversibleStack:
         """What couples the blocks cannot be compiled, so of a compiled block only its own forward is."""
         block = self.blocks[index]
         if block._compiled_call_impl is not None:
-            self._compiled_calls[index], block._compiled_call_impl = block._compiled_call_impl, None
+            self.compiled_calls[index], block._compiled_call_impl = block._compiled_call_impl, None
 
     def grid_state(self) -> dict[str, Any] | None:
         """What a resumed training needs to compute the same, in plain values; None before the first batch."""
         if not self.grid.known:
             return None
-        return {"step": self.grid.step.item(), "dtype": str(self.stream_dtype).removeprefix("torch.")}
+        dtype = str(self.stream_dtype).removeprefix("torch.")
+        return {"step": self.grid.step.item(), "dtype": dtype, "changed": sorted(self.changed)}
 
     def load_grid_state(self, state: dict[str, Any]) -> None:
         """Takes over what :meth:`grid_state` returned.
@@ -123,6 +138,7 @@ class ReversibleStack:
             raise ValueError(f"{state} is not the grid of a reversible stack")
         self.grid.set(step)
         self.stream_dtype = dtype
+        self.remember_changes(state.get("changed", ()))
 
     @property
     def ends(self) -> tuple[nn.Module, nn.Module]:
@@ -137,40 +153,57 @@ class ReversibleStack:
         """
         blocks = [copy.copy(self.blocks[0]) for _ in range(depth)]
         for block in blocks:
-            del block.forward
-            if self._forwards[0] is not None:
-                block.forward = self._forwards[0]
+            block.forward = vars(block)["_coupled_forward"]  # without what wraps it
+            _uncouple(block, self._forwards[0])
         ReversibleStack(blocks, [min(self.bits, default=1)] * (depth - 1), backward)
         return _Chain(blocks)
+
+    def remember_changes(self, places: Collection[int]) -> None:
+        """The model has changed the stream before these blocks."""
+        self.changed |= frozenset(places)
+        self.weights = []
+        for start, stop in pairwise((0, *sorted(self.changed), len(self.blocks))):
+            bits = self.bits[start : stop - 1]
+            self.weights += zip(weights(bits, 1), weights(bits, -1), strict=True)
 
     def run(self, index: int, arguments: tuple, keywords: dict[str, Any]) -> Any:
         """Runs a block in training.
 
         Raises:
-            ValueError: the model does not run its blocks one after another, each on what the block before it returned.
+            ValueError: it cannot be coupled with the blocks before it.
         """
         self._take_compiled_call(index)
+        current = self._pass
+        if current is None or not current.goes_on_with(index):
+            current = self._begin_pass(index)
         try:
-            if index == 0:
-                self._require_one_mode()
-                if getattr(self.blocks[0], "gradient_checkpointing", False):  # of Hugging Face's
-                    off = "turn it off with model.gradient_checkpointing_disable()"
-                    warnings.warn(f"gradient checkpointing keeps what make_reversible would rebuild; {off}", stacklevel=2)
-                self._pass = _Pass(self)
-            if self._pass is None or self._pass.following != index:
-                came = "no block before it" if self._pass is None else f"block {self._pass.following - 1} before it"
-                self._require_one_mode()
-                raise ValueError(
-                    f"block {index} ran with {came}, and make_reversible takes blocks that run one after another, each once: "
-                    "turn off the model's gradient checkpointing, layer drop or early exit; if the list has changed, undo first"
-                )
-            returned = self._pass.run(index, arguments, keywords)
+            return current.run(index, arguments, keywords)
         except BaseException:
             self._pass = None  # which holds a graph
             raise
-        if index == len(self.blocks) - 1:
-            self._pass = None
-        return returned
+
+    def _begin_pass(self, index: int) -> _Pass:
+        if self._pass is not None:
+            with suppress(ValueError):  # its last stream was changed in place, which its backward tells
+                self._pass.close()
+        self._require_one_mode()
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward and self.ran_plain and self._latest() is None:
+            raise ValueError(
+                "the backward runs blocks again that ran without gradients before, where they are not coupled; turn off "
+                "gradient checkpointing, or use checkpoint(..., use_reentrant=False) around the whole model"
+            )
+        if in_backward and index:
+            raise ValueError(
+                f"block {index} ran again in the backward without the blocks before it, to which it is coupled; turn off "
+                "gradient checkpointing of blocks: make_reversible takes its place"
+            )
+        if getattr(self.blocks[0], "gradient_checkpointing", False):  # of Hugging Face's
+            off = "turn it off with model.gradient_checkpointing_disable()"
+            warnings.warn(f"gradient checkpointing keeps what make_reversible would rebuild; {off}", stacklevel=3)
+        self.ran_plain = self.ran_plain and in_backward
+        self._pass = _Pass(self)
+        return self._pass
 
     def _require_one_mode(self) -> None:
         evaluated = [index for index, block in enumerate(self.blocks) if not block.training]
@@ -181,10 +214,20 @@ class ReversibleStack:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_pass": None, "_compiled_calls": {}, "_compiled": {}}
+        return self.__dict__ | {"_pass": None, "_latest": _nothing, "compiled_calls": {}, "_compiled": {}}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.blocks)} blocks, bits={self.bits}, backward={self.backward!r})"
+
+
+def _uncouple(block: nn.Module, forward: Callable | None) -> None:
+    """Takes a block's coupled forward from it; ``forward`` is the one of its own, None: that of its class."""
+    del block._replicate_for_data_parallel
+    if vars(block).pop("_coupled_forward") is not block.forward:
+        return  # something wrapped it
+    del block.forward
+    if forward is not None:
+        block.forward = forward
 
 
 class _Chain(nn.Module):
@@ -200,6 +243,10 @@ class _Chain(nn.Module):
         return x
 
 
+def _nothing() -> None:
+    """Refers to nothing, as a weak reference does in the end."""
+
+
 class CoupledForward:
     """The ``forward`` of a block that belongs to a stack.
 
@@ -210,15 +257,46 @@ class CoupledForward:
 
     def __init__(self, stack: ReversibleStack, index: int) -> None:
         self.stack, self._index = stack, index
+        self._block, self._own = stack.blocks[index], stack._forwards[index]
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        if self.stack.blocks[self._index].training:
-            return self._train(arguments, keywords)
-        return self.stack.own_forward(self._index)(*arguments, **keywords)
+        stack, block = self.stack, self._block  # a compiler takes the same code for all blocks, if it does not read their index
+        if block.training and not stack.removed:
+            if torch.is_grad_enabled():
+                return self._train(arguments, keywords)
+            stack.ran_plain = True
+        if stack.compiled_calls:
+            return stack.own_forward(self._index)(*arguments, **keywords)
+        if self._own is not None:
+            return self._own(*arguments, **keywords)
+        return type(block).forward(block, *arguments, **keywords)
 
     @torch.compiler.disable
     def _train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
         return self.stack.run(self._index, arguments, keywords)
+
+    def refuse_replica(self) -> nn.Module:
+        """What ``nn.DataParallel`` calls to copy the block.
+
+        Raises:
+            ValueError: always; the copy would run the parts of this block.
+        """
+        raise ValueError(
+            "nn.DataParallel would run the blocks of its first GPU on every GPU, so it does not work with make_reversible; "
+            "start one process for each GPU with torchrun, or show the process one GPU with CUDA_VISIBLE_DEVICES=0"
+        )
+
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        """For which ``torch.jit.script`` asks.
+
+        Raises:
+            AttributeError: always.
+        """
+        raise AttributeError(
+            "torch.jit.script cannot compile the blocks that make_reversible changed; call undo(model) first, or use "
+            "torch.export or torch.jit.trace in eval()"
+        )
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -227,8 +305,8 @@ class CoupledForward:
 
 def stack_of(block: nn.Module) -> ReversibleStack | None:
     """The stack to which a block belongs; None: it belongs to none."""
-    forward = vars(block).get("forward")
-    return forward.stack if isinstance(forward, CoupledForward) else None
+    forward = vars(block).get("_coupled_forward")
+    return None if forward is None else forward.stack
 
 
 def stacks_in(model: nn.Module) -> list[ReversibleStack]:
@@ -238,47 +316,71 @@ def stacks_in(model: nn.Module) -> list[ReversibleStack]:
 
 
 class _Pass:
-    """One forward of a stack in training."""
+    """One forward of a stack in training: a run of some of its blocks, in their order. A block that the model leaves out is the
+    identity."""
 
     def __init__(self, stack: ReversibleStack) -> None:
-        self._stack = stack
-        self.following = 0
+        self._stack, self._task = stack, torch._C._current_graph_task_id()
+        self._following = 0
         stack.checks.begin()
         self._schedules = stack.checks.in_force(stack.schedules, stack.blocks)
+        self._weights = stack.weights
         self._recorder: Recorder | None = None
+        self._changed: dict[int, int] = {}  # the block before which the model changed the stream, and the one that ran last
+        self._on_backward = WeakMethod(self.close)
+
+    def goes_on_with(self, index: int) -> bool:
+        """Whether a block can be one of this forward."""
+        return index >= self._following and self._task == torch._C._current_graph_task_id()
 
     def run(self, index: int, arguments: tuple, keywords: dict[str, Any]) -> Any:
         """Runs the next block."""
-        schedule = self._schedules[index] if torch.is_grad_enabled() else SCHEDULES["autograd"]
+        schedule = self._schedules[index]
         x, forward, words = _call(self._stack.own_forward(index), arguments, keywords, again=schedule.kind != "stored")
-        if index == 0:
+        if not self._following:
             self._begin(x)
-        elif not same_tensor(x, self._returned) or version_of(x) != self._version:
-            raise ValueError(
-                f"the model changes the stream between block {index - 1} and block {index}; make_reversible takes blocks that "
-                "read what the block before them returned"
-            )
-        else:
+        elif same_tensor(x, self._returned) and version_of(x) == self._version:
             self._follow(x)
+        else:
+            self._begin_anew(index, x)
         if self._recorder is None or not self._recorder.call.as_now():
             self._end_recording()
             self._recorder = Recorder(self._stream.device, self._stack.checks)
-        block, bits = self._stack.blocks[index], self._stack.bits[index - 1] if index else None
-        coupling = TwoStep(self._grid, x, self._sign, self._stack.weights[index], bits, schedule.kind == "rebuilt")
+        block, rebuilt = self._stack.blocks[index], schedule.kind == "rebuilt"
+        bits = None if self._before is self._stream else self._stack.bits[index - 1]
+        coupling = TwoStep(self._grid, x, self._sign, self._weights[index], bits, rebuilt, self._on_backward)
         run = self._recorder.block(index, schedule, coupling, block, (self._stream, self._before), forward)
         self._recorder.call.present = None  # what the model does between its blocks may draw random numbers
         with in_trace("forward", index):
             coupled = run("block", block, self._before, self._stream, words)
-        self._before, self._stream, self.following = self._stream, coupled, index + 1
+        self._before, self._stream, self._following = self._stream, coupled, index + 1
         if self._choice is not None:
             self._choice.see(coupled)
-        if self.following == len(self._schedules):
-            self._end_recording()
-            self._end()
-        self._returned = coupled.to(coupling.written_as)
+        apart = self._choice is not None or self._following in self._stack.changed  # the model may change it in place
+        self._returned = coupled.to(coupling.written_as, copy=apart)
         self._version = version_of(self._returned)
         others, coupling.others = coupling.others, None  # the graph holds the coupling, and must not hold these
+        if self._task == -1:
+            self._stack._latest = ref(coupling)
+        if self._following == len(self._schedules):
+            self._end_recording()
+            self.close()
         return self._returned if others is None else (self._returned, *others)
+
+    def close(self) -> None:
+        """The model runs no more blocks. If it leaves out the last ones, a backward or the next forward tells."""
+        if self._stack._pass is not self:
+            return
+        self._stack._pass = None
+        if self._recorder is not None:
+            with as_in_a_forward():
+                self._end_recording()
+        self._end()
+        if self._changed and not self._stack.changed:
+            places = ", ".join(f"block {last} and block {index}" for index, last in self._changed.items())
+            warnings.warn(f"the model changes the stream between {places}; there it is stored instead of rebuilt", stacklevel=2)
+        if not self._stack.changed.issuperset(self._changed):
+            self._stack.remember_changes(self._changed)
 
     def _begin(self, x: Tensor) -> None:
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 2:
@@ -293,24 +395,49 @@ class _Pass:
         x = x.to(dtype)
         self._grid = grid.in_call(x)
         self._stream = self._before = self._grid.entered(x)
+        self._draw_sign(x)
+
+    def _begin_anew(self, index: int, x: Tensor) -> None:
+        """The model changed the stream before a block: from here on as at the first block."""
+        last = self._following - 1
+        self._changed[index] = last
+        if x.device != self._stream.device:
+            raise ValueError(
+                f"the stream moves to {x.device} before block {index}; name the blocks of each device as a list of their own, "
+                f"such as blocks=['layers[:{index}]', 'layers[{index}:]']"
+            )
+        try:
+            self._end_recording()
+        except ValueError:
+            self._stack.remember_changes(self._changed)
+            raise ValueError(
+                f"the model changed the stream in place between block {last} and block {index}, which it had not done "
+                "before, so it was not kept; it is from the next forward on"
+            ) from None
+        self._stream = self._before = self._grid.entered(x.to(torch.promote_types(x.dtype, self._stream.dtype)))
+        if len(x) != len(self._sign) or x.dim() != self._sign.dim():
+            self._draw_sign(x)
+
+    def _draw_sign(self, x: Tensor) -> None:
         sign = torch.randint(0, 2, (len(x),) + (1,) * (x.dim() - 1), device=x.device)
-        self._sign = sign.to(dtype).mul_(2).sub_(1)
+        self._sign = sign.to(self._stream.dtype).mul_(2).sub_(1)
 
     def _follow(self, x: Tensor) -> None:
         """Gives the streams the graph of what the next block reads: a view with hooks of its own, or one without a graph."""
         if torch.is_grad_enabled() and x.grad_fn is None:  # detached, or computed without gradients
             self._stream, self._before = self._stream.detach(), self._before.detach()
-        if x.dtype == self._stream.dtype:
+        if same_tensor(x, self._stream):
             self._stream = x
 
     def _end_recording(self) -> None:
-        if self._recorder is not None:
-            self._recorder.end(self._stream, self._before)
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.end(self._stream, self._before)
 
     def _end(self) -> None:
         if self._choice is not None:
             self._stack.stream_dtype = self._choice.settle(self._stack.grid, self._grid)
-        elif torch.is_grad_enabled():
+        elif self._task == -1:  # a recomputation in a backward leaves the grid as it is
             self._stack.grid.follow(self._grid)
 
 
@@ -381,10 +508,15 @@ def _no_cache(value: Any) -> Any:
     """None for an empty cache of keys and values, to which a recomputation would add a second time.
 
     Raises:
-        ValueError: the cache is not empty.
+        ValueError: the cache is not empty, or of fixed length.
     """
     if not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
         return value
+    if getattr(value, "is_compileable", False):
+        raise ValueError(
+            "a block got a StaticCache in training, for whose length its masks are made; call the model with use_cache=False, "
+            'or set stack_of(block).backward = "autograd"'
+        )
     if value.get_seq_length():
         raise ValueError(
             "a block got past keys and values in training, to which its recomputation would add a second time; set "

@@ -109,12 +109,12 @@ class Tape:
 
     The graph holds the tape, and the tape never the graph. Only the streams after the last branch are kept from the forward.
 
-    Args:
+    Attributes:
         check: of the stream that the first branch reads; None: it is not checked.
     """
 
-    def __init__(self, check: StreamCheck | None) -> None:
-        self._check = check
+    def __init__(self) -> None:
+        self.check: StreamCheck | None = None
         self.branches: list[_Rebuilt] = []
         # What ``branches[_position]``, the next to be rebuilt, wrote and read.
         self._streams: tuple[Tensor, ...] = ()
@@ -164,7 +164,12 @@ class Tape:
 
     def _begin(self, task: int) -> None:
         if not self._complete:
-            raise RuntimeError("the backward reached reversible blocks of which the model did not run all")
+            self.branches[-1].coupling.reached()
+        if not self._complete:
+            raise RuntimeError(
+                "the backward reached reversible blocks of which the model did not run all, or whose last stream it changed "
+                "in place"
+            )
         self._task = task
         if self._end is None:
             return  # an earlier backward, which did not retain the graph, has advanced the tape to here
@@ -180,8 +185,8 @@ class Tape:
         """Runs the next branch again and inverts its coupling; returns what it saved."""
         branch, (coupled, source) = self.branches[self._position], self._streams
         inverted = branch.place > 0
-        if not inverted and self._check is not None and len(self.branches) > 1:
-            self._check.compare(source, coupled)
+        if not inverted and self.check is not None and len(self.branches) > 1:
+            self.check.compare(source, coupled)
         output, saved = branch.run_again(branch.coupling.read(source), inverted, ahead)
         if inverted:
             target = branch.coupling.undo(coupled, source, output)
@@ -253,7 +258,7 @@ class Recorder:
         if schedule.kind != "rebuilt":
             self._end_tape(*streams)
         elif self._tape is None:
-            self._begin_tape(*streams, coupling)
+            self._begin_tape(*streams)
         if schedule.kind == "stored":
             self.call.present = None  # a stored block may draw random numbers
             return Storing(coupling, forward)
@@ -265,6 +270,8 @@ class Recorder:
                 branch = Branch(name, module, keywords, self.call, (), forward)
                 return coupling.couple(target, source, from_stored(branch, coupling.read(source)))
             crossed = self._has_crossed(source, target)
+            if not tape.branches and not has_no_data(source):
+                tape.check = self._checks.of_blocks(source, coupling.grid)
             branch = _Rebuilt(name, module, keywords, self.call, schedule.keep, forward)
             branch.coupling, branch.crossed, branch.place, branch.ahead = coupling, crossed, len(tape.branches), ahead
             coupled = coupling.couple(target, source, branch.run(coupling.read(source), tape.supply))
@@ -301,15 +308,14 @@ class Recorder:
         self._end_tape(y1, y2)
         self.call.end()
 
-    def _begin_tape(self, x1: Tensor, x2: Tensor, coupling: Coupling) -> None:
+    def _begin_tape(self, x1: Tensor, x2: Tensor) -> None:
         if x1.dtype.itemsize < 4:
             warnings.warn(
                 f"streams of {x1.dtype} are rounded at every addition, so rebuilt activations and gradients are inexact (by up "
                 "to 0.3 after 96 blocks); keep the streams in fp32 and train under torch.autocast",
                 stacklevel=5,
             )
-        check = None if has_no_data(x2) else self._checks.of_blocks(x2, coupling.grid)
-        self._tape, self._streams, self._versions = Tape(check), (x1, x2), (x1._version, x2._version)
+        self._tape, self._streams, self._versions = Tape(), (x1, x2), (x1._version, x2._version)
 
     def _end_tape(self, y1: Tensor, y2: Tensor) -> None:
         if self._tape is not None:

@@ -17,7 +17,7 @@ block and has ``a[k] = 1 + g[k]``. There the sum is off by ``g (h[k] - h[k-1])``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -122,17 +122,25 @@ class TwoStep(Coupling):
         weights: a where the sign is 1, and where it is -1.
         bits: m; None for the first block, which has no x[k-1].
         rebuilt: the bits that the division drops are kept for :meth:`undo`.
+        on_backward: refers to what a backward calls that reaches the block.
     """
 
     _low: Tensor
     """The bits that the division drops, packed."""
 
     def __init__(
-        self, grid: Grid, x: Tensor, sign: Tensor, weights: tuple[float, float], bits: int | None, rebuilt: bool
+        self,
+        grid: Grid,
+        x: Tensor,
+        sign: Tensor,
+        weights: tuple[float, float],
+        bits: int | None,
+        rebuilt: bool,
+        on_backward: Callable[[], Callable[[], None] | None] = lambda: None,
     ) -> None:
         self.grid, self._sign, self._weights, self._bits, self._rebuilt = grid, sign, weights, bits, rebuilt
         self._x: Tensor | None = None if bits is None else x  # the first is not on the grid yet
-        self._read_as = x.dtype
+        self._read_as, self._on_backward = x.dtype, on_backward
         self.others: tuple[Any, ...] | None = None
         """What the block returned behind its stream; None: it returned one tensor."""
 
@@ -145,7 +153,7 @@ class TwoStep(Coupling):
     def couple(self, target: Tensor, source: Tensor, output: Any) -> Tensor:
         """
         Raises:
-            ValueError: the block returns no tensor of the shape of its input, or a second one that carries a gradient.
+            ValueError: the block returns no tensor of the shape of its input.
         """
         update = stream_in(output)
         if not isinstance(update, Tensor):
@@ -159,15 +167,14 @@ class TwoStep(Coupling):
                 "are the stages of a model, name the list of blocks in each, such as 'stages.0.blocks'"
             )
         self.others = None if output is update else tuple(output[1:])
-        if any(isinstance(other, Tensor) and other.requires_grad for other in self.others or ()):
-            raise ValueError(
-                "a block returns a second tensor that carries a gradient, which make_reversible cannot rebuild "
-                "(attention weights: do not ask for them in training; a learned position bias, as in T5: freeze it)"
-            )
         self.written_as = update.dtype
         coupled = _TwoStep.apply(target, source, update, self)
         self.grid.watch(coupled)
         return coupled
+
+    def reached(self) -> None:
+        if (call := self._on_backward()) is not None:
+            call()
 
     def undo(self, coupled: Tensor, source: Tensor, output: Any) -> Tensor:
         """Rebuilds x[k-1], bit for bit."""
@@ -221,6 +228,7 @@ class _TwoStep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, None]:  # ty: ignore[incompatible-method-override]
+        ctx.coupling.reached()
         return *ctx.coupling.gradients(grad), None
 
 
