@@ -7,10 +7,11 @@ stack               the blocks of another model, coupled by two steps
 make_reversible     makes the blocks of another model reversible, and back
 backward_schedules  what each block stores and what it recomputes, and results that a recomputation reuses
 recomputation       a branch that runs again in the backward
-tape                branches in order, whose inputs are rebuilt, and the error of a rebuilt input
+tape                branches in order, whose inputs are rebuilt
+checks              whether what is rebuilt is right, and what follows if not
 replay              random numbers, autocast and attention kernels, put back for the recomputation
 reads               parameters, buffers and arguments, which must be the same in the recomputation
-grid                the fixed-point grid of an exact sequence
+grid                the fixed-point grid of the streams, which follows them
 graphs              a training step as one CUDA graph
 """
 
