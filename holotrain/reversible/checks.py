@@ -178,10 +178,10 @@ class StreamCheck:
         true, norm = self._sample.double(), torch.linalg.vector_norm
         size = torch.maximum(norm(true), norm(_sample(other).double())).clamp_min(torch.finfo(torch.float32).tiny)
         error = norm(_sample(rebuilt).double() - true) / size
-        if self.grid is None:
+        if self.grid is None or self._checksum is None:
             figures = torch.nn.functional.pad(error.view(1), (0, 3))
         else:
-            differs = _checksum(rebuilt) != self._checksum
+            differs = torch.ne(_checksum(rebuilt), self._checksum)
             figures = torch.stack([error, *(each.double() for each in (differs, self.grid.largest, self.grid.limit))])
         self._checks.found(figures, self)
 

@@ -125,6 +125,7 @@ class TwoStep(Coupling):
         on_backward: refers to what a backward calls that reaches the block.
     """
 
+    grid: Grid
     _low: Tensor
     """The bits that the division drops, packed."""
 

@@ -259,6 +259,8 @@ WRONG = [
     ("backward=pareprop backward.store=-1", "backward: store must be at least 0, not -1"),
     ("backward=autograd backward.store=2", "backward=autograd already stores every block"),
     ("backward=checkpoint backward.keep=[attention]", "backward.keep: not supported by backward=checkpoint"),
+    ("backward=checkpoint backward.on_mismatch=error", "backward.on_mismatch: backward=checkpoint rebuilds nothing"),
+    ("backward.on_mismatch=stop", "backward.on_mismatch"),
     ("backward.exact=some", "backward.exact: 'some' is not true or false or a whole number"),
     ("model=vit_tiny backward.exact=true", "backward.exact: ViT is not reversible"),
     ("backward.cuda_graph=true trainer.accumulate_grad_batches=2", "accumulate_grad_batches=1"),
@@ -438,10 +440,17 @@ def test_what_the_machine_cannot_do_is_refused(words, said):
 
 
 def test_the_options_of_the_engine_reach_the_model():
-    config = configuration("fit", "backward=pareprop", "backward.store=[0,2]", "backward.exact=12", "backward.keep=[attention]")
+    words = (
+        "backward=pareprop",
+        "backward.store=[0,2]",
+        "backward.exact=12",
+        "backward.keep=[attention]",
+        "backward.on_mismatch=error",
+    )
+    config = configuration("fit", *words)
     blocks = build_task(config, build_data(config)).model.blocks
     assert (blocks.backward, list(blocks.store), blocks.exact, blocks.keep) == ("pareprop", [0, 2], 12, ("attention",))
-    assert blocks.grid.step.item() == 2**-12
+    assert blocks.grid.step.item() == 2**-12 and blocks.checks.on_mismatch == "error"
 
 
 @pytest.mark.parametrize("kind", ["wandb", "mlflow"])

@@ -281,3 +281,40 @@ def test_a_compiled_model_is_compiled_once_for_all_blocks():
     assert_equal(evaluated(inputs()), Model(12)(inputs()))
     assert frames.frame_count == 1
     torch.compiler.reset()
+
+
+def adapted(peft):
+    """A Llama with two adapters, of which the first is active; both are random."""
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=32, target_modules=["q_proj", "v_proj", "down_proj"])
+    net = peft.get_peft_model(llama().float(), config)
+    net.add_adapter("second", config)
+    torch.manual_seed(1)
+    for name, parameter in net.named_parameters():
+        if "lora" in name:
+            parameter.data = torch.randn_like(parameter) / 5
+    return make_reversible(net, "base_model.model.model.layers").train()
+
+
+def loss_of(net):
+    tokens = torch.randint(5, 50, (3, 12), generator=torch.Generator().manual_seed(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        return net(input_ids=tokens, labels=tokens).loss
+
+
+def test_a_scale_of_adapters_that_changes_around_the_forward_alone_is_named(peft):
+    helpers = pytest.importorskip("peft.helpers")
+    net = adapted(peft)
+    loss_of(net).backward()
+    with helpers.rescale_adapter_scale(net, 0.5):
+        loss = loss_of(net)
+    with pytest.warns(UserWarning, match="layers': a stream .* wrong.*attribute of a module changed"):
+        loss.backward()
+
+
+def test_another_active_adapter_in_the_backward_is_refused(peft):
+    net = adapted(peft)
+    loss_of(net).backward()
+    first = loss_of(net)
+    net.set_adapter("second")
+    with pytest.raises(RuntimeError, match=r"saved|other parameters in the recomputation"):
+        (first + loss_of(net)).backward()
