@@ -14,10 +14,10 @@ digits    A ViT on 2 x 2 patches: from handwritten digits that are turned by 90 
           wrong answers on two fifths of them. Needs scikit-learn.
 
 Methods: plain autograd; make_reversible with bits=1 to bits=4 and more at both ends, as printed, and with 2 bits for all
-blocks; two streams, which is another network (make_reversible with split); and Dr2Net (https://arxiv.org/abs/2401.04105), whose network
-moves away from the plain one: x[k+1] = f(x[k]) + alpha x[k] + beta x[k-1], where alpha goes from 1 to 0.3 and beta from 0.1 to
-0.7 over the first half of the training. All train with backward="autograd", which computes the same as "reversible" and is
-faster.
+blocks; two streams, which is another network (make_reversible with split); and Dr2Net (https://arxiv.org/abs/2401.04105), whose
+network moves away from the plain one: x[k+1] = f(x[k]) + alpha x[k] + beta x[k-1], where alpha goes from 1 to 0.3 and beta from
+0.1 to 0.7 over the first half of the training. All train with backward="autograd", which computes the same as "reversible" and
+is faster.
 """
 
 from __future__ import annotations
@@ -232,9 +232,8 @@ def measure(options: argparse.Namespace) -> Iterator[dict]:
     for method, values in found.items():
         if values["over_plain"]:
             each = [round(apart, 4) for apart in values["over_plain"]]
-            print(
-                f"{method} ({bits[method] or 'no stack'}): {statistics.mean(values['over_plain']):+.4f} {task.unit} over plain (each seed: {each})"
-            )
+            kept = f" ({bits[method]})" if bits[method] else ""
+            print(f"{method}{kept}: {statistics.mean(values['over_plain']):+.4f} {task.unit} over plain (each seed: {each})")
 
 
 def main() -> None:

@@ -30,8 +30,8 @@ REQUIRED = {"command", "status", "overrides", "metrics"}
 class Summary:
     """The results of a run. Times in seconds, memory in bytes; None where a figure does not apply.
 
-    ``monitor`` is the metric that selects the best checkpoint, and ``mode`` its ``max`` or ``min``. ``between_blocks`` says what
-    a training kept between blocks that ``make_reversible`` coupled.
+    ``monitor`` is the metric that selects the best checkpoint, and ``mode`` its ``max`` or ``min``. ``between_blocks`` says
+    what a training kept between blocks that ``make_reversible`` coupled.
     """
 
     command: str
