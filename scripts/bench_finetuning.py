@@ -13,11 +13,11 @@ text      A GPT on bytes: from the source of Python's standard library to the En
 digits    A ViT on 2 x 2 patches: from handwritten digits that are turned by 90 degrees to the same digits upright. Per cent of
           wrong answers on two fifths of them. Needs scikit-learn.
 
-Methods: plain autograd; make_reversible with 1 to 4 bits, and with 2 bits for all blocks instead of more at both ends; two
-streams, which is another network (make_reversible with split); and Dr2Net (https://arxiv.org/abs/2401.04105), whose network
-moves away from the plain one: x[k+1] = f(x[k]) + alpha x[k] + beta x[k-1], where alpha goes from 1 to 0.3 and beta from 0.1 to
-0.7 over the first half of the training. All train with backward="autograd", which computes the same as "reversible" and is
-faster.
+Methods: plain autograd; make_reversible with bits=1 to bits=4 and more at both ends, as printed, and with 2 bits for all
+blocks; two streams, which is another network (make_reversible with split); and Dr2Net (https://arxiv.org/abs/2401.04105), whose
+network moves away from the plain one: x[k+1] = f(x[k]) + alpha x[k] + beta x[k-1], where alpha goes from 1 to 0.3 and beta from
+0.1 to 0.7 over the first half of the training. All train with backward="autograd", which computes the same as "reversible" and
+is faster.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from bench_training import Attention
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from holotrain.reversible import make_reversible
+from holotrain.reversible import make_reversible, stacks_in
+from holotrain.reversible.two_step import in_words
 
 
 class Block(nn.Module):
@@ -213,23 +214,26 @@ def measure(options: argparse.Namespace) -> Iterator[dict]:
     found: dict[str, dict[str, list[float]]] = {
         method: {"begun": [], "reached": [], "over_plain": []} for method in options.methods
     }
+    bits = {}
     for seed in range(options.seeds):
         torch.manual_seed(seed)
         start = task.network().to(device)
         train(start, task, task.first, options.pretrain, options.pretrain_rate, seed, f"seed {seed}, first data")
         for method, values in found.items():
             net = METHODS[method](copy.deepcopy(start))
+            bits[method] = "; ".join(in_words(stack.bits) for stack in stacks_in(net))
             values["begun"].append(task.score(net, device))
             train(net, task, task.tuned, options.steps, options.rate, 100 + seed, f"seed {seed}, {method}")
             values["reached"].append(task.score(net, device))
             if "plain" in found:
                 values["over_plain"].append(values["reached"][-1] - found["plain"]["reached"][-1])
             print(f"seed {seed}, {method}: {values['begun'][-1]:.4f} -> {values['reached'][-1]:.4f} {task.unit}", flush=True)
-        yield found
+        yield {method: values | {"bits": bits[method]} for method, values in found.items()}
     for method, values in found.items():
         if values["over_plain"]:
             each = [round(apart, 4) for apart in values["over_plain"]]
-            print(f"{method}: {statistics.mean(values['over_plain']):+.4f} {task.unit} over plain (each seed: {each})")
+            kept = f" ({bits[method]})" if bits[method] else ""
+            print(f"{method}{kept}: {statistics.mean(values['over_plain']):+.4f} {task.unit} over plain (each seed: {each})")
 
 
 def main() -> None:

@@ -186,7 +186,7 @@ class Text:
     def score(self, net: Networks, bits: Bits | None = None) -> list[float]:
         """Bits per byte of the held-out text for each network, in fp32."""
         count, context = len(net.embed), self.options.context
-        places = torch.arange(0, len(self.held_out) - context, context, device=DEVICE)
+        places = torch.arange(0, len(self.held_out) - context, context, device=DEVICE)[: self.options.windows]
         signs, total = torch.Generator().manual_seed(0), torch.zeros(count, device=DEVICE)
         for some in places.split(32):
             if bits is not None:
@@ -357,6 +357,7 @@ def main() -> None:
     parser.add_argument("--pretrain-rate", type=float, default=2e-3)
     parser.add_argument("--steps", type=int, default=250, help="steps on the second text")
     parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--windows", type=int, help="how many samples of held-out text are scored; default: all")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--at-once", type=int, default=90 if DEVICE == "cuda" else 6, help="networks side by side")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -122,6 +122,12 @@ PIECES = (
         script("bench_error_diffusion", "--shallowest 9 --deepest 12"),
         words("--shallowest 2 --deepest 3 --deep 4 --rounds 1"),
     ),
+    Piece(
+        "ramps",
+        script("bench_ramps", "--precision bf16 --depths 12 30 24"),
+        words("--depths 3 --steps 3 --pretrain 3 --seeds 2 --batch 2 --windows 4"),
+        minutes=6,
+    ),
     Piece("generation", script("bench_generation", "--size medium --batch 8 --tokens 256"), GENERATION_TOY),
     Piece("generation_int8", script("bench_generation", "--size medium --int8"), GENERATION_TOY, needs=("torchao",)),
     *(largest_batch(model, 24) for model in list(SIZES)[2:]),

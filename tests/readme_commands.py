@@ -68,6 +68,7 @@ BENCHES = {
     "bench_error_diffusion.py": "--shallowest 1 --deepest 2 --width 4 --batch 4 --deep 2 --rounds 1",
     "bench_frontier.py": "--depth 2 --batch 1 --pixels 32 --tokens 16 --budgets 2 --rounds 1",
     "bench_generation.py": "--tokens 8 --rounds 1",
+    "bench_ramps.py": "--depths 3 --steps 3 --pretrain 3 --seeds 2 --batch 2 --windows 4",
     "bench_make_reversible.py": "--depths 1 2 --tokens 8 --batch 1",
     "bench_optimizers.py": "--tasks causal --methods AdamW associative --steps 2 --seeds 1 --rounds 1",
     "bench_overlap.py": "--groups 1 2 --rounds 1 --tries 1",

@@ -35,6 +35,7 @@ from holotrain.config.composition import MODES
 from holotrain.config.plans import smallest_batch
 from holotrain.config.structured import structured, to_container
 from holotrain.errors import UserError
+from holotrain.reversible import kept_between_blocks
 from holotrain.tasks.task import model_of
 
 
@@ -149,6 +150,7 @@ def _summary(config: FitConfig, run: Run, trainer: pl.Trainer, task: pl.Lightnin
         summary.monitor, summary.mode = best.checkpoint.monitor, best.checkpoint.mode
         value = best.best_so_far()
         summary.metrics[best.tag] = math.nan if value is None else value
+    summary.between_blocks = kept_between_blocks(model_of(task))
     summary.epochs, summary.steps = trainer.current_epoch, trainer.global_step
     if throughput is not None:
         summary.samples_per_second, summary.step_seconds = throughput.samples_per_second, throughput.step_seconds

@@ -162,6 +162,8 @@ def _show(config: PlanConfig, run: Run, plan: Plan, needed: list[str]) -> None:
             f"scratch: what operations and libraries may hold for a moment on this CPU, at most; peak and scratch together, "
             f"{in_words(plan.configured.bound, up=True)} under backward={plan.backward}, must fit"
         )
+    if plan.between_blocks is not None:
+        console.print(f"between blocks under backward={plan.backward}: {plan.between_blocks}")
     if plan.choice is not None and plan.budget is not None:
         console.print(f"backward=auto (by FLOPs; fit measures times): {described(plan.choice, plan.budget)}")
     for limit in plan.limits:

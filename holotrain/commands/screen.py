@@ -18,6 +18,7 @@ from holotrain.config.option_groups import ERROR_DIFFUSION, FIT, is_a
 from holotrain.data import TextDataModule
 from holotrain.numeric import counted
 from holotrain.parallel.rank import ProcessRank
+from holotrain.reversible import kept_between_blocks
 
 PROFILES = {
     "profile": "fit-profile.txt",
@@ -48,6 +49,7 @@ def show_start(
         "data": f"{run.choices.get('data', config.data.name)}, {_batches(config, run.process)}",
         "text": _text(data) if isinstance(data, TextDataModule) else None,
         "backward": config.backward.kind,
+        "between blocks": kept_between_blocks(model) if command == "fit" else None,
         "synthesis": getattr(config.synthesis, "mode", None),
         "optimizer": _optimizer(config, config.optimizer, run) if command == "fit" and config.optimizer else None,
         "precision": config.trainer.precision + ("" if products == "highest" else f", products of float32: {products} (TF32)"),
@@ -92,6 +94,7 @@ def show_end(summary: Summary, folder: Path, **files: Path) -> None:
     if summary.peak_memory_bytes is not None:
         of = " (whole process)" if summary.device.startswith("cpu") else ""
         rows["peak memory"] = f"{summary.peak_memory_bytes / 2**20:.0f} MiB{of}"
+    rows["between blocks"] = summary.between_blocks
     rows["time"] = f"{summary.seconds:.1f} s"
     rows["checkpoint"] = summary.checkpoint
     rows |= {name: next(folder.glob(pattern), None) for name, pattern in PROFILES.items()}

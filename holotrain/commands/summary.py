@@ -30,7 +30,8 @@ REQUIRED = {"command", "status", "overrides", "metrics"}
 class Summary:
     """The results of a run. Times in seconds, memory in bytes; None where a figure does not apply.
 
-    ``monitor`` is the metric that selects the best checkpoint, and ``mode`` its ``max`` or ``min``.
+    ``monitor`` is the metric that selects the best checkpoint, and ``mode`` its ``max`` or ``min``. ``between_blocks`` says
+    what a training kept between blocks that ``make_reversible`` coupled.
     """
 
     command: str
@@ -54,6 +55,7 @@ class Summary:
     tokens_per_second: float | None = None
     step_seconds: float | None = None
     peak_memory_bytes: int | None = None
+    between_blocks: str | None = None
     checkpoint: str | None = None
 
     @classmethod

@@ -43,7 +43,7 @@ class Foreign(nn.Module):
         """Keeps the model, with its blocks made reversible in place.
 
         Args:
-            reversible: bits of each number that the forward keeps, as ``"2bit"``; None: the blocks stay as they are.
+            reversible: bits of each number that blocks in the middle keep, as ``"4bit"``; None: the blocks stay as they are.
             blocks: names of the lists of blocks; None: the only one.
 
         Raises:
@@ -52,7 +52,7 @@ class Foreign(nn.Module):
         self.model = model
         if reversible is None:
             if blocks is not None:
-                raise ValueError("blocks names the blocks to make reversible; give reversible=2bit too")
+                raise ValueError("blocks names the blocks to make reversible; give reversible=4bit too")
             return
         make_reversible(model, blocks, bits=int(reversible.removesuffix("bit")))
 
@@ -120,7 +120,8 @@ class Timm(Foreign):
         channels: colour channels of the images
         arguments: further arguments of timm.create_model, such as {drop_path_rate: 0.1}
         download: start from the published weights of this name, and download them if they are not in timm's cache
-        reversible: make the blocks reversible, and keep so many bits of each number that they add; null: leave them
+        reversible: make the blocks reversible, and keep so many bits of each number between them, more towards both ends; 4bit
+            is recommended, and fewer train further from the model; null: leave them
         blocks: name of the list of blocks to make reversible, such as blocks, or several names; null: the only one
 
     Raises:

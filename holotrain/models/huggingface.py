@@ -64,7 +64,8 @@ class HuggingFace(Foreign):
         channels: colour channels of the images
         pad_id: the token of padding
         download: download the files of name from the Hugging Face Hub when a training starts, if they are not in the cache
-        reversible: make the blocks reversible, and keep so many bits of each number that they add; null: leave them
+        reversible: make the blocks reversible, and keep so many bits of each number between them, more towards both ends; 4bit
+            is recommended, and fewer train further from the model; null: leave them
         blocks: name of the list of blocks to make reversible, such as model.layers, or several names; null: the only one
 
     Raises:

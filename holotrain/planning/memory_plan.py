@@ -18,6 +18,7 @@ from holotrain.planning.allocators import ALLOCATORS
 from holotrain.planning.choice import MARGIN, Choice, TooSmall, choose, flops, seconds, stage_of, visits_of
 from holotrain.planning.planner import Backward, Planner
 from holotrain.planning.tracker import Footprint
+from holotrain.reversible import kept_between_blocks
 from holotrain.reversible.backward_schedules import KEPT
 
 
@@ -224,6 +225,8 @@ class Plan:
         footprints: memory of a step under each schedule.
         choice: the choice of schedules, if they were open.
         limits: largest batch and depth under the configured schedules; empty without a budget.
+        between_blocks: what the configured schedules keep between blocks that ``make_reversible`` coupled, in words; None: the
+            model has no such blocks.
     """
 
     device: str
@@ -233,6 +236,7 @@ class Plan:
     footprints: dict[str, Footprint]
     choice: Choice | None
     limits: list[Limit]
+    between_blocks: str | None = None
 
     @property
     def configured(self) -> Footprint:
@@ -251,6 +255,7 @@ class Plan:
             "fits": self.fits,
             "peak_bytes": self.configured.bound,
             "blocks": self.choice.blocks if self.choice else None,
+            "between_blocks": self.between_blocks,
             "footprints": {
                 name: asdict(footprint) | {"scratch": footprint.scratch, "bound": footprint.bound}
                 for name, footprint in self.footprints.items()
@@ -292,4 +297,5 @@ def make_plan(planner: Planner, budget: int | None, begin: Callable[[str], objec
         limits = [largest_batch(planner, varied, budget, begin=begin)]
         if planner.depth is not None:
             limits.append(largest_depth(planner, varied, budget, begin))
-    return Plan(planner.device, budget, name, backward, footprints, choice, limits)
+    between = kept_between_blocks(planner.fake_model(backward))
+    return Plan(planner.device, budget, name, backward, footprints, choice, limits, between)

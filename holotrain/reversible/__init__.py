@@ -21,7 +21,7 @@ from holotrain.reversible.make_reversible import make_reversible, undo
 from holotrain.reversible.recomputation import checkpointed
 from holotrain.reversible.replay import recomputing
 from holotrain.reversible.sequence import ReversibleSequence
-from holotrain.reversible.stack import ReversibleStack, stack_of, stacks_in
+from holotrain.reversible.stack import ReversibleStack, kept_between_blocks, stack_of, stacks_in
 
 __all__ = [
     "GraphedStep",
@@ -29,6 +29,7 @@ __all__ = [
     "ReversibleSequence",
     "ReversibleStack",
     "checkpointed",
+    "kept_between_blocks",
     "make_reversible",
     "recomputing",
     "stack_of",

@@ -23,7 +23,7 @@ def make_reversible(
     model: nn.Module,
     blocks: str | Sequence[str] | None = None,
     *,
-    bits: int | Sequence[int] = 2,
+    bits: int | Sequence[int] = 4,
     split: Split | None = None,
     backward: str | Sequence[str] = "reversible",
     store: int | Collection[int] = 0,
@@ -45,8 +45,9 @@ def make_reversible(
             that the model has, or all of them if all hold blocks of one class. A block takes the stream (batch, ...) as its
             first argument and returns a tensor of this shape, or a tuple that begins with one; other arguments are passed on.
             The stream is rebuilt from each block to the next; where the model changes it between two, it is stored.
-        bits: bits that are kept for each element and block, 1 to 8; towards both ends of the stack up to 6. A list: for each
-            block but the first.
+        bits: bits that are kept for each element and block in the middle of the stack, 1 to 8. Towards both ends it is more,
+            up to 6, so that 4 is 4.2 on average in 30 blocks, and 1, 2 and 3 are the same in a stack of four. A list: for each
+            block but the first. ``stack_of(block)`` prints what is kept. With 2 and 1 the training is further from the model's.
         split: returns the two residual branches of a block (attention and MLP, each with its norm) as modules of one argument.
             The blocks are then replaced by a :class:`ReversibleSequence` of two streams, which keeps nothing at all. That is
             another network with the same weights, to be trained anew.

@@ -24,7 +24,7 @@ from holotrain.reversible.reads import version_of
 from holotrain.reversible.recomputation import as_in_a_forward
 from holotrain.reversible.replay import has_no_data, in_trace
 from holotrain.reversible.tape import Recorder, same_tensor
-from holotrain.reversible.two_step import TwoStep, stream_in, tapered, weights
+from holotrain.reversible.two_step import TwoStep, in_words, stream_in, tapered, weights
 
 FIRST_HEADROOM_BITS = 20
 """In the first batch, when only the first stream is known, the streams may grow by a factor of 2^20."""
@@ -40,13 +40,15 @@ class ReversibleStack:
 
     Args:
         blocks: in the order in which the model runs them.
-        bits: bits kept for each element and block, as :func:`~holotrain.reversible.two_step.tapered` takes them.
+        bits: bits kept for each element and block in the middle, and up to 6 towards both ends, as
+            :func:`~holotrain.reversible.two_step.tapered` takes them; :attr:`kept` says what that makes.
         backward, store, keep: as :class:`~holotrain.reversible.ReversibleSequence` takes them; they can be changed between
             calls.
         name: of the list of blocks, in messages.
         on_mismatch: as :class:`~holotrain.reversible.ReversibleSequence` takes it.
 
     Attributes:
+        bits: of each block but the first.
         schedules: the schedule of each block.
         weights: of each block's update where the sign is 1, and where it is -1; see
             :func:`~holotrain.reversible.two_step.weights`.
@@ -66,7 +68,7 @@ class ReversibleStack:
     def __init__(
         self,
         blocks: Sequence[nn.Module],
-        bits: int | Sequence[int] = 2,
+        bits: int | Sequence[int] = 4,
         backward: str | Sequence[str] = "reversible",
         store: int | Collection[int] = 0,
         keep: str | Collection[str] = (),
@@ -139,6 +141,20 @@ class ReversibleStack:
         self.grid.set(step)
         self.stream_dtype = dtype
         self.remember_changes(state.get("changed", ()))
+
+    @property
+    def kept(self) -> str:
+        """What the stack keeps between its blocks, in words: ``"30 blocks, 4.2 bits an element: 6, 5, 25 x 4, 5, 6"``.
+
+        The mean is over all blocks but the first, which keeps no bits, and which are rebuilt. The others keep as much as their
+        schedule says, and are computed as if they kept bits.
+        """
+        blocks = counted(len(self.blocks), "block")
+        rebuilt = [m for m, schedule in zip(self.bits, self.schedules[1:], strict=True) if schedule.kind == "rebuilt"]
+        if not rebuilt and self.bits:
+            return f"{blocks}, none rebuilt, computed as with {in_words(self.bits)}"
+        some = "" if len(rebuilt) == len(self.bits) else f", of which {len(rebuilt)} keep bits to be rebuilt"
+        return f"{blocks}{some}, {in_words(rebuilt)}"
 
     @property
     def ends(self) -> tuple[nn.Module, nn.Module]:
@@ -217,7 +233,7 @@ class ReversibleStack:
         return self.__dict__ | {"_pass": None, "_latest": _nothing, "compiled_calls": {}, "_compiled": {}}
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self.blocks)} blocks, bits={self.bits}, backward={self.backward!r})"
+        return f"{type(self).__name__}({self.kept}; backward={self.backward!r})"
 
 
 def _uncouple(block: nn.Module, forward: Callable | None) -> None:
@@ -313,6 +329,11 @@ def stacks_in(model: nn.Module) -> list[ReversibleStack]:
     """The stacks to which blocks of a model belong, first to last."""
     found = (stack for part in model.modules() if (stack := stack_of(part)))
     return list({id(stack): stack for stack in found}.values())
+
+
+def kept_between_blocks(model: nn.Module) -> str | None:
+    """What the stacks in a model keep, as :attr:`ReversibleStack.kept` says it; None: it has none."""
+    return "; ".join(stack.kept for stack in stacks_in(model)) or None
 
 
 class _Pass:

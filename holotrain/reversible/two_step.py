@@ -18,6 +18,8 @@ block and has ``a[k] = 1 + g[k]``. There the sum is off by ``g (h[k] - h[k-1])``
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
+from statistics import mean
 from typing import Any
 
 import torch
@@ -28,8 +30,8 @@ from holotrain.reversible.block import Coupling
 from holotrain.reversible.grid import Grid
 
 LARGEST_BITS = 6
-"""At the ends of a stack. For all blocks together that is at most 20 bits an element more than two for each, however deep the
-stack is: less than one stream in fp32."""
+"""At the ends of a stack. For all blocks together that is at most 6 bits an element more than four for each, and 20 more than
+two for each, however deep the stack is: less than one stream in fp32."""
 
 
 def tapered(bits: int | Sequence[int], depth: int) -> list[int]:
@@ -54,6 +56,16 @@ def tapered(bits: int | Sequence[int], depth: int) -> list[int]:
     if wrong:
         raise ValueError(f"bits must be 1 to 8, not {wrong[0]!r}")
     return each
+
+
+def in_words(bits: Sequence[int]) -> str:
+    """``"4.2 bits an element: 6, 5, 25 x 4, 5, 6"``: the mean of the bits of blocks, and those of each."""
+    if not bits:
+        return "no bits"
+    average = f"{mean(bits):.1f}".removesuffix(".0")
+    runs = [(m, len(list(run))) for m, run in groupby(bits)]
+    each = ", ".join(str(m) if count == 1 else f"{m}, {m}" if count == 2 else f"{count} x {m}" for m, count in runs)
+    return f"{average} bit{'' if average == '1' else 's'} an element: {each}"
 
 
 def weights(bits: Sequence[int], sign: int) -> list[float]:

@@ -261,7 +261,7 @@ def test_images_of_another_size_and_number_of_classes(tmp_path, capsys):
         ([*TINY[:2], "model.arguments={checkpoint_path: x}"], "arguments.checkpoint_path is not passed to timm"),
         ([*TINY[:2], "model.arguments={dept: 2}"], "model: timm: "),
         ([*TINY, "task=causal_lm", *TEXT], "model: CausalLM trains GPT or HuggingFace, not Timm"),
-        ([*TINY, "model.blocks=blocks"], "model.blocks: names the blocks to make reversible; give reversible=2bit too"),
+        ([*TINY, "model.blocks=blocks"], "model.blocks: names the blocks to make reversible; give reversible=4bit too"),
         ([*TINY, "backward=reversible"], "only autograd and checkpoint are possible"),
         ([*TINY, "model.pretrained=nowhere"], "model: there is no file nowhere"),
         (["model=huggingface", "model.name=./nowhere"], "model.name: there is no folder ./nowhere"),
@@ -324,19 +324,26 @@ def test_memory_is_saved_without_a_reversible_model(holotrain, trained, backward
     assert_same_weights(whole / "checkpoints/last.ckpt", Path("run/checkpoints/last.ckpt"))
 
 
+KEPT = "4 blocks, 5.7 bits an element: 6, 5, 6"
+
+
 @pytest.mark.parametrize(("kind", "task"), [slow("timm", "image_classification"), ("gpt2", "causal_lm")])
 def test_reversible_blocks_train(holotrain, tmp_path, kind, task):
     """They need less memory, and the export is a plain model of its library."""
     write_texts(tmp_path)
     write_network(Path("network"), "gpt2", n_layer=4)
     small = [word.replace("depth: 2", "depth: 4") for word in words_of(kind, task)]
-    words = [*SHORT, *small, "model.reversible=2bit", "test=false"]
-    assert holotrain("fit", *words, "hydra.run.dir=run")[::2] == (0, "")
+    words = [*SHORT, *small, "model.reversible=4bit", "test=false"]
+    status, out, err = holotrain("fit", *words, "hydra.run.dir=run")
+    assert (status, err) == (0, "")
+    assert summary(Path("run"))["between_blocks"] == KEPT and out.count(KEPT) == 2  # at the start and at the end
     if kind == "gpt2":
         assert holotrain("fit", *words, "backward=pareprop", "hydra.run.dir=ahead")[::2] == (0, "")
         assert_same_weights(Path("run/checkpoints/last.ckpt"), Path("ahead/checkpoints/last.ckpt"))
     else:
-        holotrain.done("plan", "ckpt_path=run", "memory=8MiB", "hydra.run.dir=plan")
+        out = holotrain.done("plan", "ckpt_path=run", "memory=8MiB", "hydra.run.dir=plan")
+        assert f"between blocks under backward=reversible: {KEPT}" in out
+        assert json.loads(Path("plan/plan.json").read_text())["between_blocks"] == KEPT
         peaks = {name: each["peak"] for name, each in json.loads(Path("plan/plan.json").read_text())["footprints"].items()}
         assert peaks["reversible"] < peaks["autograd"]
     holotrain.done("export", "ckpt_path=run", "to=export")

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from tracked_memory import TrackedMemory
 
-from holotrain.reversible import make_reversible, recomputing, stack_of, undo
+from holotrain.reversible import ReversibleStack, kept_between_blocks, make_reversible, recomputing, stack_of, undo
 from holotrain.reversible.tape import Tape
 
 WIDTH = 16
@@ -287,7 +287,7 @@ def test_tuples_streams_by_name_and_empty_caches():
     net.cache = Cache()
     assert_equal(gradients(make_reversible(net)), expected)
     assert not net.cache.held
-    assert repr(stack_of(net.layers[0])) == "ReversibleStack(4 blocks, bits=[6, 5, 6], backward='reversible')"
+    assert repr(stack_of(net.layers[0])) == "ReversibleStack(4 blocks, 5.7 bits an element: 6, 5, 6; backward='reversible')"
     net.cache.update(torch.zeros(1, 2, 3))
     with pytest.raises(ValueError, match="past keys and values in training"):
         net(inputs())
@@ -301,6 +301,41 @@ def test_blocks_run_again_once():
     net.layers[2].norm1.register_forward_hook(lambda *_: calls.append(recomputing()))
     gradients(net, steps=1)
     assert calls == [False, True]
+
+
+def stack_of_blocks(depth, *bits, **options):
+    return ReversibleStack([nn.Linear(2, 2) for _ in range(depth)], *bits, **options)
+
+
+@pytest.mark.parametrize(
+    ("stack", "kept"),
+    [
+        (lambda: stack_of_blocks(30), "30 blocks, 4.2 bits an element: 6, 5, 25 x 4, 5, 6"),
+        (lambda: stack_of_blocks(12, 2), "12 blocks, 3.8 bits an element: 6, 5, 4, 3, 3 x 2, 3, 4, 5, 6"),
+        (lambda: stack_of_blocks(4, [1, 1, 1]), "4 blocks, 1 bit an element: 3 x 1"),
+        (lambda: stack_of_blocks(1), "1 block, no bits"),
+        (lambda: stack_of_blocks(3, backward="autograd"), "3 blocks, none rebuilt, computed as with 6 bits an element: 6, 6"),
+        (lambda: stack_of_blocks(5, store=2), "5 blocks, of which 2 keep bits to be rebuilt, 5.5 bits an element: 6, 5"),
+    ],
+)
+def test_a_stack_says_what_it_keeps(stack, kept):
+    assert stack().kept == kept
+
+
+def test_a_short_stack_keeps_the_same_with_one_to_three_bits_and_says_so():
+    for depth in (3, 4):
+        assert len({stack_of_blocks(depth, bits).kept for bits in (1, 2, 3)}) == 1
+
+
+def test_a_model_says_what_its_stacks_keep_under_their_schedules():
+    net = Two()
+    assert kept_between_blocks(net) is None
+    make_reversible(net, ["encoder", "decoder"])
+    depths = [len(net.encoder), len(net.decoder)]
+    assert kept_between_blocks(net) == "; ".join(stack_of_blocks(depth).kept for depth in depths)
+    stack_of(net.encoder[0]).backward = "checkpoint"
+    assert "none rebuilt" in kept_between_blocks(net).partition(";")[0]
+    assert kept_between_blocks(undo(net)) is None
 
 
 def growth(bits, depths=(12, 24)):
