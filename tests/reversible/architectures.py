@@ -1,7 +1,7 @@
 """Tiny models of the architectures of transformers and timm, with random weights.
 
-One row each: a name, the class or timm's name of a model, its list of blocks where ``make_reversible`` does not find it, and what makes
-it tiny besides the sizes that all share.
+One row each: a name, the class or timm's name of the model, its lists of blocks where ``make_reversible`` does not find them,
+and what makes it tiny besides the sizes that all share.
 """
 
 from __future__ import annotations
@@ -28,53 +28,46 @@ class Row:
         model: a class of transformers, or what timm's ``create_model`` takes.
         blocks: as ``make_reversible`` takes them.
         options: of the configuration, or of ``create_model``.
+        inputs: shapes of tensors that the forward takes besides, or in place of, tokens or an image; without the batch.
     """
 
     name: str
     model: str
     blocks: Any = None
     options: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def library(self) -> str:
         return "timm" if self.model.islower() else "transformers"
 
 
-def row(name: str, model: str, blocks: Any = None, **options: Any) -> Row:
-    return Row(name, model, blocks, options)
+def row(name: str, model: str, blocks: Any = None, inputs: dict[str, tuple[int, ...]] | None = None, **options: Any) -> Row:
+    return Row(name, model, blocks, options, inputs or {})
 
 
 def stages(name: str, count: int = 4, start: int = 0) -> list[str]:
     return [name.format(stage) for stage in range(start, start + count)]
 
 
+# fmt: off
+# What the configurations of transformers have of these is set.
+SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64, "num_key_value_heads": 1,
+    "head_dim": 16, "d_model": 32, "dim": 32, "n_layers": 4, "n_heads": 2, "hidden_dim": 64, "d_ff": 64, "d_kv": 16,
+    "num_layers": 4, "num_decoder_layers": 4, "num_heads": 2, "encoder_layers": 3, "decoder_layers": 3,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "ffn_dim": 64,
+    "word_embed_proj_dim": 32, "vocab_size": 50, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "image_size": 32, "patch_size": 8, "mlp_ratio": 2}
+
 BOTH = ["model.encoder.layers", "model.decoder.layers"]
+WAVE = {"input_values": (400,)}
 MAMBA = {"state_size": 8, "n_groups": 1, "num_heads": 4, "head_dim": 16, "chunk_size": 8}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
-LATENT = {
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "head_dim": 8,
-    "num_key_value_heads": 2,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
-CONV = {
-    "conv_dim": (16, 16),
-    "conv_stride": (4, 4),
-    "conv_kernel": (8, 4),
-    "num_conv_pos_embeddings": 8,
-    "num_conv_pos_embedding_groups": 4,
-    "num_feat_extract_layers": 2,
-    "mask_time_prob": 0.0,
-}
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "head_dim": 8,
+    "num_key_value_heads": 2, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1}
+CONV = {"conv_dim": (16, 16), "conv_stride": (4, 4), "conv_kernel": (8, 4), "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 4, "num_feat_extract_layers": 2, "mask_time_prob": 0.0}
 PYRAMID = {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "patch_size": 4, "window_size": 4}
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2}
 
@@ -91,15 +84,8 @@ HUGGING_FACE = {
         row("MPT", "MptForCausalLM"),
         row("OPT", "OPTForCausalLM"),
         row("Falcon", "FalconForCausalLM"),
-        row(
-            "Falcon-H1",
-            "FalconH1ForCausalLM",
-            mamba_d_ssm=32,
-            mamba_n_heads=4,
-            mamba_d_head=8,
-            mamba_d_state=8,
-            mamba_chunk_size=8,
-        ),
+        row("Falcon-H1", "FalconH1ForCausalLM", mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8,
+            mamba_chunk_size=8),
         row("Llama", "LlamaForCausalLM"),
         row("Mistral", "MistralForCausalLM"),
         row("Ministral", "MinistralForCausalLM"),
@@ -108,16 +94,8 @@ HUGGING_FACE = {
         row("Qwen2-MoE", "Qwen2MoeForCausalLM", **EXPERTS, shared_expert_intermediate_size=16),
         row("Qwen3", "Qwen3ForCausalLM"),
         row("Qwen3-MoE", "Qwen3MoeForCausalLM", **EXPERTS),
-        row(
-            "Qwen3-Next",
-            "Qwen3NextForCausalLM",
-            **EXPERTS,
-            shared_expert_intermediate_size=16,
-            linear_num_value_heads=2,
-            linear_num_key_heads=2,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-        ),
+        row("Qwen3-Next", "Qwen3NextForCausalLM", **EXPERTS, shared_expert_intermediate_size=16, linear_num_value_heads=2,
+            linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8),
         row("Gemma", "GemmaForCausalLM"),
         row("Gemma 2", "Gemma2ForCausalLM"),
         row("Gemma 3", "Gemma3ForCausalLM"),
@@ -149,12 +127,8 @@ HUGGING_FACE = {
         row("Arcee", "ArceeForCausalLM"),
         row("Seed-OSS", "SeedOssForCausalLM"),
         row("Hunyuan", "HunYuanDenseV1ForCausalLM"),
-        row(
-            "DBRX",
-            "DbrxForCausalLM",
-            attn_config={"kv_n_heads": 1, "rope_theta": 1e4, "clip_qkv": 8.0},
-            ffn_config={"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
-        ),
+        row("DBRX", "DbrxForCausalLM", attn_config={"kv_n_heads": 1, "rope_theta": 10000.0, "clip_qkv": 8.0},
+            ffn_config={"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2}),
         row("DiffLlama", "DiffLlamaForCausalLM", num_attention_heads=4, num_key_value_heads=2),
         row("JetMoE", "JetMoeForCausalLM", kv_channels=16, num_key_value_heads=2, num_local_experts=4),
         row("MiniMax", "MiniMaxForCausalLM", num_local_experts=4),
@@ -164,46 +138,15 @@ HUGGING_FACE = {
         row("Mamba", "MambaForCausalLM", state_size=8),
         row("Mamba-2", "Mamba2ForCausalLM", **MAMBA),
         row("FalconMamba", "FalconMambaForCausalLM", state_size=8),
-        row(
-            "Jamba",
-            "JambaForCausalLM",
-            num_experts=2,
-            mamba_d_state=8,
-            attn_layer_period=2,
-            attn_layer_offset=1,
-            use_mamba_kernels=False,
-        ),
-        row(
-            "Zamba2",
-            "Zamba2ForCausalLM",
-            layer_types=["mamba", "hybrid"] * 2,
-            mamba_d_state=8,
-            n_mamba_heads=4,
-            mamba_headdim=16,
-            mamba_ngroups=1,
-            chunk_size=8,
-            use_mamba_kernels=False,
-        ),
-        row(
-            "Bamba",
-            "BambaForCausalLM",
-            mamba_n_heads=4,
-            mamba_d_head=16,
-            mamba_d_state=8,
-            mamba_chunk_size=8,
-            attn_layer_indices=[1, 3],
-        ),
-        row(
-            "Granite hybrid",
-            "GraniteMoeHybridForCausalLM",
-            mamba_n_heads=4,
-            mamba_d_head=16,
-            mamba_d_state=8,
-            mamba_chunk_size=8,
-            layer_types=["mamba", "attention", "mamba", "attention"],
-            num_local_experts=4,
-            shared_intermediate_size=32,
-        ),
+        row("Jamba", "JambaForCausalLM", num_experts=2, mamba_d_state=8, attn_layer_period=2, attn_layer_offset=1,
+            use_mamba_kernels=False),
+        row("Zamba2", "Zamba2ForCausalLM", layers_block_type=["mamba", "hybrid"] * 2, mamba_d_state=8, n_mamba_heads=4,
+            mamba_headdim=16, mamba_ngroups=1, chunk_size=8, use_mamba_kernels=False),
+        row("Bamba", "BambaForCausalLM", mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_chunk_size=8,
+            attn_layer_indices=[1, 3]),
+        row("Granite hybrid", "GraniteMoeHybridForCausalLM", mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8,
+            mamba_chunk_size=8, layer_types=["mamba", "attention", "mamba", "attention"], num_local_experts=4,
+            shared_intermediate_size=32),
         row("Nemotron-H", "NemotronHForCausalLM"),
         row("RWKV", "RwkvForCausalLM", context_length=16),
         row("XGLM", "XGLMForCausalLM"),
@@ -263,13 +206,8 @@ HUGGING_FACE = {
         row("UMT5", "UMT5ForConditionalGeneration"),
         row("MT5", "MT5ForConditionalGeneration"),
         row("LongT5", "LongT5ForConditionalGeneration", local_radius=4),
-        row(
-            "Switch",
-            "SwitchTransformersForConditionalGeneration",
-            num_experts=2,
-            num_sparse_encoder_layers=2,
-            num_sparse_decoder_layers=2,
-        ),
+        row("Switch", "SwitchTransformersForConditionalGeneration", num_experts=2, num_sparse_encoder_layers=2,
+            num_sparse_decoder_layers=2),
         row("Pop2Piano", "Pop2PianoForConditionalGeneration"),
         row("BART", "BartForConditionalGeneration", BOTH),
         row("mBART", "MBartForConditionalGeneration", BOTH),
@@ -284,7 +222,8 @@ HUGGING_FACE = {
         row("Marian", "MarianMTModel", BOTH, decoder_start_token_id=0),
         row("Blenderbot", "BlenderbotForConditionalGeneration", BOTH),
         row("Blenderbot small", "BlenderbotSmallForConditionalGeneration", BOTH),
-        row("ProphetNet", "ProphetNetForConditionalGeneration", ["prophetnet.encoder.layers", "prophetnet.decoder.layers"]),
+        row("ProphetNet", "ProphetNetForConditionalGeneration", ["prophetnet.encoder.layers", "prophetnet.decoder.layers"],
+            use_cache=False),
         row("FSMT", "FSMTForConditionalGeneration", BOTH, src_vocab_size=50, tgt_vocab_size=50, langs=["en", "de"]),
     ],
     "images and video": [
@@ -295,13 +234,8 @@ HUGGING_FACE = {
         row("DINOv2", "Dinov2ForImageClassification"),
         row("DINOv2 with registers", "Dinov2WithRegistersForImageClassification"),
         row("DINOv3 ViT", "DINOv3ViTModel"),
-        row(
-            "DINOv3 ConvNeXt",
-            "DINOv3ConvNextModel",
-            stages("model.stages.{}.layers"),
-            hidden_sizes=[8, 8, 16, 16],
-            depths=[2, 2, 2, 2],
-        ),
+        row("DINOv3 ConvNeXt", "DINOv3ConvNextModel", stages("model.stages.{}.layers"), hidden_sizes=[8, 8, 16, 16],
+            depths=[2, 2, 2, 2]),
         row("I-JEPA", "IJepaForImageClassification"),
         row("ViT-MSN", "ViTMSNForImageClassification"),
         row("ViTDet", "VitDetModel"),
@@ -309,61 +243,21 @@ HUGGING_FACE = {
         row("Swin", "SwinForImageClassification", stages("swin.encoder.layers.{}.blocks", 2), **PYRAMID),
         row("Swin V2", "Swinv2ForImageClassification", stages("swinv2.encoder.layers.{}.blocks", 2), **PYRAMID),
         row("Donut Swin", "DonutSwinModel", stages("encoder.layers.{}.blocks", 2), **PYRAMID),
-        row(
-            "ConvNeXt",
-            "ConvNextForImageClassification",
-            stages("convnext.encoder.stages.{}.layers"),
-            hidden_sizes=[8, 8, 16, 16],
-            depths=[2, 2, 2, 2],
-            image_size=64,
-        ),
-        row(
-            "ConvNeXt V2",
-            "ConvNextV2ForImageClassification",
-            stages("convnextv2.encoder.stages.{}.layers"),
-            hidden_sizes=[8, 8, 16, 16],
-            depths=[2, 2, 2, 2],
-            image_size=64,
-        ),
-        row(
-            "PVT",
-            "PvtForImageClassification",
-            stages("pvt.encoder.block.{}"),
-            hidden_sizes=[8, 16, 16, 32],
-            num_attention_heads=[1, 2, 2, 2],
-            depths=[2, 2, 2, 2],
-            image_size=64,
-        ),
-        row(
-            "SegFormer",
-            "SegformerForImageClassification",
-            stages("segformer.stages.{}.blocks"),
-            hidden_sizes=[8, 16, 16, 32],
-            num_attention_heads=[1, 2, 2, 2],
-        ),
-        row(
-            "PoolFormer",
-            "PoolFormerForImageClassification",
-            stages("poolformer.encoder.block.{}"),
-            hidden_sizes=[8, 16, 16, 32],
-            depths=[2, 2, 2, 2],
-        ),
-        row(
-            "FocalNet",
-            "FocalNetForImageClassification",
-            stages("focalnet.encoder.stages.{}.layers"),
-            embed_dim=8,
-            depths=[2, 2, 2, 2],
-            patch_size=4,
-        ),
-        row(
-            "Hiera",
-            "HieraForImageClassification",
-            ["hiera.encoder.stages.0.layers", *stages("hiera.encoder.stages.{}.layers[1:]", 3, start=1)],
-            embed_dim=16,
-            image_size=[64, 64],
-            depths=[2, 3, 3, 3],
-        ),
+        row("ConvNeXt", "ConvNextForImageClassification", stages("convnext.encoder.stages.{}.layers"),
+            hidden_sizes=[8, 8, 16, 16], depths=[2, 2, 2, 2], image_size=64),
+        row("ConvNeXt V2", "ConvNextV2ForImageClassification", stages("convnextv2.encoder.stages.{}.layers"),
+            hidden_sizes=[8, 8, 16, 16], depths=[2, 2, 2, 2], image_size=64),
+        row("PVT", "PvtForImageClassification", stages("pvt.encoder.block.{}"), hidden_sizes=[8, 16, 16, 32],
+            num_attention_heads=[1, 2, 2, 2], depths=[2, 2, 2, 2], image_size=64),
+        row("SegFormer", "SegformerForImageClassification", stages("segformer.stages.{}.blocks"), hidden_sizes=[8, 16, 16, 32],
+            num_attention_heads=[1, 2, 2, 2]),
+        row("PoolFormer", "PoolFormerForImageClassification", stages("poolformer.encoder.block.{}"),
+            hidden_sizes=[8, 16, 16, 32], depths=[2, 2, 2, 2]),
+        row("FocalNet", "FocalNetForImageClassification", stages("focalnet.encoder.stages.{}.layers"), embed_dim=8,
+            depths=[2, 2, 2, 2], patch_size=4),
+        row("Hiera", "HieraForImageClassification",
+            ["hiera.encoder.stages.0.layers", *stages("hiera.encoder.stages.{}.layers[1:]", 3, start=1)], embed_dim=16,
+            image_size=[64, 64], depths=[2, 3, 3, 3]),
         row("ViT-MAE", "ViTMAEModel"),
         row("MLCD", "MLCDVisionModel"),
         row("GroupViT text", "GroupViTTextModel"),
@@ -380,49 +274,36 @@ HUGGING_FACE = {
         row("BLIP-2 vision", "Blip2VisionModel"),
         row("InternVL vision", "InternVLVisionModel"),
         row("OWL-ViT vision", "OwlViTVisionModel"),
-        row("ViLT", "ViltModel"),
-        row("VideoMAE", "VideoMAEModel", num_frames=4, tubelet_size=2),
-        row("TimeSformer", "TimesformerModel", num_frames=2),
-        row("ViViT", "VivitModel", num_frames=4, tubelet_size=[2, 8, 8]),
-        row(
-            "V-JEPA 2",
-            "VJEPA2Model",
-            crop_size=32,
-            frames_per_clip=4,
-            tubelet_size=2,
-            pred_hidden_size=32,
-            pred_num_hidden_layers=2,
-            pred_num_attention_heads=2,
-        ),
+        row("ViLT", "ViltModel", inputs={"pixel_values": (3, 32, 32)}),
+        row("VideoMAE", "VideoMAEModel", inputs={"pixel_values": (4, 3, 32, 32)}, num_frames=4, tubelet_size=2),
+        row("TimeSformer", "TimesformerModel", inputs={"pixel_values": (2, 3, 32, 32)}, num_frames=2),
+        row("ViViT", "VivitModel", inputs={"pixel_values": (4, 3, 32, 32)}, num_frames=4, tubelet_size=[2, 8, 8]),
+        row("V-JEPA 2", "VJEPA2Model", inputs={"pixel_values_videos": (4, 3, 32, 32)}, crop_size=32, frames_per_clip=4,
+            tubelet_size=2, pred_hidden_size=32, pred_num_hidden_layers=2, pred_num_attention_heads=2),
     ],
     "sound": [
-        row("Wav2Vec2", "Wav2Vec2Model", **CONV),
-        row("Wav2Vec2-Conformer", "Wav2Vec2ConformerModel", **CONV),
-        row("Wav2Vec2-BERT", "Wav2Vec2BertModel", feature_projection_input_dim=16),
-        row("HuBERT", "HubertModel", **CONV),
-        row("WavLM", "WavLMModel", **CONV),
-        row("UniSpeech", "UniSpeechModel", **CONV),
-        row("UniSpeech-SAT", "UniSpeechSatModel", **CONV),
-        row("data2vec audio", "Data2VecAudioModel", "encoder.layers", **CONV),
-        row("SEW", "SEWModel", **CONV),
-        row(
-            "Whisper",
-            "WhisperForConditionalGeneration",
-            BOTH,
-            num_mel_bins=8,
-            max_source_positions=12,
-            max_target_positions=64,
-            decoder_start_token_id=1,
-        ),
-        row("AST", "ASTModel", max_length=40, num_mel_bins=32, frequency_stride=8, time_stride=8),
-        row("Speech2Text", "Speech2TextForConditionalGeneration", BOTH, input_feat_per_channel=8, conv_channels=16),
-        row("Moonshine", "MoonshineForConditionalGeneration", BOTH),
-        row("Parakeet", "ParakeetEncoder", num_mel_bins=16),
+        row("Wav2Vec2", "Wav2Vec2Model", inputs=WAVE, **CONV),
+        row("Wav2Vec2-Conformer", "Wav2Vec2ConformerModel", inputs=WAVE, **CONV),
+        row("Wav2Vec2-BERT", "Wav2Vec2BertModel", inputs={"input_features": (24, 16)}, feature_projection_input_dim=16),
+        row("HuBERT", "HubertModel", inputs=WAVE, **CONV),
+        row("WavLM", "WavLMModel", inputs=WAVE, **CONV),
+        row("UniSpeech", "UniSpeechModel", inputs=WAVE, **CONV),
+        row("UniSpeech-SAT", "UniSpeechSatModel", inputs=WAVE, **CONV),
+        row("data2vec audio", "Data2VecAudioModel", "encoder.layers", inputs=WAVE, **CONV),
+        row("SEW", "SEWModel", inputs=WAVE, **CONV),
+        row("Whisper", "WhisperForConditionalGeneration", BOTH, inputs={"input_features": (8, 24)}, num_mel_bins=8,
+            max_source_positions=12, max_target_positions=64, decoder_start_token_id=1),
+        row("AST", "ASTModel", inputs={"input_values": (40, 32)}, max_length=40, num_mel_bins=32, frequency_stride=8,
+            time_stride=8),
+        row("Speech2Text", "Speech2TextForConditionalGeneration", BOTH, inputs={"input_features": (24, 8)},
+            input_feat_per_channel=8, conv_channels=16, use_cache=False),
+        row("Moonshine", "MoonshineForConditionalGeneration", BOTH, inputs={"input_values": (4000,)}),
+        row("Parakeet", "ParakeetEncoder", inputs={"input_features": (24, 16)}, num_mel_bins=16),
         row("MusicGen decoder", "MusicgenForCausalLM", num_codebooks=1),
     ],
     "time series": [
-        row("PatchTST", "PatchTSTModel"),
-        row("PatchTSMixer", "PatchTSMixerModel"),
+        row("PatchTST", "PatchTSTModel", inputs={"past_values": (32, 1)}),
+        row("PatchTSMixer", "PatchTSMixerModel", inputs={"past_values": (32, 1)}),
         row("Decision Transformer", "DecisionTransformerGPT2Model"),
     ],
 }
@@ -512,34 +393,7 @@ TIMM = {
         row("GhostNet", "ghostnet_050", "blocks.8[1:]"),
     ],
 }
-
-SIZES = {
-    "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64, "num_key_value_heads": 1, "head_dim": 16,
-    "d_model": 32, "dim": 32, "n_layers": 4, "n_heads": 2, "hidden_dim": 64, "d_ff": 64, "d_kv": 16, "num_layers": 4, "num_decoder_layers": 4,
-    "num_heads": 2, "encoder_layers": 3, "decoder_layers": 3, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "ffn_dim": 64, "word_embed_proj_dim": 32, "vocab_size": 50, "max_position_embeddings": 64,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "image_size": 32, "patch_size": 8, "mlp_ratio": 2,
-}  # fmt: skip
-
-WAVE = {"input_values": (400,)}
-SHAPES = {
-    "ViltModel": {"pixel_values": (3, 32, 32)},
-    "VideoMAEModel": {"pixel_values": (4, 3, 32, 32)},
-    "TimesformerModel": {"pixel_values": (2, 3, 32, 32)},
-    "VivitModel": {"pixel_values": (4, 3, 32, 32)},
-    "VJEPA2Model": {"pixel_values_videos": (4, 3, 32, 32)},
-    "Wav2Vec2Model": WAVE, "Wav2Vec2ConformerModel": WAVE, "HubertModel": WAVE, "WavLMModel": WAVE, "UniSpeechModel": WAVE,
-    "UniSpeechSatModel": WAVE, "Data2VecAudioModel": WAVE, "SEWModel": WAVE,
-    "Wav2Vec2BertModel": {"input_features": (24, 16)},
-    "WhisperForConditionalGeneration": {"input_features": (8, 24)},
-    "ASTModel": {"input_values": (40, 32)},
-    "Speech2TextForConditionalGeneration": {"input_features": (24, 8)},
-    "MoonshineForConditionalGeneration": {"input_values": (4000,)},
-    "ParakeetEncoder": {"input_features": (24, 16)},
-    "PatchTSTModel": {"past_values": (32, 1)},
-    "PatchTSMixerModel": {"past_values": (32, 1)},
-    "DecisionTransformerGPT2Model": {},
-}  # fmt: skip
+# fmt: on
 
 
 def made(row: Row) -> tuple[nn.Module, dict[str, Any]]:
@@ -567,7 +421,7 @@ def _of_transformers(row: Row) -> tuple[nn.Module, dict[str, Any]]:
     known = model.config_class()
     shared = {name: type(getattr(known, name) or value)(value) for name, value in SIZES.items() if _is_number(known, name)}
     model = model(model.config_class(**shared | row.options))
-    return model, _batch(model)
+    return model, _batch(model, row.inputs)
 
 
 def _is_number(config: Any, name: str) -> bool:
@@ -575,7 +429,7 @@ def _is_number(config: Any, name: str) -> bool:
     return not computed and hasattr(config, name) and not isinstance(getattr(config, name), list | tuple)
 
 
-def _batch(model: nn.Module) -> dict[str, Any]:
+def _batch(model: nn.Module, inputs: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     name, config = model.main_input_name, model.config
     tokens = torch.randint(5, 50, (2, 12))
     mask = torch.ones_like(tokens)
@@ -585,8 +439,7 @@ def _batch(model: nn.Module) -> dict[str, Any]:
     else:
         size = getattr(config, "image_size", 64)
         batch = {name: torch.randn(2, 3, *([size] * 2 if isinstance(size, int) else size))}
-    for key, shape in SHAPES.get(type(model).__name__, {}).items():
-        batch[key] = torch.randn(2, *shape)
+    batch |= {name: torch.randn(2, *shape) for name, shape in inputs.items()}
     if "bbox" in inspect.signature(model.forward).parameters:
         batch["bbox"] = torch.tensor([1, 1, 2, 2]).expand(2, 12, 4)
     if config.is_encoder_decoder:

@@ -1,13 +1,12 @@
 """Tiny models of the architectures of transformers and timm train with rebuilt blocks as with stored ones."""
 
 import copy
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from architectures import HUGGING_FACE, TIMM, Row, made, tensors_in
+from architectures import HUGGING_FACE, TIMM, made, tensors_in
 from compared import assert_equal
 from torch import Tensor, nn
 
