@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import HUGGING_FACE, TIMM, made, tensors_in
 from compared import assert_equal
+from reversible.architectures import HUGGING_FACE, TIMM, made, tensors_in
 from torch import Tensor, nn
 
 from holotrain.reversible import make_reversible, stacks_in
 
-ROWS = [row for table in (HUGGING_FACE, TIMM) for rows in table.values() for row in rows]
-README = Path(__file__).parents[2] / "holotrain/reversible/README.md"
-
-every_architecture = pytest.mark.parametrize("row", ROWS, ids=[f"{row.library}: {row.name}" for row in ROWS])
+TABLES = {"transformers": HUGGING_FACE, "timm": TIMM}
+ROWS = [row for table in TABLES.values() for rows in table.values() for row in rows]
+README = Path(__file__).parents[2] / "holotrain" / "reversible" / "README.md"
 
 
 def run(model: nn.Module, batch: dict[str, Any]) -> list[Tensor]:
@@ -32,7 +31,7 @@ def gradients(model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@every_architecture
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.library} {row.name}")
 def test_gradients_equal_those_of_stored_blocks(row):
     model, batch = made(row)
     net = make_reversible(copy.deepcopy(model), row.blocks)
@@ -48,3 +47,16 @@ def test_gradients_equal_those_of_stored_blocks(row):
         evaluated.append(run(each, batch))
     assert evaluated[1]
     assert_equal(*evaluated)
+
+
+def test_the_readme_lists_them():
+    lines = README.read_text().splitlines()
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines
+        if line.startswith(tuple(f"| {name} " for name in TABLES))
+    ]
+    listed = {(library.split()[0], kind): names.split(", ") for library, kind, names in cells}
+    tables = {(library, kind): [row.name for row in rows] for library, table in TABLES.items() for kind, rows in table.items()}
+    assert listed == tables
+    assert all(len({*names}) == len(names) for names in tables.values())
