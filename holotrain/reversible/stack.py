@@ -386,7 +386,7 @@ class _Pass:
         if self._following == len(self._schedules):
             self._end_recording()
             self.close()
-        return self._returned if others is None else (self._returned, *others)
+        return self._returned if others is None else coupling.returned(self._returned, others)
 
     def close(self) -> None:
         """The model runs no more blocks. If it leaves out the last ones, a backward or the next forward tells."""

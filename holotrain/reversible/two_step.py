@@ -171,7 +171,7 @@ class TwoStep(Coupling):
         update = stream_in(output)
         if not isinstance(update, Tensor):
             raise ValueError(
-                f"a block must return a tensor, or a tuple whose first entry is one, not {type(output).__name__}; "
+                f"a block must return a tensor, or a tuple or list that begins with one, not {type(output).__name__}; "
                 "make_reversible cannot take this model"
             )
         if update.shape != source.shape:
@@ -179,7 +179,7 @@ class TwoStep(Coupling):
                 f"a block must keep the shape of its input: {tuple(source.shape)} became {tuple(update.shape)}; if these "
                 "are the stages of a model, name the list of blocks in each, such as 'stages.0.blocks'"
             )
-        self.others = None if output is update else tuple(output[1:])
+        self.others, self._kind = (None, Tensor) if output is update else (tuple(output[1:]), type(output))
         self.written_as = update.dtype
         coupled = _TwoStep.apply(target, source, update, self)
         self.grid.watch(coupled)
@@ -188,6 +188,11 @@ class TwoStep(Coupling):
     def reached(self) -> None:
         if (call := self._on_backward()) is not None:
             call()
+
+    def returned(self, stream: Tensor, others: tuple[Any, ...]) -> Any:
+        """What the block returned, a tuple, a named tuple or a list, with the coupled stream in it."""
+        together = (stream, *others)
+        return self._kind(*together) if hasattr(self._kind, "_fields") else self._kind(together)
 
     def undo(self, coupled: Tensor, source: Tensor, output: Any) -> Tensor:
         """Rebuilds x[k-1], bit for bit."""
@@ -247,4 +252,4 @@ class _TwoStep(torch.autograd.Function):
 
 def stream_in(output: Any) -> Any:
     """The stream in what a block returned."""
-    return output[0] if isinstance(output, tuple) and output else output
+    return output[0] if isinstance(output, tuple | list) and output else output

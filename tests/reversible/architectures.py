@@ -155,7 +155,7 @@ HUGGING_FACE = {
         row("Zamba", "ZambaForCausalLM", layers_block_type=["mamba", "hybrid"] * 2, mamba_d_state=8, n_mamba_heads=2,
             use_mamba_kernels=False),
         row("Zamba2", "Zamba2ForCausalLM", layers_block_type=["mamba", "hybrid"] * 2, mamba_d_state=8, n_mamba_heads=4,
-            mamba_headdim=16, mamba_ngroups=1, chunk_size=8, use_mamba_kernels=False),
+            mamba_headdim=16, mamba_ngroups=1, chunk_size=8, use_mamba_kernels=False, adapter_rank=1),
         row("Bamba", "BambaForCausalLM", mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_chunk_size=8,
             attn_layer_indices=[1, 3]),
         row("Granite hybrid", "GraniteMoeHybridForCausalLM", mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8,

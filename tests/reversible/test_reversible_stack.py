@@ -419,7 +419,7 @@ class Odd(Block):
     ("what", "words"),
     [
         ("shorter", r"must keep the shape of its input: \(3, 5, 16\) became \(3, 4, 16\)"),
-        ("mapping", "a tuple whose first entry is one, not dict"),
+        ("mapping", "a tuple or list that begins with one, not dict"),
     ],
 )
 def test_blocks_that_cannot_be_coupled_are_refused(what, words):

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -64,6 +65,30 @@ def test_more_tensors_that_a_block_returns_carry_their_gradients(cls, block, bac
     expected = gradients(reversible(cls(4, block), "autograd"))
     assert len(expected) > 10
     assert_equal(gradients(reversible(cls(4, block), backward)), expected)
+
+
+class Returned(NamedTuple):
+    hidden: torch.Tensor
+    context: torch.Tensor
+
+
+class Listing(TwoStreamed):
+    def forward(self, x, context):
+        return [*super().forward(x, context)]
+
+
+class Naming(TwoStreamed):
+    def forward(self, x, context):
+        return Returned(*super().forward(x, context))
+
+
+@pytest.mark.parametrize(("block", "kind"), [(Listing, list), (Naming, Returned)])
+def test_a_block_may_return_a_list_or_a_named_tuple(block, kind):
+    net = reversible(TwoStreamedModel(4, block))
+    x = net.stem(inputs())
+    assert type(net.layers[0](x, x[:, :2])) is kind
+    expected = gradients(reversible(TwoStreamedModel(4, block), "autograd"))
+    assert_equal(gradients(net), expected)
 
 
 def test_more_tensors_that_a_block_returns_are_not_kept():
