@@ -1,6 +1,6 @@
 """What it costs that every backward checks what it rebuilds: steps with the check against steps without it.
 
-    python scripts/bench_checks.py --json scripts/results/checks_cpu.json
+    python scripts/bench_checks.py
     python scripts/bench_checks.py --dim 1024 --heads 16 --batch 8 --tokens 1024 --amp --json scripts/results/cuda/checks.json
 
 Needs only torch. A step is a forward and a backward of blocks that make_reversible coupled (two-step), of two streams on a

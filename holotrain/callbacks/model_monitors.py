@@ -30,7 +30,7 @@ class DriftMonitor(Monitor):
         found = (module for module in pl_module.modules() if isinstance(module, ReversibleSequence))
         errors = [error for each in (*found, *stacks_in(pl_module)) for error in each.checks.errors]
         if errors:
-            log_scalars(trainer, {"reversible/drift": torch.stack(errors).max().item()}, trainer.global_step)
+            log_scalars(trainer, {"reversible/drift": max(error.item() for error in errors)}, trainer.global_step)
 
 
 class ErrorDiffusionMonitor(Monitor):

@@ -27,6 +27,7 @@ from holotrain.config.option_groups import (
     IN_BACKWARD,
     MODEL_OPTIONS,
     OBJECT_GROUPS,
+    ON_MISMATCH,
     SEQUENCE_CLASSIFIER,
     TASK_OPTIONS,
     TEXT,
@@ -39,13 +40,13 @@ from holotrain.data import ByteTokenizer, tokenizer_from_json
 from holotrain.errors import UserError, naming_group
 from holotrain.models import compile_blocks
 from holotrain.models.adapters import PEFT, add_adapters, add_peft, freeze
-from holotrain.models.block_schedules import schedule_blocks, sequences, set_backward
+from holotrain.models.block_schedules import schedule_blocks, set_backward
 from holotrain.models.building import allocated, bounded
 from holotrain.models.checkpoint_files import read_weights
 from holotrain.models.foreign import Foreign
 from holotrain.models.pretrained import load_pretrained
 from holotrain.optimizers.stepping import InBackward
-from holotrain.reversible import ReversibleSequence, ReversibleStack
+from holotrain.reversible import ReversibleSequence, stacks_in
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.targets import instantiate, is_of, needed
 from holotrain.tasks.optimizer_functions import decay_groups
@@ -128,9 +129,6 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
             if backward.exact:
                 raise ValueError(f"{config.model.name} takes no option exact")
             set_backward(model, backward.kind, backward.store, backward.keep)
-        for run in sequences(model):
-            if isinstance(run, ReversibleSequence | ReversibleStack):
-                run.checks.on_mismatch = backward.on_mismatch
     except ValueError as error:
         if backward.blocks:
             raise UserError(f"backward.blocks: {error}; use backward.blocks=[] to choose them again") from error
@@ -149,7 +147,7 @@ def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = Fa
     if is_a(config.task, SEQUENCE_CLASSIFIER) and is_a(config.data, TEXT) and classes < 2:
         raise UserError(f"data.label: the texts have {classes} classes; at least 2 are needed")
     if config.model is None:
-        return task_of(None, config, described)
+        return _reacting(task_of(None, config, described), config.backward.on_mismatch)
     # What a checkpoint names has not been checked.
     if not begin and config.model.target != PYTHON_OBJECT and is_of(config.model.target, ["holotrain"]):
         _on_meta(config, described["facts"])
@@ -157,7 +155,16 @@ def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = Fa
     prepare_weights(model, config.model, begin)
     if config.compile:
         compile_blocks(model, mode=None if config.compile is True else config.compile)
-    return task_of(model, config, described)
+    return _reacting(task_of(model, config, described), config.backward.on_mismatch)
+
+
+def _reacting(task: pl.LightningModule, on_mismatch: str) -> pl.LightningModule:
+    """Has all reversible blocks stop where they are rebuilt wrongly, if that is asked for."""
+    if on_mismatch != ON_MISMATCH[0]:
+        found = (module for module in task.modules() if isinstance(module, ReversibleSequence))
+        for each in (*found, *stacks_in(task)):
+            each.checks.on_mismatch = on_mismatch
+    return task
 
 
 def task_of(model: nn.Module | None, config: RunConfig, described: dict[str, Any]) -> pl.LightningModule:

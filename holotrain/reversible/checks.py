@@ -108,15 +108,18 @@ class RebuildChecks:
 
     def _look(self, figures: Tensor, check: StreamCheck) -> None:
         error, differs, largest, limit = figures.tolist()
-        # The loss tells of NaN and infinity.
-        if self._failing or not math.isfinite(largest) or not (differs or error > BOUND):
+        # Of NaN and infinity in the forward the loss tells. An error of NaN is above the bound.
+        if self._failing or not math.isfinite(largest) or not (differs or not error <= BOUND):
             return
         outgrown = check.grid is not None and largest >= limit
-        kind = "wrong" if error > BOUND else "inexact"
+        kind = "inexact" if error <= BOUND else "wrong"
         message = (
             f"{self.name}: a stream that the backward rebuilt has a relative error of {error:.2g}, so the gradient of this "
-            f"step is {kind}. {_cause(check.grid, largest, limit)}. "
+            f"step is {kind}. {_cause(check.grid, largest, limit)}"
         )
+        if self.on_mismatch == "error":
+            raise RuntimeError(message)
+        message += ". "
         if outgrown and check.grid.follows:
             message += "The next step has a coarser grid"
         elif check.first_pass and check.grid is not None and not outgrown:
@@ -124,15 +127,16 @@ class RebuildChecks:
         else:
             message += f"From the next step on the blocks {_KEEP}"
             self._failing = True
-        if self.on_mismatch == "error":
-            raise RuntimeError(message)
         warnings.warn(message, stacklevel=2)
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {"errors": [], "_arriving": deque()}
 
 
-_KEEP = "keep their inputs (checkpointing), which takes more memory"
+_KEEP = (
+    "keep their inputs (checkpointing), which takes more memory. That helps unless what differs enters the gradient itself: "
+    'then repair the block, or store it (backward="autograd", or store with its number)'
+)
 
 
 def _cause(grid: Grid | None, largest: float, limit: float) -> str:
@@ -159,7 +163,7 @@ class StreamCheck:
         checks: which takes the result.
         stream: what the first block reads.
         grid: of the streams: all bits must be equal.
-        first_pass: no block has been rebuilt before.
+        first_pass: it is of the first forward.
     """
 
     def __init__(self, checks: RebuildChecks, stream: Tensor, grid: Grid | None, first_pass: bool) -> None:
@@ -176,10 +180,12 @@ class StreamCheck:
             other: the other stream; errors are relative to the larger one.
         """
         true, norm = self._sample.double(), torch.linalg.vector_norm
-        size = torch.maximum(norm(true), norm(_sample(other).double())).clamp_min(torch.finfo(torch.float32).tiny)
-        error = norm(_sample(rebuilt).double() - true) / size
+        size = norm(true)
+        larger = torch.maximum(size, norm(_sample(other).double())).clamp_min(torch.finfo(torch.float32).tiny)
+        error = norm(_sample(rebuilt).double() - true) / larger
+        nothing = torch.zeros_like(error)
         if self.grid is None or self._checksum is None:
-            figures = torch.nn.functional.pad(error.view(1), (0, 3))
+            figures = torch.stack([error, nothing, size, nothing])
         else:
             differs = torch.ne(_checksum(rebuilt), self._checksum)
             figures = torch.stack([error, *(each.double() for each in (differs, self.grid.largest, self.grid.limit))])
@@ -192,6 +198,8 @@ def _sample(stream: Tensor) -> Tensor:
 
 
 def _checksum(stream: Tensor) -> Tensor:
-    """The sum of all bits as integers, which no order of additions changes. 0 and -0, which are equal, have one pattern."""
+    """The sum of the squares of all bit patterns, as integers, so that no order of additions changes it, and errors of one step
+    up and one step down do not cancel. 0 and -0, which are equal, have one pattern."""
     whole = torch.int32 if stream.dtype.itemsize == 4 else torch.int64
-    return (stream.detach() + 0.0).view(whole).sum(dtype=whole)
+    patterns = (stream.detach() + 0.0).view(whole)
+    return patterns.mul_(patterns).sum(dtype=whole)

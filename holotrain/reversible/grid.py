@@ -90,8 +90,16 @@ class FixedPointGrid(nn.Module):
         self.register_buffer("step", torch.tensor(math.nan if bits is None else 2.0**-bits))
         self.known = bits is not None
         self._follows = bits is None
-        # No buffer: DDP gives the buffers of the first process to all, whose streams may be smaller.
-        self._own: Tensor | None = None
+        # The steps of the next and of the latest forward. They are no buffers: DDP gives the buffers of the first process to
+        # all, whose streams may be smaller, functional_call puts others in their place, and a recomputation puts earlier ones
+        # back. A captured graph reads and writes them in this memory.
+        self._next: Tensor | None = None
+        self._latest: Tensor | None = None
+
+    @property
+    def upcoming(self) -> Tensor:
+        """The step of the next forward, which is what a checkpoint holds."""
+        return self.step if self._next is None else self._next
 
     def choose(self, largest: float, dtype: torch.dtype, headroom: int = HEADROOM_BITS) -> None:
         """Chooses the grid for streams of this magnitude, which may grow by a factor of 2^headroom; zero leaves the choice to a
@@ -110,10 +118,16 @@ class FixedPointGrid(nn.Module):
     def set(self, step: Tensor | float) -> None:
         """Takes a step, a power of two."""
         self.step.fill_(step)
-        self.known, self._own = True, None
+        self.known = True
+        self._plan(self.step)
+
+    def _plan(self, step: Tensor) -> None:
+        if self._next is None or self._next.device != step.device:
+            self._next, self._latest = step.to(self.step.dtype, copy=True), step.to(self.step.dtype, copy=True)
+        self._next.copy_(step)
 
     def in_call(self, stream: Tensor) -> Grid:
-        """The grid for one call on streams like this one.
+        """The grid for one call on streams like this one. A recomputation in a backward has the grid of the latest forward.
 
         Raises:
             ValueError: the dtype has less precision than fp32.
@@ -123,13 +137,16 @@ class FixedPointGrid(nn.Module):
             raise ValueError(f"exact needs streams of fp32 or fp64, not {dtype}; train under torch.autocast")
         if self.step.device != stream.device and not has_no_data(stream):  # the blocks were moved, and not what holds them
             self.to(stream.device)
-        step = self.step.to(dtype, copy=True)  # of this call: a broadcast may change it before the backward
-        if self._own is not None and self._own.device == step.device:
-            step = torch.maximum(step, self._own.to(dtype))
-        return Grid(step, self._follows)
+        step = self.step
+        if self._next is not None and self._latest is not None and not has_no_data(stream):
+            if torch._C._current_graph_task_id() == -1:
+                self._latest.copy_(self._next)
+            step = self.step.copy_(self._latest)
+        return Grid(step.to(dtype, copy=True), self._follows)  # of this call: a broadcast may change it before the backward
 
     def follow(self, call: Grid) -> None:
-        """After a forward in training: chooses the grid anew if the streams came near its limit, or have become much smaller.
+        """After a forward in training: if the streams came near the grid's limit, or have become much smaller, the next forward
+        has another grid.
 
         This is computed on the device, so the host does not wait, and what a checkpoint holds decides all that follows.
         """
@@ -138,9 +155,12 @@ class FixedPointGrid(nn.Module):
         room = call.limit / call.largest
         stays = (room >= 2**LEAST_HEADROOM_BITS) & (room <= 2**MOST_HEADROOM_BITS)
         stays |= ~torch.isfinite(call.largest) | (call.largest == 0)
-        step = torch.where(stays, call.step, _step_for(call.largest, call.step.dtype, HEADROOM_BITS))
-        self.step.copy_(step)
-        self._own = step
+        self._plan(torch.where(stays, call.step, _step_for(call.largest, call.step.dtype, HEADROOM_BITS)))
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._next is not None:
+            destination[prefix + "step"] = self._next.to(self.step.device).clone()
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -150,10 +170,10 @@ class FixedPointGrid(nn.Module):
         rest = unexpected_keys, error_msgs
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, known_missing, *rest)
         missing_keys.extend(key for key in known_missing if key != prefix + "step")
-        self.known, self._own = not math.isnan(self.step.item()), None
+        self.known, self._next, self._latest = not math.isnan(self.step.item()), None, None
 
     def extra_repr(self) -> str:
-        return f"step={self.step.item()}" if self.known and not self.step.is_meta else "step=chosen from the first batch"
+        return f"step={self.upcoming.item()}" if self.known and not self.step.is_meta else "step=chosen from the first batch"
 
 
 def _step_for(largest: Tensor, dtype: torch.dtype, headroom: int) -> Tensor:

@@ -241,7 +241,7 @@ class Call:
         """
         present = _Settings.present(self.settings.kinds)
         if present != self.settings:
-            self.settings = present
+            self.settings, self._asked = present, -1
 
     def as_now(self) -> bool:
         """Whether the settings are now as they were."""
@@ -290,6 +290,7 @@ class Replay:
     def settle(self) -> None:
         """After the run: keeps the state of the generators that were used, and the settings."""
         self._call.settle()
+        self._settings = self._call.settings  # earlier branches keep theirs
         before, self._states, after = self._states, [], []
         for then in before:
             now = then[0].get()
@@ -312,12 +313,12 @@ class Replay:
         self._watched = _global_marks() if call.drew_unexpectedly and self._known is False else None
         if self._states:
             self._present = _exchanged(self._states)
-        unchanged = call.is_unchanged()
+        unchanged = call.is_unchanged() if self._settings is call.settings else False
         if self.on_gpu or not unchanged or profiler._is_profiler_enabled:
             self._contexts = ExitStack()
             self._contexts.enter_context(in_trace("recompute", doing))
             if not unchanged:
-                self._contexts.enter_context(call.settings.reinstated(call.settings.cached))
+                self._contexts.enter_context(self._settings.reinstated(self._settings.cached))
             if self.on_gpu:
                 self._contexts.enter_context(self.repeatable(recomputation=True))
         torch._C._set_grad_enabled(True)

@@ -116,7 +116,7 @@ class ReversibleSequence(nn.Module):
         elif torch.compiler.is_compiling() or kinds <= {"stored"}:
             run = self._run
         x1, x2 = run(schedules, x1, x2, keywords, coupling)
-        if self.grid is not None and grid is not None and torch.is_grad_enabled():
+        if self.grid is not None and grid is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self.grid.follow(grid)
         return x1, x2
 

@@ -77,6 +77,7 @@ class ReversibleStack:
     ) -> None:
         self.blocks = list(blocks)
         self.bits = tapered(bits, len(self.blocks))
+        self.noticed: set[int] = set()  # of the latest forwards, which the next one remembers
         self.remember_changes(())
         self._shorthands = {"backward": backward, "store": store}
         self.keep = keep
@@ -127,14 +128,16 @@ class ReversibleStack:
         if not self.grid.known:
             return None
         dtype = str(self.stream_dtype).removeprefix("torch.")
-        return {"step": self.grid.step.item(), "dtype": dtype, "changed": sorted(self.changed)}
+        return {"step": self.grid.upcoming.item(), "dtype": dtype, "changed": sorted(self.changed | self.noticed)}
 
-    def load_grid_state(self, state: dict[str, Any]) -> None:
-        """Takes over what :meth:`grid_state` returned.
+    def load_grid_state(self, state: dict[str, Any] | None) -> None:
+        """Takes over what :meth:`grid_state` returned; None changes nothing.
 
         Raises:
             ValueError: it is not such a state.
         """
+        if state is None:
+            return
         step, dtype = state.get("step"), {"float32": torch.float32, "float64": torch.float64}.get(state.get("dtype"))
         if dtype is None or not isinstance(step, float) or not 0 < step < math.inf or math.frexp(step)[0] != 0.5:
             raise ValueError(f"{state} is not the grid of a reversible stack")
@@ -146,11 +149,15 @@ class ReversibleStack:
     def kept(self) -> str:
         """What the stack keeps between its blocks, in words: ``"30 blocks, 4.2 bits an element: 6, 5, 25 x 4, 5, 6"``.
 
-        The mean is over all blocks but the first, which keeps no bits, and which are rebuilt. The others keep as much as their
-        schedule says, and are computed as if they kept bits.
+        The mean is over the blocks that keep bits: those that are rebuilt, but for the first and those before which the model
+        changes the stream. What the others keep is what their schedule says; they are computed as if they kept bits.
         """
         blocks = counted(len(self.blocks), "block")
-        rebuilt = [m for m, schedule in zip(self.bits, self.schedules[1:], strict=True) if schedule.kind == "rebuilt"]
+        schedules = self.checks.in_force(self.schedules, self.blocks)
+        rebuilt = []
+        for index, (m, schedule) in enumerate(zip(self.bits, schedules[1:], strict=True), 1):
+            if schedule.kind == "rebuilt" and index not in self.changed:
+                rebuilt.append(m)
         if not rebuilt and self.bits:
             return f"{blocks}, none rebuilt, computed as with {in_words(self.bits)}"
         some = "" if len(rebuilt) == len(self.bits) else f", of which {len(rebuilt)} keep bits to be rebuilt"
@@ -217,6 +224,8 @@ class ReversibleStack:
         if getattr(self.blocks[0], "gradient_checkpointing", False):  # of Hugging Face's
             off = "turn it off with model.gradient_checkpointing_disable()"
             warnings.warn(f"gradient checkpointing keeps what make_reversible would rebuild; {off}", stacklevel=3)
+        if not in_backward and not self.noticed <= self.changed:  # a recomputation must have the weights of its forward
+            self.remember_changes(self.noticed)
         self.ran_plain = self.ran_plain and in_backward
         self._pass = _Pass(self)
         return self._pass
@@ -397,11 +406,10 @@ class _Pass:
             with as_in_a_forward():
                 self._end_recording()
         self._end()
-        if self._changed and not self._stack.changed:
+        if self._changed and not (self._stack.changed or self._stack.noticed):
             places = ", ".join(f"block {last} and block {index}" for index, last in self._changed.items())
             warnings.warn(f"the model changes the stream between {places}; there it is stored instead of rebuilt", stacklevel=2)
-        if not self._stack.changed.issuperset(self._changed):
-            self._stack.remember_changes(self._changed)
+        self._stack.noticed |= self._changed.keys()
 
     def _begin(self, x: Tensor) -> None:
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 2:
@@ -540,7 +548,7 @@ def _no_cache(value: Any) -> Any:
         )
     if value.get_seq_length():
         raise ValueError(
-            "a block got past keys and values in training, to which its recomputation would add a second time; set "
-            'stack_of(block).backward = "autograd", or make_reversible(model, backward="autograd")'
+            "a block got past keys and values in training, to which its recomputation would add a second time; call the model "
+            'with use_cache=False, or set stack_of(block).backward = "autograd"'
         )
     return None

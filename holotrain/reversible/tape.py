@@ -185,7 +185,7 @@ class Tape:
         """Runs the next branch again and inverts its coupling; returns what it saved."""
         branch, (coupled, source) = self.branches[self._position], self._streams
         inverted = branch.place > 0
-        if not inverted and self.check is not None and len(self.branches) > 1:
+        if not inverted and self.check is not None:
             self.check.compare(source, coupled)
         output, saved = branch.run_again(branch.coupling.read(source), inverted, ahead)
         if inverted:
@@ -270,8 +270,8 @@ class Recorder:
                 branch = Branch(name, module, keywords, self.call, (), forward)
                 return coupling.couple(target, source, from_stored(branch, coupling.read(source)))
             crossed = self._has_crossed(source, target)
-            if not tape.branches and not has_no_data(source):
-                tape.check = self._checks.of_blocks(source, coupling.grid)
+            if len(tape.branches) == 1 and not has_no_data(source):  # a single branch has nothing rebuilt before it
+                tape.check = self._checks.of_blocks(self._streams[1], coupling.grid)
             branch = _Rebuilt(name, module, keywords, self.call, schedule.keep, forward)
             branch.coupling, branch.crossed, branch.place, branch.ahead = coupling, crossed, len(tape.branches), ahead
             coupled = coupling.couple(target, source, branch.run(coupling.read(source), tape.supply))

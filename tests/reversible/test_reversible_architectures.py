@@ -42,6 +42,8 @@ def test_gradients_equal_those_of_stored_blocks(row):
     expected = gradients(make_reversible(copy.deepcopy(model), row.blocks, backward="autograd"), batch)
     assert len(expected) > 4 * blocks
     assert_equal(gradients(net, batch), expected)
+    errors = [error.item() for stack in stacks_in(net) for error in stack.checks.errors]
+    assert errors and not any(errors)
 
     net, evaluated = make_reversible(copy.deepcopy(model), row.blocks).eval(), []
     for each in (net, model.eval()):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from compared import assert_close, assert_equal
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 from holotrain.reversible.checks import StreamCheck
@@ -89,17 +90,17 @@ def test_the_grid_is_chosen_from_the_first_batch_and_travels_in_the_state():
     x1, x2 = streams()
     y1, _ = net(x1, x2)
     assert_equal(torch.get_rng_state(), state)
-    step = net.grid.step.item()
+    step = net.grid.upcoming.item()
     assert y1.abs().max() < step * 2**24 / 8
     twin = sequence(4)
     twin.load_state_dict(net.state_dict())
     twin(x1 / 2, x2 / 2)
-    assert twin.grid.step.item() == step
-    assert copy.deepcopy(net).grid.step.item() == step
+    assert twin.grid.upcoming.item() == step
+    assert copy.deepcopy(net).grid.upcoming.item() == step
 
 
 def room_of(net, largest):
-    return math.log2(net.grid.step.item() * 2**24 / largest)
+    return math.log2(net.grid.upcoming.item() * 2**24 / largest)
 
 
 def test_the_grid_follows_the_streams_up_and_down():
@@ -108,7 +109,7 @@ def test_the_grid_follows_the_streams_up_and_down():
     for factor in (1, 2, 4, 8, 16, 64, 64, 1, 1e-3, 1e-3):  # from one call to the next
         largest *= factor
         net(*(torch.full((2, 3, WIDTH), largest) for _ in range(2)))
-        steps.append(math.log2(net.grid.step.item()))
+        steps.append(math.log2(net.grid.upcoming.item()))
         assert LEAST_HEADROOM_BITS <= room_of(net, largest) <= MOST_HEADROOM_BITS
     moved = [after != before for before, after in pairwise(steps)]
     assert moved == [False, False, True, True, True, True, False, True, True]
@@ -118,19 +119,19 @@ def test_the_grid_follows_the_streams_up_and_down():
 def test_the_grid_does_not_follow_what_is_no_number(wrong):
     net = sequence(2, gain=0.0)
     net(*streams())
-    step = net.grid.step.item()
+    step = net.grid.upcoming.item()
     net(*(wrong * stream for stream in streams()))
-    assert net.grid.step.item() == step
+    assert net.grid.upcoming.item() == step
 
 
 def test_the_grid_stays_in_evaluation_and_where_it_was_asked_for():
     net, asked = sequence(2), sequence(2, exact=12)
     net(*streams())
-    step = net.grid.step.item()
+    step = net.grid.upcoming.item()
     with torch.no_grad():
         net(*(1e4 * stream for stream in streams()))
     asked(*(1e4 * stream for stream in streams()))
-    assert net.grid.step.item() == step and asked.grid.step.item() == 2.0**-12
+    assert net.grid.upcoming.item() == step and asked.grid.upcoming.item() == 2.0**-12
 
 
 def test_a_process_of_ddp_with_larger_streams_keeps_its_coarser_grid():
@@ -139,11 +140,58 @@ def test_a_process_of_ddp_with_larger_streams_keeps_its_coarser_grid():
     net(*streams())
     of_first = net.grid.step.clone()
     net(*(1e4 * stream for stream in streams()))
-    own = net.grid.step.item()
+    own = net.grid.upcoming.item()
     net.grid.step.copy_(of_first)
     assert net.grid.in_call(streams()).step.item() == own > of_first.item()
-    net.load_state_dict(net.state_dict())
-    assert net.grid.in_call(streams()).step.item() == of_first.item()
+
+
+def test_a_state_holds_the_grid_of_the_next_forward():
+    net, twin = sequence(2), sequence(2)
+    net(*streams())
+    before = net.grid.step.item()
+    net(*(1e4 * stream for stream in streams()))
+    state = net.state_dict()
+    assert state["grid.step"].item() == net.grid.upcoming.item() > before
+    twin.load_state_dict(state)
+    assert twin.grid.in_call(streams()).step.item() == net.grid.in_call(streams()).step.item()
+
+
+@pytest.mark.parametrize("grown", [3.0, 10.0])
+def test_an_exact_sequence_within_a_branch_of_another(grown):
+    """Its grid is chosen while the outer one tries its blocks, and is the same in a recomputation, though it follows."""
+
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = sequence(2)
+
+        def forward(self, x):
+            return sum(self.inner(x, x.tanh())) / 10
+
+    found = {}
+    for backward in ("autograd", "reversible"):
+        torch.manual_seed(0)
+        net = ReversibleSequence([ReversibleBlock(Nested(), Branch()) for _ in range(2)], backward, exact=True)
+        for factor in (1.0, grown, 1.0):
+            net.zero_grad()
+            sum(net(*(factor * stream for stream in streams()))).square().mean().backward()
+            grads = torch.cat([p.grad.flatten() for p in net.parameters()])
+            assert grads.isfinite().all()
+            found.setdefault(backward, []).append(grads)
+    assert_equal(found["reversible"], found["autograd"])
+
+
+def test_a_checkpoint_around_the_sequence_runs_again_on_the_same_grid():
+    found = {}
+    for checkpointed in (False, True):
+        net = sequence(3, backward="autograd" if not checkpointed else "reversible")
+        for factor in (1.0, 10.0):
+            x1, x2 = (factor * stream for stream in streams())
+            net.zero_grad()
+            y1, y2 = checkpoint(net, x1, x2, use_reentrant=False) if checkpointed else net(x1, x2)
+            (y1 * y2).mean().backward()
+        found[checkpointed] = [p.grad for p in net.parameters()]
+    assert_equal(found[True], found[False])
 
 
 def test_states_pass_between_exact_and_not():

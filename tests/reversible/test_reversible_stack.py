@@ -174,7 +174,7 @@ def test_streams_with_few_very_large_elements_are_kept_in_fp64():
     expected = gradients(net)
     stack = stack_of(net.layers[0])
     assert stack.stream_dtype == torch.float64
-    assert stack.grid.step.item() < 1e-6
+    assert stack.grid.upcoming.item() < 1e-6
     plain = large()
     stack_of(plain.layers[0]).backward = "autograd"
     assert_equal(gradients(plain), expected)
@@ -185,17 +185,17 @@ def test_the_grid_follows_the_streams():
     net = make_reversible(model())
     gradients(net)
     stack = stack_of(net.layers[0])
-    before = stack.grid.step.item()
+    before = stack.grid.upcoming.item()
     with torch.no_grad():
         net.stem.bias.fill_(20 * before * 2**24)
     with pytest.warns(UserWarning, match="The next step has a coarser grid"):
         gradients(net, steps=1)
     twin = copy.deepcopy(net)
     stack_of(twin.layers[0]).backward = "autograd"
-    after = stack.grid.step.item()
+    after = stack.grid.upcoming.item()
     assert after >= 2**5 * before
     assert_equal(gradients(net), gradients(twin))
-    assert stack.grid.step.item() == after
+    assert stack.grid.upcoming.item() == after
 
 
 def test_adapters_and_frozen_weights():
