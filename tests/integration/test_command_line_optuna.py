@@ -66,6 +66,7 @@ def test_a_sweep_of_failures_says_so(holotrain, told):
     assert [row["status"] for row in table()[1]] == ["failed", "failed"] and [state for state, _ in told] == ["FAIL", "FAIL"]
 
 
+@pytest.mark.filterwarnings("ignore:.* that the backward rebuilt has")  # of weights of 1e30
 def test_a_training_that_diverges_is_the_worst(holotrain, told):
     words = ["optimizer=sgd", "optimizer.lr=1e30", "trainer.gradient_clip_val=null", "callbacks.checkpoint.monitor=val/loss"]
     status, _, _ = holotrain("fit", "-m", "sweep=optuna", *BRIEF, "hydra.sweeper.n_trials=1", *words)
