@@ -827,3 +827,15 @@ def test_the_first_use_of_an_operator_may_change_a_setting(backward, change, res
     ours = gradients("reversible" if made_reversible else backward, change)
     assert kernel()
     assert relative_error(ours, gradients("autograd")) <= 1e-12  # all of it as after the change
+
+
+def test_each_branch_keeps_the_settings_with_which_it_has_run(restored_settings):
+    def gradients(backward):
+        kernels.enable_flash_sdp(True)
+        torch.manual_seed(0)
+        changes = [[], [lambda: kernels.enable_flash_sdp(False)], [], []]  # by the second of four branches
+        branches = [FirstUse(each, kernels.flash_sdp_enabled) for each in changes]
+        net = ReversibleSequence([ReversibleBlock(*branches[:2]), ReversibleBlock(*branches[2:])], backward)
+        return torch.autograd.grad(loss_of(net), list(net.parameters()))
+
+    assert relative_error(gradients("checkpoint"), gradients("autograd")) <= 1e-12
