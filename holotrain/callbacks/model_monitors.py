@@ -8,7 +8,7 @@ from torch import Tensor
 
 from holotrain.callbacks.monitor import Monitor, log_scalars, replays
 from holotrain.error_diffusion import BACKPROPAGATION, ErrorDiffusionNetwork, alignment, dead_cells, sign_violations
-from holotrain.reversible import ReversibleSequence, stacks_in
+from holotrain.reversible import checks_in
 
 
 class DriftMonitor(Monitor):
@@ -27,8 +27,7 @@ class DriftMonitor(Monitor):
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self.measures(trainer) or replays(pl_module):
             return
-        found = (module for module in pl_module.modules() if isinstance(module, ReversibleSequence))
-        errors = [error for each in (*found, *stacks_in(pl_module)) for error in each.checks.errors]
+        errors = [error for checks in checks_in(pl_module) for error in checks.errors]
         if errors:
             log_scalars(trainer, {"reversible/drift": max(error.item() for error in errors)}, trainer.global_step)
 

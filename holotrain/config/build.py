@@ -46,7 +46,7 @@ from holotrain.models.checkpoint_files import read_weights
 from holotrain.models.foreign import Foreign
 from holotrain.models.pretrained import load_pretrained
 from holotrain.optimizers.stepping import InBackward
-from holotrain.reversible import ReversibleSequence, stacks_in
+from holotrain.reversible import checks_in
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.targets import instantiate, is_of, needed
 from holotrain.tasks.optimizer_functions import decay_groups
@@ -161,9 +161,8 @@ def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = Fa
 def _reacting(task: pl.LightningModule, on_mismatch: str) -> pl.LightningModule:
     """Has all reversible blocks stop where they are rebuilt wrongly, if that is asked for."""
     if on_mismatch != ON_MISMATCH[0]:
-        found = (module for module in task.modules() if isinstance(module, ReversibleSequence))
-        for each in (*found, *stacks_in(task)):
-            each.checks.on_mismatch = on_mismatch
+        for checks in checks_in(task):
+            checks.on_mismatch = on_mismatch
     return task
 
 

@@ -17,7 +17,7 @@ graphs              a training step as one CUDA graph
 
 from holotrain.reversible.block import ReversibleBlock
 from holotrain.reversible.graphs import GraphedStep
-from holotrain.reversible.make_reversible import make_reversible, undo
+from holotrain.reversible.make_reversible import checks_in, make_reversible, undo
 from holotrain.reversible.recomputation import checkpointed
 from holotrain.reversible.replay import recomputing
 from holotrain.reversible.sequence import ReversibleSequence
@@ -29,6 +29,7 @@ __all__ = [
     "ReversibleSequence",
     "ReversibleStack",
     "checkpointed",
+    "checks_in",
     "kept_between_blocks",
     "make_reversible",
     "recomputing",

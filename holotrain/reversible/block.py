@@ -54,7 +54,7 @@ class Coupling:
         return coupled
 
     def reached(self) -> None:
-        """A backward has begun and finds branches of which nobody said that the last has run."""
+        """A backward has reached the block, maybe before its model said that the forward has ended."""
 
     def undo(self, coupled: Tensor, source: Tensor, output: Any) -> Tensor:
         """Returns the target, up to rounding, or exactly on a grid."""

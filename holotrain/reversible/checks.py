@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -72,16 +72,17 @@ class RebuildChecks:
             self._look(figures, check)
         self.failed = self._failing
 
-    def in_force(self, schedules: Sequence[Schedule], blocks: Sequence[nn.Module]) -> list[Schedule]:
+    def in_force(self, schedules: list[Schedule], blocks: Iterable[nn.Module]) -> list[Schedule]:
         """The schedules of a forward: once a rebuilt stream was wrong, inputs are kept where they would be rebuilt.
 
         Tensor parallel blocks go on, since one process cannot change the order of collectives alone.
         """
-        found = list(schedules)
-        if self.failed:
-            for index, (schedule, block) in enumerate(zip(schedules, blocks, strict=True)):
-                if schedule.kind == "rebuilt" and not is_tensor_parallel(block):
-                    found[index] = SCHEDULES["checkpoint"]
+        if not self.failed:
+            return schedules
+        found = []
+        for schedule, block in zip(schedules, blocks, strict=True):
+            kept = schedule.kind == "rebuilt" and not is_tensor_parallel(block)
+            found.append(SCHEDULES["checkpoint"] if kept else schedule)
         return found
 
     def of_blocks(self, stream: Tensor, grid: Grid | None) -> StreamCheck:

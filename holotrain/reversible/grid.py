@@ -126,8 +126,11 @@ class FixedPointGrid(nn.Module):
             self._next, self._latest = step.to(self.step.dtype, copy=True), step.to(self.step.dtype, copy=True)
         self._next.copy_(step)
 
-    def in_call(self, stream: Tensor) -> Grid:
-        """The grid for one call on streams like this one. A recomputation in a backward has the grid of the latest forward.
+    def in_call(self, stream: Tensor, again: bool = False) -> Grid:
+        """The grid for one call on streams like this one.
+
+        Args:
+            again: as in the latest forward; a recomputation in a backward always is.
 
         Raises:
             ValueError: the dtype has less precision than fp32.
@@ -139,7 +142,7 @@ class FixedPointGrid(nn.Module):
             self.to(stream.device)
         step = self.step
         if self._next is not None and self._latest is not None and not has_no_data(stream):
-            if torch._C._current_graph_task_id() == -1:
+            if not again and torch._C._current_graph_task_id() == -1:
                 self._latest.copy_(self._next)
             step = self.step.copy_(self._latest)
         return Grid(step.to(dtype, copy=True), self._follows)  # of this call: a broadcast may change it before the backward

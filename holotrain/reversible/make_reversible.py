@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from holotrain.numeric import counted
 from holotrain.reversible.block import ReversibleBlock
+from holotrain.reversible.checks import RebuildChecks
 from holotrain.reversible.sequence import ReversibleSequence
 from holotrain.reversible.stack import ReversibleStack, stack_of, stacks_in
 
@@ -90,6 +91,12 @@ def undo(model: nn.Module) -> nn.Module:
             if isinstance(two, TwoStream):
                 setattr(part, child, two.replaced[0])
     return model
+
+
+def checks_in(model: nn.Module) -> list[RebuildChecks]:
+    """The checks of all reversible sequences and stacks in a model."""
+    sequences = (module for module in model.modules() if isinstance(module, ReversibleSequence))
+    return [each.checks for each in (*sequences, *stacks_in(model))]
 
 
 class TwoStream(nn.Module):

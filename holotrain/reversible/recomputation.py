@@ -67,9 +67,10 @@ class Branch:
         self._kept = Kept(keep) if keep else None
         if keep and any(map(is_compiled, parts)):
             raise ValueError("keep does not work with compiled branches; do not compile f and g, or set keep=()")
-        # Of each tensor that autograd would have saved in the forward: shape, dtype, and the parameter that it is, or a view or
-        # a cast of, by its address.
-        self.kinds: list[tuple[torch.Size, torch.dtype, int | None]] = []
+        # Of each tensor that autograd would have saved in the forward: shape and dtype, and the parameter that it is, or a view
+        # or a cast of, by its address.
+        self.kinds: list[tuple[torch.Size, torch.dtype]] = []
+        self._parameters: list[int | None] = []
         # The leaves that the forward saved and that are no parameters of the module, and their versions.
         self._leaves: list[tuple[Tensor, int]] = []
         # What autograd saved in the latest recomputation; None where the backward has taken it.
@@ -83,15 +84,14 @@ class Branch:
         """
         version, saved, kinds = source._version, self.saved, self.kinds
         # The graph holds the hooks, and must not hold the stream through them. The parameters are looked after already.
-        known, leaves, own = {*map(id, self._reads.tensors)}, self._leaves, id(source)
+        known, own, parameters, leaves = {*map(id, self._reads.tensors)}, id(source), self._parameters, self._leaves
 
         def pack(tensor: Tensor) -> int:
-            leaf = _leaf_of(tensor) if tensor.requires_grad else None
-            if leaf is not None and id(leaf) not in known:
-                if id(leaf) != own:
-                    leaves.append((leaf, leaf._version))
-                leaf = None
-            kinds.append((*_kind_of(tensor), leaf if leaf is None else id(leaf)))
+            kinds.append(_kind_of(tensor))
+            leaf = _leaf_of(tensor)
+            parameters.append(id(leaf) if id(leaf) in known else None)
+            if leaf is not None and id(leaf) not in known and id(leaf) != own:
+                leaves.append((leaf, leaf._version))
             return len(kinds) - 1  # all that the graph keeps of the tensor
 
         def unpack(number: int) -> Any:
@@ -205,21 +205,19 @@ class Branch:
         """
         name, known = type(self.module).__name__, {*map(id, self._reads.tensors)}
         kinds = [*map(_kind_of, saved)]
-        before = [kind[:2] for kind in self.kinds]
-        if kinds != before:
-            different = next((pair for pair in zip(before, kinds, strict=False) if pair[0] != pair[1]), "others")
+        if kinds != self.kinds:
+            different = next((pair for pair in zip(self.kinds, kinds, strict=False) if pair[0] != pair[1]), "others")
             raise RuntimeError(
-                f"{name} saved {counted(len(before), 'tensor')} for its gradient in the forward and {len(kinds)} in the "
+                f"{name} saved {counted(len(self.kinds), 'tensor')} for its gradient in the forward and {len(kinds)} in the "
                 f"recomputation ({different}), so it did something else; its forward must do the same whenever it runs on the "
                 "same input"
             )
-        for tensor, (_, _, parameter) in zip(saved, self.kinds, strict=True):
-            leaf = _leaf_of(tensor) if tensor.requires_grad else None
-            if parameter != (id(leaf) if id(leaf) in known else None):
-                raise RuntimeError(
-                    f"{name} read other parameters in the recomputation than in the forward, such as those of another adapter; "
-                    "change what is active after the backward"
-                )
+        leaves = [id(_leaf_of(tensor)) for tensor in saved]
+        if [leaf if leaf in known else None for leaf in leaves] != self._parameters:
+            raise RuntimeError(
+                f"{name} read other parameters in the recomputation than in the forward, such as those of another adapter; "
+                "change what is active after the backward"
+            )
 
 
 _SAME_WEIGHT = {"ToCopyBackward0", "TBackward0", "TransposeBackward0"}
@@ -227,7 +225,9 @@ _SAME_WEIGHT = {"ToCopyBackward0", "TBackward0", "TransposeBackward0"}
 
 
 def _leaf_of(tensor: Tensor) -> Tensor | None:
-    """The leaf that a tensor is, or of which it is a view or a cast."""
+    """The leaf with a gradient that a tensor is, or of which it is a view or a cast."""
+    if not tensor.requires_grad:
+        return None
     leaf = tensor if tensor.is_leaf else tensor._base
     if leaf is not None and leaf.is_leaf:
         return leaf

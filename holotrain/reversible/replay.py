@@ -313,7 +313,7 @@ class Replay:
         self._watched = _global_marks() if call.drew_unexpectedly and self._known is False else None
         if self._states:
             self._present = _exchanged(self._states)
-        unchanged = call.is_unchanged() if self._settings is call.settings else False
+        unchanged = self._settings is call.settings and call.is_unchanged()
         if self.on_gpu or not unchanged or profiler._is_profiler_enabled:
             self._contexts = ExitStack()
             self._contexts.enter_context(in_trace("recompute", doing))

@@ -147,7 +147,7 @@ class ReversibleSequence(nn.Module):
         self, schedules: list[Schedule], x1: Tensor, x2: Tensor, keywords: list, coupling: Coupling
     ) -> tuple[Tensor, Tensor]:
         self.checks.begin()
-        schedules = self.checks.in_force(schedules, list(self.blocks))
+        schedules = self.checks.in_force(schedules, self.blocks)
         recorder, hooked = Recorder(x1.device, self.checks), _has_any_global_hook()
         for number, (schedule, block, words) in enumerate(zip(schedules, self.blocks, keywords, strict=False)):
             if hooked or block._forward_pre_hooks or block._forward_hooks:
@@ -203,7 +203,7 @@ class ReversibleSequence(nn.Module):
 
     def inverse(self, y1: Tensor, y2: Tensor, f_kwargs: Keywords = None, g_kwargs: Keywords = None) -> tuple[Tensor, Tensor]:
         """Computes (x1, x2) from (y1, y2), up to rounding, or exactly if ``exact``; f and g must be deterministic."""
-        grid = None if self.grid is None else self.grid.in_call(y1)
+        grid = None if self.grid is None else self.grid.in_call(y1, again=True)
         each = zip(self.blocks, self._each(f_kwargs), self._each(g_kwargs), strict=True)
         for block, *keywords in reversed(list(each)):
             y1, y2 = cast(ReversibleBlock, block).inverse(y1, y2, *keywords, grid=grid)

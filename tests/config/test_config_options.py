@@ -32,7 +32,7 @@ from holotrain.data import HubImages, TextDataModule
 from holotrain.errors import UserError, naming_group
 from holotrain.models.layers.blocks import ResidualSequence
 from holotrain.overlap.links import LINKS
-from holotrain.reversible import backward_schedules
+from holotrain.reversible import backward_schedules, checks
 from holotrain.synthesis import SynthesisOptions
 
 GROUPS = option_names()
@@ -527,6 +527,7 @@ def test_after_a_run_what_followed_torchs_other_settings_of_float32_follows_them
 
 def test_lists_that_help_and_checks_repeat_are_those_of_the_parts():
     """The command line knows them without importing torch."""
+    assert checks.ON_MISMATCH == option_groups.ON_MISMATCH
     assert tuple(backward_schedules.SCHEDULES) == option_groups.SCHEDULES and option_groups.PLAIN == ResidualSequence.SCHEDULES
     options = {path.stem for path in Path(config_folder(), "backward").glob("*.yaml")}
     assert options == {*option_groups.SCHEDULES, option_groups.AUTO}

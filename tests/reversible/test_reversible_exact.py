@@ -134,6 +134,16 @@ def test_the_grid_stays_in_evaluation_and_where_it_was_asked_for():
     assert net.grid.upcoming.item() == step and asked.grid.upcoming.item() == 2.0**-12
 
 
+def test_the_inverse_is_on_the_grid_of_the_forward_though_the_next_has_another():
+    net, entered = sequence(12), []
+    net(*streams())
+    net.blocks[0].register_forward_pre_hook(lambda module, inputs: entered.append([x.detach().clone() for x in inputs[:2]]))
+    y1, y2 = net(*(20 * stream for stream in streams()))
+    assert net.grid.upcoming.item() > net.grid.step.item()
+    with torch.no_grad():
+        assert_equal(net.inverse(y1.detach(), y2.detach()), entered[0])
+
+
 def test_a_process_of_ddp_with_larger_streams_keeps_its_coarser_grid():
     """DDP gives the buffers of the first process to all before each forward."""
     net = sequence(2, gain=0.0)
