@@ -1,12 +1,17 @@
 """Files: written so that they are complete whenever they can be seen, and read as data that anybody may have written."""
 
+import errno
+import glob
 import json
 import os
+import re
+import secrets
+import stat
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 DEEPEST = 100
 """Levels of lists and mappings in each other."""
@@ -15,23 +20,58 @@ MOST = 10_000_000
 """Values in a file; a list that stands in it twice counts twice."""
 
 LARGEST = 2**26
-"""Bytes of a file of JSON."""
+"""Bytes of a file of text or of JSON."""
+
+WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+WITHOUT_LINKS = getattr(os, "O_NOFOLLOW", 0)
 
 
-def read_json(path: Path) -> Any:
+def open_regular(path: str | Path) -> BinaryIO:
+    """Opens a regular file to read its bytes. A pipe would wait for a writer, and a device may never end.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    return open(path, "rb", opener=_regular)  # noqa: SIM115
+
+
+def _regular(path: str, flags: int) -> int:
+    if stat.S_ISREG(os.stat(path).st_mode):  # before it is opened, which some devices notice
+        descriptor = os.open(path, flags | WITHOUT_WAITING)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is no regular file", path)
+
+
+def read_bytes(path: str | Path, most: int = LARGEST) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+        ValueError: it has more than ``most`` bytes.
+    """
+    with open_regular(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"it has more than {most} bytes")
+    return content
+
+
+def read_text(path: str | Path, most: int = LARGEST) -> str:
+    """The content of a regular file of text in UTF-8, with or without a byte order mark. Raises what :func:`read_bytes` does,
+    and a ValueError if it is no UTF-8."""
+    return read_bytes(path, most).decode("utf-8-sig")
+
+
+def read_json(path: str | Path) -> Any:
     """The content of a file of JSON.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: it cannot be read, or is no regular file.
         ValueError: it is no JSON, or no JSON of ours: too large, nested too deep, or with text that is not Unicode.
     """
-    if path.exists() and not path.is_file():
-        raise OSError(f"{path} is no file")  # a pipe would wait for a writer
-    with path.open("rb") as file:
-        content = file.read(LARGEST + 1)
-    if len(content) > LARGEST:
-        raise ValueError(f"it has more than {LARGEST} bytes")
-    return from_json(content)
+    return from_json(read_bytes(path))
 
 
 def from_json(text: str | bytes) -> Any:
@@ -66,21 +106,33 @@ def require_shallow(value: Any) -> None:
 
 
 @contextmanager
-def replacing(path: Path, ending: str | None = None) -> Generator[Path]:
-    """Yields a name beside ``path`` to write to. The file there is renamed to ``path`` at the end, or removed after an error.
+def replacing(path: Path, alone: bool = False) -> Generator[Path]:
+    """Yields an empty file beside ``path`` to write to. It is renamed to ``path`` at the end, or removed after an error.
+
+    Nobody can guess its name, and so nobody can have put a link there.
 
     Args:
-        ending: of that name; None: the number of this process, so that several processes may write at once. With a fixed one,
-            what a killed process has left is overwritten.
+        alone: no other process writes to ``path`` meanwhile; files that killed ones have left are removed first.
     """
-    temporary = path.with_name(f".{path.name}.{ending or os.getpid()}")
+    if alone:
+        remove_leftovers(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | WITHOUT_LINKS, 0o666))
     try:
         yield temporary
         temporary.replace(path)
     except BaseException:
-        with suppress(OSError):  # the folder may not exist
+        with suppress(OSError):  # the folder may not exist any more
             temporary.unlink()
         raise
+
+
+def remove_leftovers(path: Path) -> None:
+    """Removes the files that killed processes have left beside ``path``, as :func:`replacing` calls them."""
+    ours = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{16}")
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        if ours.fullmatch(left.name) and not left.is_dir():
+            left.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -42,9 +42,6 @@ CONFIG, CHECKSUM = "config.json", "crc32"
 WITHIN = ("state_dict", "model")
 """Keys of the weights in checkpoints that hold more: Lightning and ours; DeiT, Swin."""
 
-ENDING = "file"
-"""Of the temporary name of a file, until it is complete; differs from that of a folder."""
-
 
 def is_folder(path: str | Path) -> bool:
     """Whether this is the folder of a checkpoint, complete or not."""
@@ -98,7 +95,7 @@ def copy(path: Path, to: Path) -> None:
         recover(to)
         return
     file = to / CHECKPOINT if to.is_dir() else to
-    with replacing(file, ENDING) as temporary:
+    with replacing(file, alone=True) as temporary:
         shutil.copyfile(path, temporary)
     if to.is_dir():
         remove_tensors(to)

@@ -59,7 +59,7 @@ def save(
     }
     json.dumps(config := (extra or {}) | says)  # before anything is written
     with ExitStack() as files:  # which puts all in their places at the end
-        at = {name: files.enter_context(replacing(folder / name, "partial")) for name in (CONFIG, WEIGHTS)}
+        at = {name: files.enter_context(replacing(folder / name, alone=True)) for name in (CONFIG, WEIGHTS)}
         save_tensors(unpacked(model.state_dict()), folder / WEIGHTS, at[WEIGHTS])
         config[CHECKSUM] = f"{checksum(at[WEIGHTS]):08x}"
         at[CONFIG].write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -67,7 +67,7 @@ def save(
         if tokenizer is None:
             (folder / TOKENIZER).unlink(missing_ok=True)
         else:
-            files.enter_context(replacing(folder / TOKENIZER, "partial")).write_text(tokenizer, encoding="utf-8")
+            files.enter_context(replacing(folder / TOKENIZER, alone=True)).write_text(tokenizer, encoding="utf-8")
 
 
 def load(folder: str | Path, trust: Collection[str] = (), vouched: Collection[tuple[str, str]] = ()) -> nn.Module:

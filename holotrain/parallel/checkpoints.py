@@ -38,7 +38,6 @@ from holotrain.files import replacing
 from holotrain.models.checkpoint_files import (
     CHECKPOINT,
     CHECKSUMS,
-    ENDING,
     TENSORS,
     begun,
     cause,
@@ -176,7 +175,7 @@ def sharded_like(here: Any, state: Any) -> Any:
 
 def write(checkpoint: dict[str, Any], path: Path) -> None:
     """Writes a file atomically. (Lightning 2.6 copies it from another folder, which may be on another file system.)"""
-    with replacing(path, ENDING) as temporary, temporary.open("wb") as file:  # its errors give reasons, unlike torch's
+    with replacing(path, alone=True) as temporary, temporary.open("wb") as file:  # its errors give reasons, unlike torch's
         torch.save(checkpoint, file)
 
 
