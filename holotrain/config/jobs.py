@@ -19,7 +19,7 @@ from hydra.core.utils import JobReturn, JobStatus
 
 from holotrain.config.annotations import read_fields
 from holotrain.config.command_line import CONFIGURATION_ERRORS
-from holotrain.config.composition import relative_to_cwd
+from holotrain.config.composition import refuse_links, relative_to_cwd
 from holotrain.errors import UserError
 from holotrain.files import write_json
 from holotrain.targets import first_line
@@ -118,6 +118,7 @@ class Sweep:
     def launch(self, launcher: Any, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
         """Lets a launcher of Hydra's run jobs. One whose process dies has failed, and does not end the sweep."""
         self.folder = relative_to_cwd(Path(str(launcher.config.hydra.sweep.dir)))
+        refuse_links(self.folder, map(str, range(initial_job_idx, initial_job_idx + len(job_overrides))))
         launched = {initial_job_idx + index: list(overrides) for index, overrides in enumerate(job_overrides)}
         self.launched |= launched
         basic = str(launcher.config.hydra.sweeper._target_).endswith("BasicSweeper")  # others may find that some values fail
@@ -162,7 +163,8 @@ def launched_jobs(check: Callable[[list[str]], object]) -> Generator[Sweep]:
     logging.getLogger("optuna.storages").setLevel(logging.WARNING)  # it would tell the random name of its study
 
     def instantiate(*args: Any, **kwargs: Any) -> Any:
-        launcher = ordinary(*args, **kwargs)
+        launcher: Any = ordinary(*args, **kwargs)
+        refuse_links(Path(str(launcher.config.hydra.sweep.dir)), (MULTIRUN,))  # which Hydra writes before it launches
         return SimpleNamespace(launch=partial(sweep.launch, launcher))
 
     Plugins.instantiate_launcher = instantiate
