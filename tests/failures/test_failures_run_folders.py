@@ -89,7 +89,8 @@ def test_what_a_killed_process_has_left_beside_a_checkpoint_goes(holotrain, tmp_
 READ = [
     ("tensorboard/events.out.tfevents.1", "/dev/zero"), ("tensorboard/events.out.tfevents.1", "pipe"),
     ("csv/version_0/metrics.csv", "pipe"), slow("csv/version_0/metrics.csv", "/dev/zero"),
-    ("config.yaml", "outside/secret.yaml"), slow("config.yaml", "pipe"), slow("summary.json", "pipe"), slow("tensorboard", "outside"),
+    ("config.yaml", "outside/secret.yaml"), slow("config.yaml", "pipe"), slow("summary.json", "pipe"),
+    slow("tensorboard", "outside"),
 ]  # fmt: skip
 
 
