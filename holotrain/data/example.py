@@ -50,6 +50,7 @@ def _text_batch(data: TextDataModule, size: int) -> Batch:
         return {"tokens": torch.zeros(size, data.context + 1, dtype=torch.int64)}
     documents = -(-size // data.longest) if data.max_tokens else size
     lengths = torch.full((documents,), data.longest)
+    lengths[1:] = max(data.longest - 1, 1)  # some padding, without which a model may leave out its mask
     batch = {"tokens": torch.zeros(documents, data.longest, dtype=torch.int64), "lengths": lengths}
     return batch | {"labels": torch.zeros_like(lengths)} if data.num_classes else batch
 

@@ -1,4 +1,8 @@
-"""Fake models and tensors: they have shapes, but nothing is allocated or computed."""
+"""Fake models and tensors: they have shapes, but nothing is allocated or computed.
+
+Small tensors of integers, such as positions and masks, stay real, because libraries decide by their values. A model of
+transformers, for instance, builds a mask of T x T where positions are those of several packed sequences, or have no values.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+MOST_VALUES = 2**22
+"""Tensors of more integers than these are fake."""
 
 
 class Unplannable(ValueError):
@@ -30,12 +39,35 @@ class _FakeTensorMode(FakeTensorMode):
         return super().avoid_device_init
 
     def __torch_dispatch__(self, func, types, args: Any = (), kwargs: Any = None):
+        if _has_values(func, args, kwargs):
+            return self._real_if_small(func, types, args, kwargs or {})
         result: Any = super().__torch_dispatch__(func, types, args, kwargs or {})
         weight = args[_NORMS[func]] if func in _NORMS else None
         if weight is not None and weight.device.type == "cpu" and weight.dtype != args[0].dtype:
             # PyTorch (2.14) gives fake means and deviations the dtype of the input; the kernel for CPUs gives that of weights.
             return result[0], *(figure.to(weight.dtype) for figure in result[1:])
         return result
+
+
+    def _real_if_small(self, func, types, args: Any, kwargs: Any):
+        try:
+            predicted = super().__torch_dispatch__(func, types, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):  # not if there are values
+            return func(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(predicted) if isinstance(leaf, Tensor)]
+        return func(*args, **kwargs) if all(_is_counted(each) and each.numel() <= MOST_VALUES for each in made) else predicted
+
+
+def _has_values(func, args: Any, kwargs: Any) -> bool:
+    """Whether an operation gives values that can be known: it takes real integers alone, or makes something that is not random."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if torch.Tag.nondeterministic_seeded in func.tags or func in _WITHOUT_VALUES:
+        return False
+    return all(_is_counted(each) and not isinstance(each, FakeTensor) for each in tensors)
+
+
+def _is_counted(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and not tensor.is_floating_point() and not tensor.is_complex()
 
 
 @contextmanager
@@ -135,5 +167,10 @@ def fused_dropout() -> Generator[None]:
 
 _NORMS = {torch.ops.aten.native_layer_norm.default: 2, torch.ops.aten.native_group_norm.default: 1}
 """Operations with means and deviations, and the place of their weight."""
+
+_WITHOUT_VALUES = {
+    getattr(torch.ops.aten, name).default for name in ("empty_like", "empty_strided", "new_empty", "new_empty_strided")
+} | {torch.ops.aten.empty.memory_format}
+"""Operations whose results have the values that the memory had before."""
 
 _INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten._index_put_impl_.default}
