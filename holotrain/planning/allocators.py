@@ -112,7 +112,10 @@ def _convolution(
     weights = _up(weight.shape[0], CHANNELS) * (1 if depthwise else _up(of_group, CHANNELS)) * kernel
     each = images + 2 * results + 4 * weights + PER_THREAD
     whole = image.shape[0] * (images + results) + weights * item
-    return (2 if backward else 1) * whole + torch.get_num_threads() * each
+    # The gradient of grouped weights has whole blocks of channels for each group.
+    groups = channels // of_group if backward else 1
+    blocks = groups * _up(weight.shape[0] // groups, CHANNELS) * _up(of_group, CHANNELS) * kernel * item if groups > 1 else 0
+    return (2 if backward else 1) * whole + blocks + torch.get_num_threads() * each
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, backward: bool = False) -> int:

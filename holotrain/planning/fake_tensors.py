@@ -48,7 +48,6 @@ class _FakeTensorMode(FakeTensorMode):
             return result[0], *(figure.to(weight.dtype) for figure in result[1:])
         return result
 
-
     def _real_if_small(self, func, types, args: Any, kwargs: Any):
         try:
             predicted = super().__torch_dispatch__(func, types, args, kwargs)
