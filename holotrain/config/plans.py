@@ -143,7 +143,7 @@ def smallest_batch(config: Config) -> Config:
 
 
 def budget_of(config: RunConfig, device: str, processes: int = 1) -> int:
-    """Bytes: the option ``memory``, else the free memory of the device.
+    """Bytes: the option ``memory``, else the free memory of the device; of a GPU's, a part is left to what no plan counts.
 
     Args:
         processes: number of processes that train on this machine; on a CPU each gets an equal share.
@@ -158,4 +158,4 @@ def budget_of(config: RunConfig, device: str, processes: int = 1) -> int:
         raise UserError("memory: this machine has no GPU; give the memory of the GPU, such as memory=16GiB")
     if free is None:
         raise UserError("memory: the free memory of this system is not known; give it, such as memory=16GiB")
-    return free if device == "cuda" else free // processes
+    return free - max(2**30, int(0.06 * free)) if device == "cuda" else free // processes

@@ -142,6 +142,20 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+def _cuda_scratch(function: OpOverload, args: tuple) -> int:
+    """The fp32 gradient of the queries in the backward of flash attention, whose rows and width are rounded up, and a sum for
+    each row (mha_bwd of PyTorch's flash_api.cpp). Attention in fp32 has no such copy."""
+    if function is not FUSED_ATTENTION_BACKWARD or args[1].dtype not in HALF:
+        return 0
+    query = args[1]
+    rows = math.prod(query.shape[:-2]) * _up(query.shape[-2], 128)
+    return 4 * rows * (_up(query.shape[-1], 32) + 1)
+
+
+CUDA_WORKSPACES = 3 * 32 * 2**20
+"""Bytes that cuBLAS holds on a GPU of the Hopper generation: 32 MiB for each thread and stream, which are those of the forward
+and of the backward, and the second stream of ``pareprop``. Earlier GPUs have 8 MiB each."""
+
 CUDA_BLOCK = 512
 """Bytes that PyTorch's caching allocator rounds up to (kMinBlockSize of c10/cuda/CUDACachingAllocator.cpp)."""
 
@@ -158,11 +172,13 @@ class Allocator:
         rounded: maps the bytes of a storage to the bytes that are allocated for it.
         copies_operands: whether arithmetic on two dtypes copies an operand, and a mean in half precision its input, in fp32.
         scratch: upper bound of the bytes that an operation may allocate in addition, given its arguments.
+        workspaces: bytes that libraries hold all the time.
     """
 
     rounded: Callable[[int], int] = int
     copies_operands: bool = True
     scratch: Callable[[OpOverload, tuple], int] = scratch
+    workspaces: int = 0
 
     def within(self, function: OpOverload, args: tuple, result: object) -> int:
         """Bytes that an operation allocates and frees before it returns. Small temporaries are left out."""
@@ -181,7 +197,7 @@ class Allocator:
 ALLOCATORS = {
     "cpu": Allocator(),
     "cuda": Allocator(
-        lambda size: -(-size // CUDA_BLOCK) * CUDA_BLOCK, copies_operands=False, scratch=lambda function, args: 0
+        lambda size: -(-size // CUDA_BLOCK) * CUDA_BLOCK, False, scratch=_cuda_scratch, workspaces=CUDA_WORKSPACES
     ),
 }
 """By device type. They count as ``torch.cuda.memory_allocated`` does, and as the CPU allocator reports to the profiler."""

@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -58,7 +57,7 @@ class _FakeTensorMode(FakeTensorMode):
 
 
 def _has_values(func, args: Any, kwargs: Any) -> bool:
-    """Whether an operation gives values that can be known: it takes real integers alone, or makes something that is not random."""
+    """Whether an operation gives values that can be known: it takes real integers alone, or none, and is not random."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if torch.Tag.nondeterministic_seeded in func.tags or func in _WITHOUT_VALUES:
         return False
@@ -146,22 +145,6 @@ class assume_ones(TorchDispatchMode):
 def is_wrapper_subclass(types: Iterable[type]) -> bool:
     """Whether an operation is one of tensors that are made of others, so that it comes again as operations of these."""
     return any(hasattr(each, "__tensor_flatten__") for each in types)
-
-
-@contextmanager
-def fused_dropout() -> Generator[None]:
-    """Inside the context attention applies dropout within its kernel, as on CUDA, without a tensor of attention weights."""
-    ordinary = functional.scaled_dot_product_attention
-
-    def without(query: Tensor, key: Tensor, value: Tensor, attn_mask=None, dropout_p=0.0, *rest, **options) -> Tensor:
-        return ordinary(query, key, value, attn_mask, 0.0, *rest, **options)
-
-    # Replaced instead of a dispatch mode: a recomputation in the backward runs outside of modes.
-    functional.scaled_dot_product_attention = without  # ty: ignore[invalid-assignment]
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention = ordinary
 
 
 _NORMS = {torch.ops.aten.native_layer_norm.default: 2, torch.ops.aten.native_group_norm.default: 1}

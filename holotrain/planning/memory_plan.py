@@ -188,19 +188,17 @@ def choose_batch(planner: Planner, budget: int, least: int = 1, most: int | None
 
 def least_memory(planner: Planner) -> str:
     """The schedule that needs the least memory."""
-    return next(name for name in (_recomputing(planner), "checkpoint", "autograd") if name in planner.schedules)
+    return next(name for name in ("reversible", "checkpoint", "autograd") if name in planner.schedules)
 
 
 def _candidates(planner: Planner) -> list[str]:
-    recomputing, plain = _recomputing(planner), [name for name in ("autograd", "checkpoint") if name in planner.schedules]
-    if recomputing not in planner.schedules:
-        return plain
-    kept = [f"{recomputing}+{result}" for result in KEPT] if planner.keeps_results else []
-    return [recomputing, *kept, *plain]
-
-
-def _recomputing(planner: Planner) -> str:
-    return "pareprop" if planner.device == "cuda" else "reversible"
+    """On a CPU ``pareprop`` is ``reversible``; on a GPU it takes less time, or more, and more memory."""
+    recomputing = ["reversible", "pareprop"] if planner.device == "cuda" else ["reversible"]
+    names = []
+    for name in recomputing:
+        if name in planner.schedules:
+            names += [name, *(f"{name}+{result}" for result in KEPT if planner.keeps_results)]
+    return names + [name for name in ("autograd", "checkpoint") if name in planner.schedules]
 
 
 def _seconds(planner: Planner, names: list[str]) -> list[dict[str, float]]:

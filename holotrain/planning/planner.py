@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from holotrain.planning.allocators import ALLOCATORS
-from holotrain.planning.fake_tensors import assume_mask_share, fake_parameters, fake_tensors, fused_dropout
+from holotrain.planning.cuda_rules import cuda_rules
+from holotrain.planning.fake_tensors import assume_mask_share, fake_parameters, fake_tensors
 from holotrain.planning.tracker import Footprint
 from holotrain.planning.training_step import TrainingStep, Update, simulate_step, simulate_update
 from holotrain.reversible.tape import assuming_a_side_stream
@@ -123,7 +124,7 @@ class Planner:
         """The training step of a module on the meta device, with tensors that have shapes but no data."""
         with ExitStack() as stack:
             if self.device == "cuda":
-                stack.enter_context(fused_dropout())
+                stack.enter_context(cuda_rules())
                 stack.enter_context(assuming_a_side_stream())
             stack.enter_context(fake_tensors())
             if self.selected is not None:

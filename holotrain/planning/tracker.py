@@ -199,8 +199,8 @@ class Footprint:
     """The memory of a step, in bytes.
 
     ``peak`` is the memory of the tensors: all storages, as the device's allocator rounds them, and the temporaries of PyTorch's
-    own kernels that are known exactly. :attr:`bound` adds the scratch that operations may hold inside themselves on a CPU.
-    Scratch depends on the CPU and on libraries, so only an upper bound of it is known: a step fits in ``bound`` bytes.
+    own kernels that are known exactly. :attr:`bound` adds the scratch that operations and libraries may hold inside themselves.
+    It depends on the device and on libraries, so only an upper bound of it is known: a step fits in ``bound`` bytes.
 
     Args:
         peak: the most bytes that are alive at once.
@@ -233,5 +233,6 @@ class Footprint:
         by_phase = {phase: tracker.peak(phase) for phase in PHASES}
         phase = max(by_phase, key=by_phase.__getitem__)
         parts = {phase: tracker.parts(phase) for phase in PHASES}
-        scratch = {phase: tracker.bound(phase) - peak for phase, peak in by_phase.items()}
+        workspaces = tracker.allocator.workspaces
+        scratch = {phase: tracker.bound(phase) - peak + workspaces for phase, peak in by_phase.items()}
         return cls(by_phase[phase], phase, parts[phase], by_phase, parts, scratch)

@@ -29,6 +29,9 @@ from holotrain.reversible.two_step import TwoStep, in_words, stream_in, tapered,
 FIRST_HEADROOM_BITS = 20
 """In the first batch, when only the first stream is known, the streams may grow by a factor of 2^20."""
 
+SAMPLE = 2**16
+"""Elements of a stream from which a typical one is found."""
+
 FINENESS_BITS = 10
 """Streams stay in fp32 if its grid resolves a typical element to 2^-10 of its magnitude. Otherwise they are kept in fp64."""
 
@@ -480,15 +483,17 @@ class _Choice:
     def __init__(self, x: Tensor) -> None:
         self._least = torch.promote_types(x.dtype, torch.float32)
         self.grid = FixedPointGrid().to(x.device)
-        self.grid.choose(max(x.detach().abs().amax().item(), 1e-6), torch.float64, FIRST_HEADROOM_BITS)
-        self._typical = math.inf
+        largest = torch.linalg.vector_norm(x.detach(), ord=torch.inf).item()
+        self.grid.choose(max(largest, 1e-6), torch.float64, FIRST_HEADROOM_BITS)
+        self._typical = torch.full((), math.inf, dtype=torch.float64, device=x.device)
         self.see(x)
 
     def see(self, stream: Tensor) -> None:
-        """Notes how large a typical element of a stream is. A few may be a thousand times as large."""
-        size = stream.detach().abs()
-        median = size[size > 0].double().median().item()
-        self._typical = min(self._typical, median) if median > 0 else self._typical
+        """Notes how large a typical element of a stream is, on its device. A few may be a thousand times as large."""
+        places = torch.arange(0, stream.numel(), max(stream.numel() // SAMPLE, 1), device=stream.device)
+        size = stream.detach().take(places).abs().double()
+        median = size.where(size > 0, math.nan).nanmedian()  # NaN if all are zero
+        self._typical = torch.fmin(self._typical, median.to(self._typical.device))
 
     def settle(self, grid: FixedPointGrid, call: Grid) -> torch.dtype:
         """Chooses ``grid`` and returns the dtype of later streams.
@@ -499,7 +504,7 @@ class _Choice:
         dtype, largest = self._least, call.largest.item()
         grid.to(self.grid.step.device)
         grid.choose(largest, dtype)
-        if grid.known and grid.step.item() > self._typical * 2.0**-FINENESS_BITS:
+        if grid.known and grid.step.item() > self._typical.item() * 2.0**-FINENESS_BITS:
             dtype = torch.float64
             grid.choose(largest, dtype)
         return dtype

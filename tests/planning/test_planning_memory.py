@@ -24,7 +24,8 @@ from holotrain.planning.allocators import (
     goes_to_onednn,
     scratch,
 )
-from holotrain.planning.fake_tensors import assume_mask_share, fused_dropout
+from holotrain.planning.cuda_rules import cuda_rules
+from holotrain.planning.fake_tensors import assume_mask_share
 from holotrain.planning.tracker import AllocationTracker
 from holotrain.planning.training_step import peak_of
 from holotrain.reversible.tape import assuming_a_side_stream
@@ -337,7 +338,7 @@ def test_cudas_attention_drops_within_its_kernel():
 
     with fake_tensors():
         assert attended(0.1) > 4 * attended(0.0)  # a CPU makes all weights, to drop some
-        with fused_dropout():
+        with cuda_rules():
             assert attended(0.1) == attended(0.0)
 
 
