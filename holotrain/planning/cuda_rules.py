@@ -22,23 +22,11 @@ from torch.library import fallthrough_kernel
 from torch.nn import functional
 
 IN_FP32 = (
-    *(
-        "acos",
-        "asin",
-        "cosh",
-        "cosine_similarity",
-        "dist",
-        "erfinv",
-        "exp",
-        "expm1",
-        "group_norm",
-        "layer_norm",
-        "log",
-        "log10",
-    ),
-    *("log1p", "log2", "logsumexp", "native_layer_norm", "pdist", "pow.Scalar", "pow.Tensor_Scalar", "pow.Tensor_Tensor"),
-    *("reciprocal", "renorm", "rms_norm", "rsqrt", "sinh", "softplus", "tan", "upsample_bicubic2d", "upsample_bilinear2d"),
-    *("_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "upsample_linear1d", "upsample_nearest2d", "upsample_trilinear3d"),
+    *("acos", "asin", "cosh", "cosine_similarity", "dist", "erfinv", "exp", "expm1", "group_norm", "layer_norm"),
+    *("log", "log10", "log1p", "log2", "logsumexp", "native_layer_norm", "pdist", "pow.Scalar", "pow.Tensor_Scalar"),
+    *("pow.Tensor_Tensor", "reciprocal", "renorm", "rms_norm", "rsqrt", "sinh", "softplus", "tan", "upsample_bicubic2d"),
+    *("upsample_bilinear2d", "upsample_linear1d", "upsample_nearest2d", "upsample_trilinear3d", "_upsample_bicubic2d_aa"),
+    "_upsample_bilinear2d_aa",
 )
 """Operations whose arguments CUDA's autocast turns into fp32."""
 
