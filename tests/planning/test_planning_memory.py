@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_leaves
 from tracked_memory import check_plan
 
 from holotrain import models
-from holotrain.planning import ALLOCATORS, CUDA_WORKSPACES, TrainingStep, Unplannable, fake_tensors, simulate_step
+from holotrain.planning import ALLOCATORS, TrainingStep, Unplannable, fake_tensors, simulate_step
 from holotrain.planning.allocators import (
+    CUDA_WORKSPACES,
     FUSED_ATTENTION,
     FUSED_ATTENTION_BACKWARD,
     HALF,
