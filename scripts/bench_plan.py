@@ -2,6 +2,7 @@
 
     python scripts/bench_plan.py                                                 # every family, tiny to base, every backward
     python scripts/bench_plan.py --models vit_base gpt_small --precisions bf16 --json scripts/results/plan.json
+    python scripts/bench_plan.py --measured scripts/results/cuda/planned_peaks.json   # plans of today, peaks of that file
 
 Needs only torch. A step is a forward, a backward, clipping and a step of AdamW. Peak memory comes from the profiler on a CPU
 and from ``max_memory_allocated`` on CUDA. On a CPU it includes the scratch of kernels and libraries, so it lies between the
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import time
+from pathlib import Path
 
 import torch
 from bench_common import DEVICE, arguments, begin, save
@@ -98,8 +101,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--device", default=DEVICE)
+    parser.add_argument("--measured", help="a JSON of this script, maybe of a GPU: plans what it has measured")
     options = parser.parse_args()
+    known = json.loads(Path(options.measured).read_text()) if options.measured else None
+    if known:
+        vars(options).update({name: value for name, value in known["options"].items() if name != "measured"})
     device = torch.device(options.device)
+    measured = {(row["model"], row["precision"], row["backward"]): row["taken"] for row in known["plans"]} if known else {}
     rows = []
     columns = f"{'planned MiB':>13}{'at most MiB':>13}{'actual MiB':>11}{'error':>8}{'seconds':>9}"
     print(f"{'model':15}{'precision':>10}{'backward':>12}{columns}")
@@ -111,7 +119,10 @@ def main() -> None:
                 footprint = planner.footprint(backward)
                 planned, bound = footprint.peak, footprint.bound
                 seconds = time.perf_counter() - started
-                taken = measured_peak(planner.make_step(planner.make_model(backward, None).to(device), options.batch), device)
+                if (taken := measured.get((name, precision, backward))) is None:
+                    model = planner.make_model(backward, None).to(device)
+                    taken = measured_peak(planner.make_step(model, options.batch), device)
+                    del model
                 gc.collect()
                 row = {"model": name, "precision": precision, "backward": backward}
                 row |= {"planned": planned, "bound": bound, "taken": taken}
@@ -122,6 +133,8 @@ def main() -> None:
                 print(f"{name:15}{precision:>10}{backward:>12}{figures}", flush=True)
     worst = max(rows, key=lambda row: abs(row["error"]))
     print(f"largest error: {worst['error']:.2%} ({worst['model']}, {worst['precision']}, {worst['backward']})")
+    over = [row["bound"] / row["taken"] - 1 for row in rows]
+    print(f"at most / actual: {min(over):+.1%} to {max(over):+.1%}")
     save(begin(options) | {"plans": rows}, options.json)
 
 

@@ -159,7 +159,7 @@ def _show(config: PlanConfig, run: Run, plan: Plan, needed: list[str]) -> None:
         console.print("no GPU was found here; to plan for this machine, give device=cpu")
     if plan.configured.scratch:
         console.print(
-            f"scratch: what operations and libraries may hold for a moment on this CPU, at most; peak and scratch together, "
+            f"scratch: what operations and libraries hold within themselves, at most; peak and scratch together, "
             f"{in_words(plan.configured.bound, up=True)} under backward={plan.backward}, must fit"
         )
     if plan.between_blocks is not None:
