@@ -137,15 +137,13 @@ def _sound_beside(path: Path) -> Path | None:
 
 
 def weights(path: Path) -> dict[str, Any]:
-    """The ``state_dict`` of a checkpoint that :func:`load` has read. Warns of weights that are not finite.
+    """The ``state_dict`` of a checkpoint that :func:`load` has read.
 
     Raises:
         UserError: a part of it is missing or damaged.
     """
     with naming_group("ckpt_path"):
-        weights = checkpoint_files.read(path, ["state_dict"])["state_dict"]
-    checkpoint_files.warn_of_non_finite(weights, path)
-    return weights
+        return checkpoint_files.read(path, ["state_dict"])["state_dict"]
 
 
 def is_exported(path: Path) -> bool:

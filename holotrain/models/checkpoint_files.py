@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils._pytree import KeyPath, tree_leaves, tree_leaves_with_path, tree_map_with_path
 
 from holotrain.files import read_json, replacing, require_shallow
+from holotrain.models.plain_tensors import named, require_plain
 
 CHECKPOINT = "checkpoint.pt"
 
@@ -36,7 +37,7 @@ CHECKSUMS = "checksums"
 """Key of the CRC-32 of each file of tensors, by its name."""
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-IN_A_FOLDER = (WEIGHTS, INDEX, "pytorch_model.bin")
+IN_A_FOLDER = (WEIGHTS, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 CONFIG, CHECKSUM = "config.json", "crc32"
 """Where a file beside model.safetensors may hold its checksum, eight hexadecimal digits. Other programs write none."""
 WITHIN = ("state_dict", "model")
@@ -113,6 +114,8 @@ def load(path: str | Path) -> Any:
     file = path / CHECKPOINT if path.is_dir() else path
     if path.is_dir() and not file.is_file():
         raise ValueError(f"{file} is missing: the checkpoint is incomplete")
+    if not file.is_file():  # a pipe would wait for a writer, and a device may never end
+        raise ValueError(f"{file} is neither a file nor a folder")
     try:
         flaw = _unchanged(_flaw, file)
         held = None if flaw else torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -121,6 +124,7 @@ def load(path: str | Path) -> Any:
         raise ValueError(f"{file} is not a readable checkpoint: it is damaged, truncated or another kind of file") from error
     if flaw:
         raise damaged(file, flaw)
+    require_plain(held, file, meta=True)
     entries = held if isinstance(held, dict) else {}
     if CHECKSUMS in entries or any(map(_is_meta, tree_leaves(held))):
         folder = entries.get(TENSORS)
@@ -129,7 +133,9 @@ def load(path: str | Path) -> Any:
         if CHECKSUMS not in entries:
             raise ValueError(f"{file} holds no checksums of its tensors")
         try:
-            _check_parts(path / str(folder), entries[CHECKSUMS])
+            _check_parts(
+                path / str(folder), entries[CHECKSUMS], sum(leaf.nbytes for leaf in tree_leaves(held) if _is_meta(leaf))
+            )
         except OSError as error:
             raise ValueError(f"cannot read {path / str(folder)} ({error.strerror or error})") from error
     return held
@@ -157,17 +163,19 @@ def _flaw(file: Path) -> str | None:
         return None if without or held.testzip() is None else "its checksum differs"
 
 
-def _check_parts(folder: Path, checksums: Any) -> None:
+def _check_parts(folder: Path, checksums: Any, claimed: int) -> None:
     if not isinstance(checksums, dict) or not all(
         isinstance(name, str) and Path(name).name == name and isinstance(value, int) for name, value in checksums.items()
     ):
         raise ValueError(f"{folder.parent / CHECKPOINT} is damaged: it has no names of files where their checksums are")
+    for name in checksums:
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} does not have all tensors of the checkpoint: {name} is missing")
+    if claimed > (there := sum((folder / name).stat().st_size for name in checksums)):
+        raise ValueError(f"{folder.parent / CHECKPOINT} is damaged: its tensors claim {claimed} bytes and have {there}")
     names = sorted(checksums)
     if dist.is_available() and dist.is_initialized():
         names = names[dist.get_rank() :: dist.get_world_size()]
-    for name in names:
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder} does not have all tensors of the checkpoint: {name} is missing")
     with ThreadPoolExecutor() as threads:
         found = threads.map(lambda name: _unchanged(checksum, folder / name), names)
         for name, here in zip(names, found, strict=True):
@@ -231,18 +239,13 @@ def read(path: str | Path, only: Iterable[str] | None = None, like: Mapping[KeyP
 def warn_of_non_finite(weights: Mapping[str, Tensor], path: str | Path) -> None:
     """Warns, by its name, of the first tensor with a NaN or an infinity."""
     for name, tensor in weights.items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
+        if tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.isfinite().all():  # not of 8 bits: torch cannot
             warnings.warn(f"{path}: {name} holds NaN or infinity", stacklevel=3)
             return
 
 
 def _is_meta(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_meta
-
-
-def named(keys: KeyPath) -> str:
-    """The name of a tensor in the safetensors files."""
-    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in keys)
 
 
 def cause(error: BaseException) -> BaseException:
@@ -265,6 +268,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         ValueError: there is no such file, or it cannot be read as weights.
     """
     weights = _read(Path(path))
+    require_plain(weights, Path(path))
     warn_of_non_finite(weights, path)
     return weights
 
@@ -279,8 +283,10 @@ def _read(path: Path) -> dict[str, Tensor]:
         path = found[0]
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
-    if path.name.endswith(".index.json"):
-        return _sharded(path)
+    return _sharded(path) if path.name.endswith(".index.json") else _whole(path)
+
+
+def _whole(path: Path) -> dict[str, Tensor]:
     return _safetensors(path) if path.suffix == ".safetensors" else _torch_file(path)
 
 
@@ -338,7 +344,7 @@ def _sharded(path: Path) -> dict[str, Tensor]:
     for shard in sorted(shards, key=str):
         if shard not in beside:
             raise ValueError(f"{path} names {shard!r}, which is not in the same folder")
-        weights |= _safetensors(path.parent / shard)
+        weights |= _whole(path.parent / shard)
     return weights
 
 
