@@ -197,7 +197,9 @@ def check_continuable(task: pl.LightningModule, config: FitConfig, path: Path, p
             raise UserError(
                 f"model.{option}={wanted}: {path} was trained with {kept}; start a new training with model.pretrained={path}"
             )
-    check_weights(task, checkpoint["state_dict"], path)
+    for part in checkpointed.WEIGHTS:
+        if part in checkpoint:
+            check_weights(task, checkpoint[part], path)
     for group in ("optimizer", "scheduler"):
         kept, wanted = checkpoint[checkpointed.KEY]["config"][group], getattr(config, group)
         kept, wanted = kept and kept[TARGET], wanted and wanted.target
