@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from holotrain.callbacks.exact_resume import KEY
 from holotrain.config import checkpointed
 from holotrain.errors import UserError
 from holotrain.optimizers.restored import LARGEST, require_like
@@ -23,10 +24,12 @@ def check_taken_over(trainer: pl.Trainer, path: Path) -> None:
     checkpoint = checkpointed.load(path)
     try:
         _check_loops(checkpoint["loops"]["fit_loop"], trainer.fit_loop.state_dict(), checkpoint["global_step"])
+        for position in _positions(checkpoint):
+            _check_position(position)
         for callback in trainer.callbacks:  # ty: ignore[missing-attribute]
             if callback.state_key in checkpoint["callbacks"] and is_of(type(callback).__module__, ["holotrain", "lightning"]):
                 _check_callback(callback, checkpoint["callbacks"][callback.state_key])
-    except (KeyError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # the first and the third of what is no mapping
         said = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise UserError(f"ckpt_path: {path} is damaged, or of another training: {said}") from error
 
@@ -47,6 +50,18 @@ def _check_counts(what: str, kept: Any, fresh: Any) -> None:
             _check_counts(f"{what}.{name}", value, fresh[name])
     elif type(kept) is not type(fresh) or isinstance(kept, dict) or not 0 <= kept <= LARGEST:
         raise ValueError(f"{what} is {kept!r:.60}, and no count")
+
+
+def _positions(checkpoint: dict[str, Any]) -> list[Any]:
+    """Those of loaders: Lightning's, and ours of each process."""
+    of_processes = checkpoint[KEY]["random"] if KEY in checkpoint else []
+    positions = checkpoint["loops"]["fit_loop"].get("state_dict", {}).get("combined_loader", [])
+    return [*positions, *(each["loader"] for each in of_processes if each["loader"] is not None)]
+
+
+def _check_position(position: dict[str, Any]) -> None:
+    for name in ("epoch", "batches"):  # of ours; those of others have other names
+        _check_counts(f"the position's {name}", position.get(name, 0), 0)
 
 
 def _check_callback(callback: pl.Callback, kept: Any) -> None:

@@ -118,7 +118,7 @@ def load(path: str | Path) -> Any:
         raise ValueError(f"{file} is neither a file nor a folder")
     try:
         flaw = _unchanged(_flaw, file)
-        held = None if flaw else torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        held = None if flaw else _loaded(file, mmap=True)
         require_shallow(held)
     except Exception as error:  # zipfile and torch raise many kinds of errors for damaged files
         raise ValueError(f"{file} is not a readable checkpoint: it is damaged, truncated or another kind of file") from error
@@ -139,6 +139,12 @@ def load(path: str | Path) -> Any:
         except OSError as error:
             raise ValueError(f"cannot read {path / str(folder)} ({error.strerror or error})") from error
     return held
+
+
+def _loaded(file: Path, mmap: bool = False) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of kinds of tensors that are refused
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
 
 
 def damaged(file: Path, flaw: str = "its checksum differs") -> ValueError:
@@ -352,7 +358,7 @@ def _torch_file(path: Path) -> dict[str, Tensor]:
     try:
         if zipfile.is_zipfile(path) and (flaw := _unchanged(_flaw, path)):
             raise damaged(path, flaw)
-        held = torch.load(path, map_location="cpu", weights_only=True)
+        held = _loaded(path)
     except Exception as error:  # zipfile and torch raise many kinds of exceptions for damaged files
         raise ValueError(f"{path} cannot be read as weights: it is damaged, or holds more than tensors") from error
     return _weights(held, path)
