@@ -88,7 +88,7 @@ def _alike(value: Any, fresh: Any) -> bool:
     if isinstance(fresh, Tensor):
         return _fits(value, fresh, fresh.shape)
     if not isinstance(fresh, int | float):
-        return type(value) is type(fresh)
+        return type(value) is type(fresh) and not (isinstance(fresh, list | tuple) and fresh)  # one of another length
     if type(value) not in (int, float) or (math.isfinite(fresh) and not -LARGEST <= value <= LARGEST):
         return False
     return not math.isnan(value) and (value >= 0 or fresh < 0 or isinstance(fresh, float))
