@@ -1,5 +1,6 @@
 """Checkpoints whose tensors, counts or options nobody has written honestly are refused, in one line and at once."""
 
+import json
 import os
 import resource
 import shutil
@@ -245,3 +246,80 @@ def test_what_a_training_takes_over(given, case, command):
 
 def test_sound_ones_continue(holotrain, trained):
     holotrain.done("fit", f"ckpt_path={trained / 'sound.ckpt'}", *WORDS)
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize("kind", [pipe, device, slow(loop)])
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("run/checkpoints/last.ckpt", ["fit", "resume=true", "hydra.run.dir=run"]),
+        slow("run/checkpoints/last.ckpt", ["fit", "ckpt_path=run/checkpoints/last.ckpt"]),
+        ("run/checkpoints/last.ckpt", ["test", "ckpt_path=run"]),
+        slow("sharded.ckpt/checkpoint.pt", ["test", "ckpt_path=sharded.ckpt"]),
+        ("sharded.ckpt/tensors-1/1.safetensors", ["test", "ckpt_path=sharded.ckpt"]),
+        ("export/model.safetensors", ["test", "ckpt_path=export"]),
+        ("export/config.json", ["predict", "ckpt_path=export"]),
+        ("weights.pt", ["fit", *SMALL, "model.pretrained=weights.pt"]),
+        slow("folder/model.safetensors", ["fit", *SMALL, "model.pretrained=folder"]),
+        slow("folder/pytorch_model.bin", ["fit", *SMALL, "model.pretrained=folder"]),
+        slow("folder/1.safetensors", ["fit", *SMALL, "model.pretrained=folder"]),
+    ],
+)
+def test_files_that_are_no_regular_ones(holotrain, trained, kind, file, words):
+    shutil.copytree(trained, ".", dirs_exist_ok=True)
+    path = Path(file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    kind(path)
+    if file.startswith("sharded.ckpt/tensors"):
+        held = torch.load("sound.ckpt", weights_only=True)
+        torch.save(held | {"tensors": "tensors-1", "checksums": {"1.safetensors": 0}}, "sharded.ckpt/checkpoint.pt")
+    if path.name == "1.safetensors":
+        Path("folder").mkdir(exist_ok=True)
+        Path("folder/model.safetensors.index.json").write_text('{"weight_map": {"x": "1.safetensors"}}')
+    quickly_refused(holotrain, *words)
+
+
+@pytest.mark.parametrize("command", ["test", slow("predict"), slow("export"), slow("generate")])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, torch.int64])
+def test_an_export_of_other_numbers(holotrain, trained, command, dtype):
+    shutil.copytree(trained / "export", "export")
+    config = json.loads(Path("export/config.json").read_text())
+    del config["crc32"]
+    Path("export/config.json").write_text(json.dumps(config))
+    weights = load_file("export/model.safetensors")
+    save_file(weights | {"head.weight": weights["head.weight"].to(dtype)}, "export/model.safetensors")
+    said = quickly_refused(holotrain, *COMMANDS[command], "ckpt_path=export")
+    assert command == "generate" or f"head.weight is (10, 32) {dtype}, not (10, 32)" in said
+
+
+@pytest.mark.parametrize("case", ["10^13 elements", slow("sparse"), slow("quantised"), "complex"])
+def test_weights_to_begin_with(given, holotrain, case):
+    changes = {name: change for name, (change, _) in TENSORS.items()} | OTHER_NUMBERS
+    held = torch.load("sound.ckpt", weights_only=True)
+    changes[case](held)
+    torch.save(held["state_dict"], "weights.pt")
+    said = quickly_refused(holotrain, "fit", *SMALL, "model.pretrained=weights.pt")
+    assert said.startswith("holotrain: model.pretrained: ")
+
+
+@pytest.mark.parametrize("case", ["10^13 elements", "sparse", "complex"])
+def test_in_python(given, case, monkeypatch):
+    import holotrain
+
+    changes = {name: change for name, (change, _) in TENSORS.items()} | OTHER_NUMBERS
+    given(changes[case], "test")
+    with pytest.raises(holotrain.UserError, match=HEAD.removeprefix("model.")):
+        holotrain.load("crafted.ckpt")
