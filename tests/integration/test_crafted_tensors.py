@@ -213,29 +213,26 @@ COMMANDS = {
     "export": ["export", "to=elsewhere"],
     "generate": ["generate", "prompt=a"],
 }
+"""Of these, ``generate`` reads a checkpoint before it refuses a model of images."""
 
 
-def spread(cases: dict) -> list:
+def spread(cases: dict, commands: list[str]) -> list:
     """Each case with one command by default, and with all others among the slow tests."""
-    commands = [*COMMANDS]
-    chosen = {(case, commands[number % 5]) for number, case in enumerate(cases)}
+    chosen = {(case, commands[number % len(commands)]) for number, case in enumerate(cases)}
     pairs = [(case, command) for case in cases for command in commands]
     return [pair if pair in chosen else slow(*pair) for pair in pairs]
 
 
-@pytest.mark.parametrize(("case", "command"), spread(TENSORS))
+@pytest.mark.parametrize(("case", "command"), spread(TENSORS, [*COMMANDS]))
 def test_tensors_that_no_file_holds(given, case, command):
     change, words = TENSORS[case]
     said = given(change, *COMMANDS[command])
     assert f".ckpt is damaged, or of another program: the tensor state_dict.{HEAD} {words}" in said
 
 
-@pytest.mark.parametrize(("case", "command"), spread(OTHER_NUMBERS))
+@pytest.mark.parametrize(("case", "command"), spread(OTHER_NUMBERS, ["test", "resume", "fit", "predict", "export"]))
 def test_weights_of_other_numbers(given, case, command):
-    said = given(OTHER_NUMBERS[case], *COMMANDS[command])
-    assert "ckpt_path: " in said and (
-        command == "generate" or f"holds another model: {HEAD.removeprefix('model.')}" in said.replace("model.head", "head")
-    )
+    assert "holds another model: " in given(OTHER_NUMBERS[case], *COMMANDS[command])
 
 
 @pytest.mark.parametrize("command", ["fit", slow("resume")])
@@ -292,7 +289,7 @@ def test_files_that_are_no_regular_ones(holotrain, trained, kind, file, words):
     quickly_refused(holotrain, *words)
 
 
-@pytest.mark.parametrize("command", ["test", slow("predict"), slow("export"), slow("generate")])
+@pytest.mark.parametrize("command", ["test", slow("predict"), slow("export")])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, torch.int64])
 def test_an_export_of_other_numbers(holotrain, trained, command, dtype):
     shutil.copytree(trained / "export", "export")
@@ -302,7 +299,7 @@ def test_an_export_of_other_numbers(holotrain, trained, command, dtype):
     weights = load_file("export/model.safetensors")
     save_file(weights | {"head.weight": weights["head.weight"].to(dtype)}, "export/model.safetensors")
     said = quickly_refused(holotrain, *COMMANDS[command], "ckpt_path=export")
-    assert command == "generate" or f"head.weight is (10, 32) {dtype}, not (10, 32)" in said
+    assert f"head.weight is (10, 32) {dtype}, not (10, 32)" in said
 
 
 @pytest.mark.parametrize("case", ["10^13 elements", slow("sparse"), slow("quantised"), "complex"])
