@@ -17,6 +17,7 @@ STEPS = ("epoch_loop.automatic_optimization.optim_progress", "epoch_loop.manual_
 """Where the loops count the optimizer's steps; one of the two ways is used."""
 
 SCORE = torch.tensor(0.0)
+"""What the value of a metric is like."""
 
 
 def check_taken_over(trainer: pl.Trainer, path: Path) -> None:

@@ -108,7 +108,7 @@ def load(path: str | Path) -> Any:
     The checksums of a process group's folder are compared by all its processes, each with some of the files.
 
     Raises:
-        ValueError: the checkpoint is damaged or incomplete.
+        ValueError: the checkpoint is damaged or incomplete, or holds tensors that are not plain.
     """
     path = Path(path)
     file = path / CHECKPOINT if path.is_dir() else path
@@ -271,7 +271,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     Warns of weights that are not finite.
 
     Raises:
-        ValueError: there is no such file, or it cannot be read as weights.
+        ValueError: there is no such file, it cannot be read as weights, or its tensors are not plain.
     """
     weights = _read(Path(path))
     require_plain(weights, Path(path))

@@ -39,7 +39,7 @@ def require_plain(held: Any, file: Path, meta: bool = False) -> None:
     """
     for keys, leaf in tree_leaves_with_path(held):
         if isinstance(leaf, Tensor) and (flaw := _flaw(leaf, meta)):
-            raise ValueError(f"{file} is damaged, or of another program: the tensor {named(keys):.200} {flaw}")
+            raise ValueError(f"{file} is damaged, or of another program: the tensor {named(keys)[:200]!r} {flaw}")
 
 
 def _flaw(tensor: Tensor, meta: bool) -> str | None:

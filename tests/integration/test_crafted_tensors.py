@@ -227,7 +227,7 @@ def spread(cases: dict, commands: list[str]) -> list:
 def test_tensors_that_no_file_holds(given, case, command):
     change, words = TENSORS[case]
     said = given(change, *COMMANDS[command])
-    assert f".ckpt is damaged, or of another program: the tensor state_dict.{HEAD} {words}" in said
+    assert f".ckpt is damaged, or of another program: the tensor 'state_dict.{HEAD}' {words}" in said
 
 
 @pytest.mark.parametrize(("case", "command"), spread(OTHER_NUMBERS, ["test", "resume", "fit", "predict", "export"]))

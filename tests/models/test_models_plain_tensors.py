@@ -53,10 +53,10 @@ def test_honest_tensors_are_read(tmp_path, kind):
 def test_crafted_tensors_are_refused(tmp_path, words):
     path = tmp_path / "x.pt"
     torch.save({"w": CRAFTED[words]}, path)
-    with pytest.raises(ValueError, match=f"x.pt is damaged, or of another program: the tensor w {words}$"):
+    with pytest.raises(ValueError, match=f"x.pt is damaged, or of another program: the tensor 'w' {words}$"):
         read_weights(path)
     torch.save({"state_dict": {}, "list": [1, (2, {"w": CRAFTED[words]})]}, path)
-    said = "needs the folder" if CRAFTED[words].is_meta else f"the tensor list.1.1.w {words}$"
+    said = "needs the folder" if CRAFTED[words].is_meta else f"the tensor 'list.1.1.w' {words}$"
     with pytest.raises(ValueError, match=said):
         load(path)
 
@@ -64,6 +64,11 @@ def test_crafted_tensors_are_refused(tmp_path, words):
 def test_more_numbers_than_are_counted_in_64_bits_are_refused():
     with pytest.raises(ValueError, match=f"claims {2**64} bytes and has 8"):
         require_plain([torch.zeros(1, dtype=torch.float64).expand(2**61)], "x")
+
+
+def test_the_name_of_a_tensor_does_not_write_to_the_terminal():
+    with pytest.raises(ValueError, match=r"the tensor 'a\\nb' has no values$"):
+        require_plain({"a\nb": CRAFTED["has no values"]}, "x")
 
 
 def folder_of(path, *claimed):
