@@ -185,7 +185,7 @@ class HolographicSynthesis:
             self._updates.load(tensors[dist.get_rank()] if isinstance(tensors, list) else tensors)
         except (AttributeError, LookupError, RuntimeError, TypeError) as error:
             raise ValueError(f"the state is damaged: its tensors are others ({error!s:.100})") from error
-        self.steps, self.skipped = counts
+        self.steps, self.skipped = state["steps"], state["skipped"]
 
     def remove(self) -> None:
         """Removes the hooks from the model and frees the holograms. The model is then as before."""
