@@ -241,6 +241,23 @@ def test_what_a_training_takes_over(given, case, command):
     given(STATES[case], *COMMANDS[command])
 
 
+def test_what_other_callbacks_take_over(holotrain):
+    words = [*SMALL, "callbacks=early_stopping", "test=false", "logger=none", "hydra.run.dir=run"]
+    holotrain.done("fit", *words)
+    path = Path("run/checkpoints/last.ckpt")
+    sound = path.read_bytes()
+    for name, value in (("wait_count", "x"), ("patience", -(10**12)), ("best_score", torch.ones(3)), ("stopped_epoch", None)):
+        held = torch.load(path, weights_only=True)
+        (state,) = (each for key, each in held["callbacks"].items() if key.startswith("EarlyStopping"))
+        state[name] = value
+        torch.save(held, path)
+        assert f"EarlyStopping.{name} does not fit: it is " in holotrain.refused(
+            "fit", "resume=true", "hydra.run.dir=run", *WORDS
+        )
+        path.write_bytes(sound)
+    holotrain.done("fit", "resume=true", "hydra.run.dir=run", *WORDS)
+
+
 def test_sound_ones_continue(holotrain, trained):
     holotrain.done("fit", f"ckpt_path={trained / 'sound.ckpt'}", *WORDS)
 
