@@ -13,6 +13,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as Tr
 
 from holotrain.callbacks.monitor import has_peers, shard_of
 from holotrain.numeric import mixed_seed
+from holotrain.optimizers.restored import Fresh
 from holotrain.reversible import stacks_in
 
 KEY = "exact_resume"
@@ -40,6 +41,7 @@ class ExactResume(pl.Callback):
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self._to_restore: dict[str, Any] | None = None
+        self._fresh: Fresh | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         wait_for_whole_steps(trainer)
@@ -55,8 +57,13 @@ class ExactResume(pl.Callback):
         if self._to_restore is not None:
             _reopen_epoch(checkpoint["loops"]["fit_loop"])
 
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._fresh = Fresh(trainer.optimizers, [each.scheduler for each in trainer.lr_scheduler_configs])
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        kept, self._to_restore = self._to_restore, None
+        if trainer.ckpt_path is not None and self._fresh is not None:
+            self._fresh.compare(trainer.optimizers)
+        kept, self._to_restore, self._fresh = self._to_restore, None, None
         if kept is not None:
             self._restore(kept, trainer, pl_module)
         elif trainer.world_size > 1:

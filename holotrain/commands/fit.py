@@ -25,6 +25,7 @@ from holotrain.commands.evaluation import can_test, evaluate, lightning_refusals
 from holotrain.commands.memory_limits import OutOfMemory, as_out_of_memory, chosen, explained
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import SUMMARY, Summary
+from holotrain.commands.taken_over import check_taken_over
 from holotrain.commands.tensorboard_tabs import BestValue, log_end, log_start
 from holotrain.commands.writing import write_whole
 from holotrain.config.build import build_data, build_task, description
@@ -78,6 +79,8 @@ def run(config: FitConfig, run: Run) -> int:
     if config.steps_in_backward:  # and clips there; Lightning would look for gradients after it
         options = options.with_arguments(gradient_clip_val=None)
     trainer = build_trainer(options, run.folder, callbacks, loggers, batches, config.profiler, run.process)
+    if start_checkpoint is not None:
+        check_taken_over(trainer, start_checkpoint)
     resolved = yaml.safe_dump(to_container(config), sort_keys=False)
     if run.is_main:
         write_whole(run.folder / "config.yaml", resolved)

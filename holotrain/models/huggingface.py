@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from holotrain.files import read_json, write_json
-from holotrain.models.checkpoint_files import CONFIG, IN_A_FOLDER
+from holotrain.models.checkpoint_files import CONFIG, IN_A_FOLDER, read_weights
 from holotrain.models.foreign import Foreign, foreign_weights
-from holotrain.models.pretrained import image_positions, require_half, take_over
+from holotrain.models.pretrained import image_positions, require_floats, require_half, take_over
 from holotrain.targets import first_line, needed, targets
 
 HEADS = {
@@ -143,7 +143,7 @@ class HuggingFace(Foreign):
             loaded = self._from_folder(Path(pretrained), pretrained)
         elif Path(self.name).name != CONFIG:
             folder = folder_of(self.name, self.download)
-            if any((folder / name).is_file() for name in (*IN_A_FOLDER, "pytorch_model.bin.index.json")):
+            if any((folder / name).is_file() for name in IN_A_FOLDER):
                 loaded = self._from_folder(folder, self.name)
         said = [] if loaded is None else [loaded]
         if self.words is not None and self.theirs is not None and self.words != self.theirs:
@@ -154,11 +154,19 @@ class HuggingFace(Foreign):
             )
         return "\n".join(said) or None
 
+    def _check(self, given: Mapping[str, Tensor], source: str) -> None:
+        """Raises a ValueError for weights that transformers would convert to floating-point numbers, whatever they are."""
+        prefix = f"{self.model.base_model_prefix}."
+        shorter = {name.removeprefix(prefix): tensor for name, tensor in given.items()}
+        longer = {prefix + name: tensor for name, tensor in shorter.items()}
+        require_floats(shorter | longer, self.model.state_dict(), source)
+
     def _from_folder(self, folder: Path, source: str) -> str:
         """Loads weights as ``from_pretrained`` does, with the sizes that they have."""
         theirs, own = network_of(str(folder)), self.model.config
         if theirs["model_type"] != own.model_type:
             raise ValueError(f"{source} is of type {theirs['model_type']}, not {own.model_type}")
+        self._check(read_weights(folder), source)
         network = copy.deepcopy(own)
         for name in ("vocab_size", "image_size"):
             if name in theirs and hasattr(network, name):
