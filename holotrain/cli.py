@@ -145,6 +145,7 @@ class Launch:
         with launched_jobs(self._check) as sweep, explaining(arguments):
             try:
                 launch()
+                sweep.require_jobs()
             except Ended as ended:
                 self.statuses.append(ended.args[0])
             except KeyboardInterrupt:

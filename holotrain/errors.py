@@ -24,6 +24,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     choices = list(choices)
     near = difflib.get_close_matches(word, choices, 1, 0.5)
     near += [choice for choice in choices if choice == _initials(word) or word == _initials(choice)]  # lr for learning_rate
+    near += [choice for choice in choices if word and choice.startswith(word)]  # 4 for 4bit
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
