@@ -14,6 +14,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+from forked import latest
 from left_by_runs import assert_same_weights
 from made_once import made_once
 from small_run import SMALL, fit_in, run_in
@@ -200,7 +201,7 @@ def test_a_module_and_data_of_a_program(here, run):
     assert same(other, net) and not other.training
     metrics = holotrain.test(model=Net(), data=data, overrides=[f"ckpt_path={result.checkpoint}"], quiet=True)
     assert metrics == {name: value for name, value in result.metrics.items() if name.startswith("test/")}
-    words = [*SHORT, "ckpt_path=mine/checkpoints/last.ckpt", "trainer.max_epochs=3"]
+    words = latest([*SHORT, "ckpt_path=mine/checkpoints/last.ckpt", "trainer.max_epochs=3"])
     assert holotrain.api.read(holotrain.fit(model=Net(), data=data, overrides=words, quiet=True).folder)["epochs"] == 3
 
     # What cannot know the objects says so.
@@ -225,7 +226,7 @@ def test_objects_in_a_composed_configuration(here):
 def test_a_lightning_module_resumes_exactly(here):
     def train(folder: str, *words: str) -> holotrain.Result:
         torch.manual_seed(0)
-        return holotrain.fit(model=Alone(), data=Digits(batch_size=64), overrides=words, folder=folder, quiet=True)
+        return holotrain.fit(model=Alone(), data=Digits(batch_size=64), overrides=latest(words), folder=folder, quiet=True)
 
     whole = train("whole", *ALONE, "trainer.max_epochs=4")
     train("parts", *ALONE)
@@ -340,7 +341,7 @@ def test_generate_returns_what_follows_each_prompt(here):
 
 @pytest.mark.slow
 def test_plan_is_that_of_the_command_line(here):
-    words = ["data=fake", "data.image_size=16", "memory=64MiB", *SMALL, "model.depth=1"]
+    words = ["data=fake", "data.image_size=16", "memory=64MiB", *SMALL]
     run_in(here, "plan", *words, "hydra.run.dir=run")
     expected = json.loads((here / "run/plan.json").read_text())
     plan = holotrain.plan(holotrain.compose("plan", words))

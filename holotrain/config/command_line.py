@@ -15,6 +15,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from holotrain.config.command_options import COMMANDS, WORD_COMMANDS, options_of
@@ -35,6 +36,9 @@ CHOICES = {
     ("--info", "-i"): ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
 }
 """The values of those flags that do not take any."""
+
+SHOWS = HELP.union(*CHOICES)
+"""Flags under which a command only prints something about itself."""
 
 VERBATIM = {
     *("ckpt_path", "images", "texts", "prompt", "prompts", "to", "output_dir", "hydra.run.dir", "hydra.sweep.dir"),
@@ -89,12 +93,17 @@ class Arguments:
         return None
 
     def value(self, key: str) -> str | None:
-        """The value of the last override of ``key``, unquoted; None if there is none."""
-        for word in reversed(self.words):
+        """The value of ``key``, unquoted and resolved; None if no override gives it."""
+        for word in self.words:
             name, equals, value = word.lstrip("+").partition("=")
             if equals and name == key:
-                return value.strip("'\"")
+                return self._resolved(key) if "${" in value else value.strip("'\"")
         return None
+
+    def _resolved(self, key: str) -> str:
+        single = [word for word in self.overrides if "," not in word]
+        with explaining(self):
+            return str(OmegaConf.select(composed(self.command, single, self.config_dir, with_hydra=True), key))
 
 
 def _verbatim(override: str) -> str:
@@ -169,12 +178,12 @@ def parse(argv: list[str]) -> Arguments:
     for word, override in zip(arguments.words, parsed, strict=True):
         _require_one(word, override)
         if not arguments.multirun:
-            _require_no_sweep(word, override, shown=arguments.help or bool(arguments.flag("--cfg", "-c", "--info", "-i")))
+            _require_no_sweep(word, override, shown=arguments.help or arguments.flag(*SHOWS) is not None)
     return arguments
 
 
 def _require_once(words: list[str]) -> None:
-    """Refuses an option that is given twice: Hydra takes the last. ``~key`` before ``+key=...`` replaces it, and is no mistake."""
+    """Refuses an option that is given twice: Hydra takes the last. ``~key`` before ``+key=...`` replaces it."""
     given: dict[str, str] = {}
     for word in words:
         key = key_of(word)
@@ -267,6 +276,10 @@ def explained(error: Exception, arguments: Arguments) -> UserError:
     if resolving := re.fullmatch(r"(\w+) raised while resolving interpolation: (.*)", text):
         kind, text = resolving.groups()
         key = "" if kind == UserError.__name__ else key
+    if key.startswith("hydra.runtime."):
+        return UserError(
+            f"the name of the folder, or of one that it is in, holds ${{, but is no interpolation ({text}); rename it"
+        )
     return UserError(f"{key}: {text}" if key and key not in text else text)
 
 
