@@ -9,7 +9,7 @@ import json
 import math
 import signal
 from collections.abc import Collection
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass, field, fields, replace
 from io import StringIO
 from pathlib import Path
@@ -272,8 +272,9 @@ def _run(
     except OSError as error:
         raise UserError(f"cannot write to {error.filename or folder}: {error.strerror or error}") from error
     finally:
-        if status is None and folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
+        if status is None:
+            with suppress(OSError):  # such as: it is not empty
+                folder.rmdir()
     if status == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if status > 128:

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -72,10 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     if error is None or status:
         return status
     if argv[0] == "fit" and not {word.partition("=")[0] for word in argv} & SHOWS:
-        print(
-            f"holotrain: not all output could be written ({error.strerror}); the files of the training are complete",
-            file=sys.stderr,
-        )
+        print(f"holotrain: not all was printed ({error.strerror}); the files of the training are complete", file=sys.stderr)
         return status
     if isinstance(error, BrokenPipeError):
         return 128 + signal.SIGPIPE
@@ -242,8 +240,9 @@ class Launch:
 
                 left.value = best(folder)
             left.write(folder)
-        elif folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
+        else:
+            with suppress(OSError):  # such as: it is not empty
+                folder.rmdir()
         self.statuses.append(left.exit_status)
         # Only asked if it exists: creating it would import torch, and the message of a mistake would be late.
         if left.exit_status > 128 or ("runner" in vars(self) and self.runner.broken):

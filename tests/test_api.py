@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import traceback
 import warnings
 from pathlib import Path
 
@@ -210,6 +211,20 @@ def test_a_module_and_data_of_a_program(here, run):
     assert "give it to holotrain.fit, test or validate in Python as" in refusal(holotrain.compose, "test", words)
     assert "holds another model" in refusal(holotrain.load, "mine", model=Net(9))
     assert "holds another model" in refusal(holotrain.load, run, model=Net())
+
+
+def test_the_traceback_of_a_mistake_has_no_frames_of_hydra(here):
+    with pytest.raises(holotrain.UserError) as caught:
+        holotrain.fit(overrides=["modle=vit_tiny"])
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.count("Traceback") == 1 and "/hydra/" not in shown and "Did you mean 'model'?" in shown
+
+
+def test_a_folder_may_be_named_like_an_interpolation(here, monkeypatch):
+    monkeypatch.setenv("RUN", "here")
+    literal = holotrain.fit(overrides=[*SMALL, "logger=none", "test=false"], folder="${oc.env:HOME}", quiet=True)
+    named = holotrain.fit(overrides=[*SMALL, "logger=none", "test=false", "hydra.run.dir=${oc.env:RUN}/run"], quiet=True)
+    assert (literal.folder, named.folder) == (Path("${oc.env:HOME}"), Path("here/run"))
 
 
 def test_objects_in_a_composed_configuration(here):

@@ -123,6 +123,11 @@ TABLES = {
         ("fit 'ckpt_path=[red].ckpt'", "ckpt_path: there is no file [red].ckpt"),
         (f"fit ckpt_path={LONG}", "File name too long"),
         ("fit ckpt_path=", "ckpt_path: the value is empty"),
+        (
+            "fit data.val_fraction=0",
+            "data: no image is left for val; raise data.val_fraction, or set trainer.limit_val_batches=0",
+        ),
+        ("validate ckpt_path=run data.val_fraction=0.001", "data: no image is left for val; raise data.val_fraction"),
         ("fit data=imagefolder", "data.root: a value is needed"),
         ("fit output_dir=/proc/nothing", "cannot write to /proc/nothing"),
         ("fit output_dir=occupied", "cannot write to"),
