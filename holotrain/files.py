@@ -32,7 +32,7 @@ def open_regular(path: str | Path) -> BinaryIO:
     Raises:
         OSError: it cannot be read, or is no regular file.
     """
-    return open(path, "rb", opener=_regular)  # noqa: SIM115
+    return open(path, "rb", opener=_regular)
 
 
 def _regular(path: str, flags: int) -> int:
@@ -56,6 +56,15 @@ def read_bytes(path: str | Path, most: int = LARGEST) -> bytes:
     if len(content) > most:
         raise ValueError(f"it has more than {most} bytes")
     return content
+
+
+def regular_size(path: str | Path, most: int) -> int:
+    """The bytes of a regular file. Raises what :func:`read_bytes` does."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+    if size > most:
+        raise ValueError(f"it has more than {most} bytes")
+    return size
 
 
 def read_text(path: str | Path, most: int = LARGEST) -> str:

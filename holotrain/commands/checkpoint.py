@@ -15,6 +15,7 @@ from holotrain.config.command_options import Config, FitConfig, RunConfig
 from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.option_groups import HUGGING_FACE, TEXT, is_a
 from holotrain.errors import UserError, naming_group
+from holotrain.files import read_text
 from holotrain.models import building, saved
 from holotrain.models.building import bounded
 from holotrain.models.huggingface import tokenizer_of
@@ -86,7 +87,7 @@ def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:
         return None
     begun_with = Path(pretrained)
     if (begun_with / "tokenizer.json").is_file():
-        return (begun_with / "tokenizer.json").read_text(encoding="utf-8")
+        return read_text(begun_with / "tokenizer.json")
     try:
         return checkpointed.load(begun_with)[checkpointed.KEY]["description"].get("tokenizer")
     except UserError:  # weights of other programs have no tokenizer

@@ -18,7 +18,7 @@ from holotrain.config.build_trainer import autocast_of, check_device, device_kin
 from holotrain.config.command_options import GenerateConfig
 from holotrain.data import Tokenizer, tokenizer_from_json
 from holotrain.errors import UserError, naming_group
-from holotrain.files import from_json
+from holotrain.files import from_json, read_text
 from holotrain.models import Sampling, generate
 from holotrain.numeric import counted
 
@@ -109,11 +109,11 @@ def prompts(config: GenerateConfig) -> list[str]:
         return [config.prompt or ""]
     path = Path(config.prompts)
     try:
-        lines = [(number, line) for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if line.strip()]
+        lines = [(number, line) for number, line in enumerate(read_text(path).splitlines(), 1) if line.strip()]
     except UnicodeDecodeError as error:
         raise UserError(f"prompts: {path} is not valid UTF-8 at byte {error.start}") from error
-    except OSError as error:
-        raise UserError(f"prompts: cannot read {path} ({error.strerror or error})") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"prompts: cannot read {path} ({getattr(error, 'strerror', None) or error})") from error
     if not lines:
         raise UserError(f"prompts: {path} has no prompts")
     if path.suffix == ".jsonl":

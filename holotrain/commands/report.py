@@ -10,11 +10,12 @@ from holotrain.commands import summary
 from holotrain.commands.console import plain
 from holotrain.commands.writing import write_whole
 from holotrain.config.command_options import ReportConfig
+from holotrain.config.composition import refuse_links
 from holotrain.dashboard.logs import read_events, read_images, read_scalars, read_texts
 from holotrain.dashboard.page import page
 from holotrain.dashboard.table import Reported
 from holotrain.errors import UserError
-from holotrain.files import require_shallow
+from holotrain.files import read_text, require_shallow
 from holotrain.numeric import counted
 
 LARGEST = 2**20
@@ -87,6 +88,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _read(folder: Path) -> Reported:
+    refuse_links(folder, LEFT_BY_RUNS)
     config, ended, events = _config(folder / "config.yaml"), summary.read(folder) or {}, read_events(folder)
     return Reported(folder, config, ended, read_scalars(folder, events), read_images(events), read_texts(events))
 
@@ -95,9 +97,7 @@ def _config(path: Path) -> dict:
     try:
         if not path.is_file():
             return {}
-        if path.stat().st_size > LARGEST:
-            raise ValueError(f"it has more than {LARGEST} bytes")
-        options = yaml.safe_load(path.read_text(encoding="utf-8"))
+        options = yaml.safe_load(read_text(path, LARGEST))
         require_shallow(options)
         if not isinstance(options, dict):
             raise TypeError("it holds no mapping")

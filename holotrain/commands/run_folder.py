@@ -14,10 +14,11 @@ from typing import IO, Any
 
 from holotrain.config.checkpointed import COMMAND_LINE_ONLY
 from holotrain.config.command_options import FitConfig, RunConfig
-from holotrain.config.composition import LAST_CHECKPOINT, as_word, key_of
+from holotrain.config.composition import LAST_CHECKPOINT, as_word, key_of, refuse_links
 from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.start import LOCAL_LOGGERS
 from holotrain.errors import UserError
+from holotrain.files import WITHOUT_LINKS
 from holotrain.parallel.process_group import Processes
 from holotrain.parallel.rank import ProcessRank
 from holotrain.targets import TARGET
@@ -77,10 +78,9 @@ class Run:
         ]
         if (logger := self.choices.get("logger", LOCAL_LOGGERS[0])) not in LOCAL_LOGGERS:  # also that of an experiment
             again.append(f"logger={logger}")
-        folder = ["--config-dir", self.config_dir] if self.config_dir else []
-        job = shlex.join(
-            ["python", "-m", "holotrain", "fit", *folder, "resume=true", f"hydra.run.dir={as_word(self.folder)}", *again]
-        )
+        words = ["--config-dir", self.config_dir] if self.config_dir else []
+        words += ["resume=true", f"hydra.run.dir={as_word(self.folder)}", *again]
+        job = shlex.join(["python", "-m", "holotrain", "fit", *words])
         if not self.varied:
             return f"resume with: {job}"
         return f"resume the sweep with its command plus resume=true, or this job with: {job}"
@@ -114,6 +114,11 @@ class Run:
             self.processes.once_a_machine(name, act)
 
 
+LOCK = ".lock"
+
+WRITTEN_IN_PLACE = (LOCK, LAST_CHECKPOINT.parts[0], "tensorboard", "csv", "fit-profile.txt")
+"""What a run opens to write, or makes files in. All else is written under another name, and renamed."""
+
 HELD: set[Path] = set()
 """The folders that runs of this process are in: to the system, whose locks are a process's, they are one."""
 
@@ -123,9 +128,10 @@ def alone_in(folder: Path) -> Generator[None]:
     """Keeps other runs out of a folder. If this process dies, the system lets them in.
 
     Raises:
-        UserError: another run is in it.
+        UserError: another run is in it, or what a run writes to would be elsewhere.
     """
-    path, place = folder / ".lock", folder.resolve()
+    refuse_links(folder, WRITTEN_IN_PLACE)
+    path, place = folder / LOCK, folder.resolve()
     refused = UserError(f"{folder}: another run is writing into it; wait until it ends, or name another folder")
     if place in HELD:
         raise refused
@@ -134,7 +140,7 @@ def alone_in(folder: Path) -> Generator[None]:
         stack.callback(HELD.discard, place)
         if sys.platform != "win32":
             with suppress(OSError):  # a folder that cannot be written, a file system without locks
-                file = stack.enter_context(path.open("w"))
+                file = stack.enter_context(open(os.open(path, os.O_RDWR | os.O_CREAT | WITHOUT_LINKS, 0o666), "wb"))
                 if not _locked(file, path):
                     raise refused
                 stack.callback(path.unlink, missing_ok=True)

@@ -1,7 +1,9 @@
 """What holotrain asks of Hydra: the folder of options, those of each command, resolvers, and composed configurations."""
 
+import os
 import re
-from collections.abc import Generator
+import stat
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from datetime import datetime
 from functools import cache
@@ -210,6 +212,26 @@ def _best(folder: Path) -> Path | None:
 def relative_to_cwd(path: Path) -> Path:
     """The path relative to the current folder, if it is in it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def refuse_links(folder: Path, names: Iterable[str]) -> None:
+    """Refuses the folder of a run in which something that is read or written may be somewhere else.
+
+    Args:
+        names: of the files and folders in it; whole folders are looked through.
+
+    Raises:
+        UserError: one of them, or something in one, is a link or no regular file.
+    """
+    places = [folder / name for name in names if os.path.lexists(folder / name)]
+    while places:
+        path = places.pop()
+        mode = path.lstat().st_mode
+        if stat.S_ISDIR(mode):
+            places.extend(path.iterdir())
+        elif not stat.S_ISREG(mode):
+            kind = "a link" if stat.S_ISLNK(mode) else "no regular file"
+            raise UserError(f"{path} is {kind}; the folder of a run has nothing but files and folders of its own")
 
 
 def _fresh(parent: Path) -> Path:

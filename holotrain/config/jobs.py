@@ -18,7 +18,7 @@ from hydra.core.utils import JobReturn, JobStatus
 
 from holotrain.config.annotations import read_fields
 from holotrain.config.command_line import CONFIGURATION_ERRORS
-from holotrain.config.composition import relative_to_cwd
+from holotrain.config.composition import refuse_links, relative_to_cwd
 from holotrain.errors import UserError
 from holotrain.files import write_json
 from holotrain.targets import first_line
@@ -137,6 +137,7 @@ class Sweep:
         """Lets the launcher run jobs. One whose process dies has failed, and does not end the sweep."""
         launcher = self.launcher
         self.folder = relative_to_cwd(Path(str(launcher.config.hydra.sweep.dir)))
+        refuse_links(self.folder, map(str, range(initial_job_idx, initial_job_idx + len(job_overrides))))
         launched = {initial_job_idx + index: list(overrides) for index, overrides in enumerate(job_overrides)}
         self.launched |= launched
         basic = str(launcher.config.hydra.sweeper._target_).endswith("BasicSweeper")  # others may find that some values fail
@@ -178,7 +179,9 @@ def launched_jobs(check: Callable[[list[str]], object]) -> Generator[Sweep]:
     logging.getLogger("optuna.storages").setLevel(logging.WARNING)  # it would tell the random name of its study
 
     def instantiate(*args: Any, **kwargs: Any) -> Any:
-        sweep.launcher = ordinary(*args, **kwargs)
+        launcher: Any = ordinary(*args, **kwargs)
+        sweep.launcher = launcher
+        refuse_links(Path(str(launcher.config.hydra.sweep.dir)), (MULTIRUN,))  # which Hydra writes before it launches
         return SimpleNamespace(launch=sweep.launch)
 
     Plugins.instantiate_launcher = instantiate

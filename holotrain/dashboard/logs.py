@@ -15,12 +15,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from holotrain.errors import UserError
+from holotrain.files import regular_size
 
 KEPT = {"scalars": 0, "images": 1, "tensors": 1, "histograms": 1, "compressedHistograms": 1, "audio": 1}
 """Events to keep of each tag, including the last; 0: all."""
 
 KINDS = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg"}
 """Kinds of images by their first bytes."""
+
+MOST_EVENTS, MOST_ROWS = 2**32, 2**28
+"""Bytes of a file of events, and of one of csv."""
 
 TAGS, IMAGE_BYTES, CHARACTERS = 12, 2**20, 10_000
 """Limits for each run: tags of images and of texts; the size of an image, which is left out if larger; the length of a text."""
@@ -30,16 +34,17 @@ def read_events(folder: Path) -> EventAccumulator:
     """All scalars of a run and the last of everything else; nothing if it has no event file.
 
     Raises:
-        UserError: a file cannot be read. (TensorBoard skips it.) Empty and truncated files are accepted.
+        UserError: a file cannot be read, or is too large. (TensorBoard skips it.) Empty and truncated files are accepted.
     """
     folder = folder / "tensorboard"
     paths = sorted(folder.glob("*tfevents*"))
     for path in paths:
         try:
-            with path.open("rb") as file:
-                empty = not file.read(1)
-            readable = empty or next(iter(EventFileLoader(str(path)).Load()), None) is not None
-        except (OSError, DecodeError):
+            size = regular_size(path, MOST_EVENTS)
+            readable = not size or next(iter(EventFileLoader(str(path)).Load()), None) is not None
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} is not a readable event file: {getattr(error, 'strerror', None) or error}") from error
+        except (DecodeError, MemoryError):  # an event may claim any size
             readable = False
         if not readable:
             raise UserError(f"{path} is not a readable event file")
@@ -92,6 +97,7 @@ def _csv(folder: Path) -> dict[str, Curve]:
     versions = {path: path.parent.name.removeprefix("version_") for path in sorted(folder.glob("version_*/metrics.csv"))}
     for path in sorted((path for path in versions if versions[path].isdecimal()), key=lambda path: int(versions[path])):
         try:
+            regular_size(path, MOST_ROWS)
             with path.open(newline="", encoding="utf-8") as file:
                 for row in csv.DictReader(file):
                     for tag in row.keys() - {"step"}:
