@@ -265,7 +265,7 @@ def key_of(override: str) -> str:
 
 def as_word(folder: Path | str) -> str:
     """A path as an override gives it. One that begins with a dollar or a quote would be an interpolation or a quoted text."""
-    return f"./{folder}" if str(folder)[0] in "'\"$" else str(folder)
+    return f"./{folder}" if str(folder).startswith(("'", '"', "$")) else str(folder)
 
 
 def literal(text: str) -> str:
