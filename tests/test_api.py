@@ -8,12 +8,14 @@ import os
 import shutil
 import subprocess
 import sys
+import traceback
 import warnings
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from forked import latest
 from left_by_runs import assert_same_weights
 from made_once import made_once
 from small_run import SMALL, fit_in, run_in
@@ -200,7 +202,7 @@ def test_a_module_and_data_of_a_program(here, run):
     assert same(other, net) and not other.training
     metrics = holotrain.test(model=Net(), data=data, overrides=[f"ckpt_path={result.checkpoint}"], quiet=True)
     assert metrics == {name: value for name, value in result.metrics.items() if name.startswith("test/")}
-    words = [*SHORT, "ckpt_path=mine/checkpoints/last.ckpt", "trainer.max_epochs=3"]
+    words = latest([*SHORT, "ckpt_path=mine/checkpoints/last.ckpt", "trainer.max_epochs=3"])
     assert holotrain.api.read(holotrain.fit(model=Net(), data=data, overrides=words, quiet=True).folder)["epochs"] == 3
 
     # What cannot know the objects says so.
@@ -209,6 +211,20 @@ def test_a_module_and_data_of_a_program(here, run):
     assert "give it to holotrain.fit, test or validate in Python as" in refusal(holotrain.compose, "test", words)
     assert "holds another model" in refusal(holotrain.load, "mine", model=Net(9))
     assert "holds another model" in refusal(holotrain.load, run, model=Net())
+
+
+def test_the_traceback_of_a_mistake_has_no_frames_of_hydra(here):
+    with pytest.raises(holotrain.UserError) as caught:
+        holotrain.fit(overrides=["modle=vit_tiny"])
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.count("Traceback") == 1 and "/hydra/" not in shown and "Did you mean 'model'?" in shown
+
+
+def test_a_folder_may_be_named_like_an_interpolation(here, monkeypatch):
+    monkeypatch.setenv("RUN", "here")
+    literal = holotrain.fit(overrides=[*SMALL, "logger=none", "test=false"], folder="${oc.env:HOME}", quiet=True)
+    named = holotrain.fit(overrides=[*SMALL, "logger=none", "test=false", "hydra.run.dir=${oc.env:RUN}/run"], quiet=True)
+    assert (literal.folder, named.folder) == (Path("${oc.env:HOME}"), Path("here/run"))
 
 
 def test_objects_in_a_composed_configuration(here):
@@ -225,7 +241,7 @@ def test_objects_in_a_composed_configuration(here):
 def test_a_lightning_module_resumes_exactly(here):
     def train(folder: str, *words: str) -> holotrain.Result:
         torch.manual_seed(0)
-        return holotrain.fit(model=Alone(), data=Digits(batch_size=64), overrides=words, folder=folder, quiet=True)
+        return holotrain.fit(model=Alone(), data=Digits(batch_size=64), overrides=latest(words), folder=folder, quiet=True)
 
     whole = train("whole", *ALONE, "trainer.max_epochs=4")
     train("parts", *ALONE)
@@ -340,7 +356,7 @@ def test_generate_returns_what_follows_each_prompt(here):
 
 @pytest.mark.slow
 def test_plan_is_that_of_the_command_line(here):
-    words = ["data=fake", "data.image_size=16", "memory=64MiB", *SMALL, "model.depth=1"]
+    words = ["data=fake", "data.image_size=16", "memory=64MiB", *SMALL]
     run_in(here, "plan", *words, "hydra.run.dir=run")
     expected = json.loads((here / "run/plan.json").read_text())
     plan = holotrain.plan(holotrain.compose("plan", words))

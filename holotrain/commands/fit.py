@@ -21,7 +21,7 @@ from holotrain.commands.checkpoint import (
     chosen_before,
     tokenizer_for,
 )
-from holotrain.commands.evaluation import can_test, evaluate, lightning_refusals
+from holotrain.commands.evaluation import can_test, check_not_empty, evaluate, lightning_refusals
 from holotrain.commands.memory_limits import OutOfMemory, as_out_of_memory, chosen, explained
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import SUMMARY, Summary
@@ -53,6 +53,10 @@ def run(config: FitConfig, run: Run) -> int:
     data = build_data(smallest_batch(config) if config.batch_is_open else config, tokenizer_for(config, start_checkpoint))
     run.once_a_machine("data", data.prepare_data)
     data.setup("fit")
+    if config.trainer.limit_val_batches != 0:
+        check_not_empty(data, "val")
+    if config.test and config.trainer.limit_test_batches != 0:
+        check_not_empty(data, "test")
     config = _chosen(config, data, run)
     pl.seed_everything(config.seed, verbose=False)
     task = build_task(config, data, begin=start_checkpoint is None)

@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from holotrain.commands.console import console, quieten
 from holotrain.commands.run_folder import Run, alone_in
+from holotrain.commands.streams import open_streams
 from holotrain.commands.summary import completed, ended
 from holotrain.config.build_trainer import (
     backend_of,
@@ -32,7 +33,7 @@ from holotrain.config.checkpointed import restore
 from holotrain.config.command_options import FitConfig, RunConfig
 from holotrain.config.structured import structured, to_container
 from holotrain.data.sampler import set_data_shard
-from holotrain.errors import UserError
+from holotrain.errors import UserError, within_limits
 from holotrain.models.checkpoint_files import recover
 from holotrain.parallel.launch import GRACE, ProcessFailed, launch
 from holotrain.parallel.process_group import Processes, destroy_group, processes_of_jobs
@@ -70,6 +71,7 @@ class MultiprocessRunner:
 
     def _run(self, command: str, config: RunConfig, run: Run) -> int:
         if isinstance(config, FitConfig):
+            _require_text(run.folder.absolute())
             recover(run.last_checkpoint)
             if config.resume:
                 if words := ended(config.trainer, run.folder):
@@ -149,6 +151,7 @@ def follow(process: ProcessRank) -> int:
 
 def work(job: dict[str, Any]) -> int:
     """Runs a job in this process, one of several that :func:`launch` started. Returns the exit status."""
+    open_streams()
     process = rank_from_environment()
     assert process is not None  # `launch` sets the environment
     if job["quiet"] or not process.is_main:
@@ -187,7 +190,7 @@ def _member(processes: Processes, command: str, config: RunConfig, run: Run) -> 
 
 def _command(command: str, config: RunConfig, run: Run) -> int:
     try:
-        with float32_products(config.trainer.float32_matmul_precision):
+        with float32_products(config.trainer.float32_matmul_precision), within_limits(run.hint):
             module = "evaluation" if command in ("validate", "test") else command
             return importlib.import_module(f"holotrain.commands.{module}").run(config, run)
     except SystemExit as ended:
@@ -199,6 +202,13 @@ def _command(command: str, config: RunConfig, run: Run) -> int:
 def _received(job: dict[str, Any]) -> tuple[str, RunConfig, Run]:
     run = Run(**job["run"] | {"folder": Path(job["run"]["folder"]), "started": time.monotonic()})
     return job["command"], structured(job["command"], job["config"]), run
+
+
+def _require_text(folder: Path) -> None:
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{folder}: its name is not text in UTF-8, and checkpoints hold it; train in another folder") from None
 
 
 def _silence() -> None:
