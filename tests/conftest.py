@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 from covering import slow
-from forked import composed_once, latest
+from forked import composed_once
 from made_once import made_once
 from small_run import SMALL, fit_in
 
@@ -83,10 +83,6 @@ class CommandLine:
         self._capfd = capfd
 
     def __call__(self, *words: str) -> tuple[int, str, str]:
-        """What :meth:`exactly` returns for the last word about each option."""
-        return self.exactly(*latest(words))
-
-    def exactly(self, *words: str) -> tuple[int, str, str]:
         """Exit status, standard output, standard error without warnings of PyTorch's sockets, which depend on the machine."""
         from holotrain.cli import main
 

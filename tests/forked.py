@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import runpy
 import sys
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from unittest.mock import patch
@@ -22,11 +21,6 @@ def composed_once() -> AbstractContextManager:
         return RunMode.MULTIRUN if "hydra.mode=MULTIRUN" in overrides else None
 
     return patch.object(Hydra, "get_mode", mode)
-
-
-def latest(words: Iterable[str]) -> list[str]:
-    """Of the words that give an option, the last: holotrain refuses two, and a test changes what a list such as SMALL says."""
-    return [*{word.partition("=")[0] if "=" in word else place: word for place, word in enumerate(words)}.values()]
 
 
 COMMAND_LINE = "import sys; from holotrain.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -45,7 +39,7 @@ class Forked:
 
     Args:
         program: a script, or the text of a program.
-        arguments: its ``sys.argv[1:]``, of which :func:`latest` are kept.
+        arguments: its ``sys.argv[1:]``.
         folder: its working directory.
         out, errors: files that its output goes to.
     """
@@ -59,7 +53,7 @@ class Forked:
         out: Path | str = os.devnull,
         errors: Path | str = os.devnull,
     ) -> None:
-        given = (program, latest(map(str, arguments)), str(folder), dict(env or os.environ), str(out), str(errors))
+        given = (program, list(map(str, arguments)), str(folder), dict(env or os.environ), str(out), str(errors))
         self._process = _CONTEXT.Process(target=_run, args=(multiprocessing.get_start_method(), *given))
         with patch.dict(os.environ, TORCH_CPP_LOG_LEVEL="ERROR"):  # which torch reads in the process that is forked
             self._process.start()

@@ -8,7 +8,7 @@ from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
 
-from forked import Forked, composed_once, latest
+from forked import Forked, composed_once
 
 SMALL = [
     "model.dim=16",
@@ -30,7 +30,7 @@ def run_in(folder: Path, *words: str) -> None:
     said = StringIO()
     here = chdir(folder), patch.dict(os.environ), patch.object(sys, "argv", ["holotrain"])
     with here[0], here[1], here[2], redirect_stderr(said), composed_once():
-        status = main(latest(words))
+        status = main(words)
     assert status == 0, said.getvalue()
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from forked import latest
 from left_by_runs import assert_same_weights
 from made_once import made_once
 from small_run import SMALL, fit_in, run_in
@@ -202,7 +201,7 @@ def test_a_module_and_data_of_a_program(here, run):
     assert same(other, net) and not other.training
     metrics = holotrain.test(model=Net(), data=data, overrides=[f"ckpt_path={result.checkpoint}"], quiet=True)
     assert metrics == {name: value for name, value in result.metrics.items() if name.startswith("test/")}
-    words = latest([*SHORT, "ckpt_path=mine/checkpoints/last.ckpt", "trainer.max_epochs=3"])
+    words = [*SHORT, "ckpt_path=mine/checkpoints/last.ckpt", "trainer.max_epochs=3"]
     assert holotrain.api.read(holotrain.fit(model=Net(), data=data, overrides=words, quiet=True).folder)["epochs"] == 3
 
     # What cannot know the objects says so.
@@ -241,7 +240,7 @@ def test_objects_in_a_composed_configuration(here):
 def test_a_lightning_module_resumes_exactly(here):
     def train(folder: str, *words: str) -> holotrain.Result:
         torch.manual_seed(0)
-        return holotrain.fit(model=Alone(), data=Digits(batch_size=64), overrides=latest(words), folder=folder, quiet=True)
+        return holotrain.fit(model=Alone(), data=Digits(batch_size=64), overrides=words, folder=folder, quiet=True)
 
     whole = train("whole", *ALONE, "trainer.max_epochs=4")
     train("parts", *ALONE)

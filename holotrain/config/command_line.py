@@ -93,8 +93,8 @@ class Arguments:
         return None
 
     def value(self, key: str) -> str | None:
-        """The value of ``key``, unquoted and resolved; None if no override gives it."""
-        for word in self.words:
+        """The value of the last override of ``key``, unquoted and resolved; None if there is none."""
+        for word in reversed(self.words):
             name, equals, value = word.lstrip("+").partition("=")
             if equals and name == key:
                 return self._resolved(key) if "${" in value else value.strip("'\"")
@@ -172,9 +172,9 @@ def parse(argv: list[str]) -> Arguments:
             one_of(names[0], value, choices)
     if arguments.config_dir and not Path(arguments.config_dir).is_dir():
         raise UserError(f"--config-dir: there is no folder {arguments.config_dir}")
-    _require_once(arguments.words)
     with explaining(arguments):
         parsed = OverridesParser.create().parse_overrides(arguments.overrides)
+    _require_once(arguments.words, parsed, option_names(arguments.config_dir))
     for word, override in zip(arguments.words, parsed, strict=True):
         _require_one(word, override)
         if not arguments.multirun:
@@ -182,14 +182,16 @@ def parse(argv: list[str]) -> Arguments:
     return arguments
 
 
-def _require_once(words: list[str]) -> None:
-    """Refuses an option that is given twice: Hydra takes the last. ``~key`` before ``+key=...`` replaces it."""
-    given: dict[str, str] = {}
-    for word in words:
-        key = key_of(word)
-        if not given.get(key, "~").startswith("~"):
-            raise UserError(f"{key}: it is given twice, as {given[key]} and {word}; leave one out")
-        given[key] = word
+def _require_once(words: list[str], parsed: list[Override], groups: Collection[str]) -> None:
+    """Refuses two choices of a group, of which Hydra would take the last, and an option with another value beside those of a
+    sweep, which would give equal jobs. Of two values the last is taken, as scripts expect."""
+    given: dict[str, tuple[str, Override]] = {}
+    for word, override in zip(words, parsed, strict=True):
+        key = override.key_or_group
+        before, other = given.get(key, ("", override))
+        if before and not other.is_delete() and (key in groups or override.is_sweep_override() or other.is_sweep_override()):
+            raise UserError(f"{key}: it is given twice, as {before} and {word}; leave one out")
+        given[key] = word, override
 
 
 def _require_one(word: str, override: Override) -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from covering import slow
-from forked import Forked, latest
+from forked import Forked
 from left_by_runs import only, summary
 from small_run import SMALL
 
 from holotrain.commands.streams import Unbreakable
 
-QUICK = latest([*SMALL, "trainer.max_epochs=1", "callbacks.progress=null", "test=false"])
+QUICK = [*SMALL, "trainer.max_epochs=1", "callbacks.progress=null", "test=false"]
 ROOT = Path(__file__).parents[2]
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full and limits of processes")
