@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from holotrain.callbacks import Interrupted, MemoryMonitor, ThroughputMonitor
+from holotrain.callbacks import Interrupted
 from holotrain.callbacks.drawing import log_text
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import (
@@ -23,6 +23,7 @@ from holotrain.commands.checkpoint import (
 )
 from holotrain.commands.evaluation import can_test, evaluate, lightning_refusals
 from holotrain.commands.memory_limits import OutOfMemory, as_out_of_memory, chosen, explained
+from holotrain.commands.measured import Measured
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import SUMMARY, Summary
 from holotrain.commands.tensorboard_tabs import BestValue, log_end, log_start
@@ -68,6 +69,7 @@ def run(config: FitConfig, run: Run) -> int:
     callbacks = [
         *build_fit_callbacks(config, run.folder, task, data),
         KeepConfiguration(config, run.choices, description(config, data)),
+        Measured(config.resume),
     ]
     monitor = next((c for c in callbacks if isinstance(c, ModelCheckpoint) and c.monitor), None)
     check_direction(monitor, run.direction)
@@ -143,20 +145,13 @@ def _chosen(config: FitConfig, data: pl.LightningDataModule, run: Run) -> FitCon
 
 def _summary(config: FitConfig, run: Run, trainer: pl.Trainer, task: pl.LightningModule, status: str) -> Summary:
     callbacks = {type(callback): callback for callback in trainer.callbacks}  # ty: ignore[missing-attribute]
-    throughput, memory = callbacks.get(ThroughputMonitor), callbacks.get(MemoryMonitor)
-    summary = Summary.of(run, config, model_of(task), status)
-    summary.metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    summary = Summary.of(run, config, model_of(task), status, **callbacks[Measured].results(trainer))
     if best := callbacks.get(BestValue):
         summary.monitor, summary.mode = best.checkpoint.monitor, best.checkpoint.mode
         value = best.best_so_far()
         summary.metrics[best.tag] = math.nan if value is None else value
     summary.between_blocks = kept_between_blocks(model_of(task))
     summary.epochs, summary.steps = trainer.current_epoch, trainer.global_step
-    if throughput is not None:
-        summary.samples_per_second, summary.step_seconds = throughput.samples_per_second, throughput.step_seconds
-        summary.tokens_per_second = throughput.tokens_per_second
-    if memory is not None:
-        summary.peak_memory_bytes = memory.peak_bytes
     checkpoint = _checkpoint(run, trainer)
     summary.checkpoint = str(checkpoint) if checkpoint else None
     return summary
