@@ -2,6 +2,7 @@
 
 import math
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -22,8 +23,9 @@ from holotrain.commands.checkpoint import (
     tokenizer_for,
 )
 from holotrain.commands.evaluation import can_test, evaluate, lightning_refusals
-from holotrain.commands.memory_limits import OutOfMemory, as_out_of_memory, chosen, explained
+from holotrain.commands.failures import SameFolder, of_the_system
 from holotrain.commands.measured import Measured
+from holotrain.commands.memory_limits import OutOfMemory, as_out_of_memory, chosen, explained
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import SUMMARY, Summary
 from holotrain.commands.tensorboard_tabs import BestValue, log_end, log_start
@@ -65,11 +67,13 @@ def run(config: FitConfig, run: Run) -> int:
         )
         check_classes(config, data, start_checkpoint)
 
+    place = SameFolder(run.folder)
     loggers = build_loggers(config.logger, run.folder, run.sweep)
     callbacks = [
         *build_fit_callbacks(config, run.folder, task, data),
         KeepConfiguration(config, run.choices, description(config, data)),
         Measured(config.resume),
+        place,
     ]
     monitor = next((c for c in callbacks if isinstance(c, ModelCheckpoint) and c.monitor), None)
     check_direction(monitor, run.direction)
@@ -113,12 +117,16 @@ def run(config: FitConfig, run: Run) -> int:
             raise UserError(f"out of memory {when} on {device_name(config.trainer.accelerator)}; {refusal}") from refusal
         words = explained(config, data, run, when, str(refusal))
         run.errors.append(words.splitlines()[0].removeprefix("holotrain: "))
-    except BaseException:
+    except BaseException as error:
         if run.is_main:
-            log_end(loggers, "failed")
+            with suppress(OSError):  # the disk may be full, or the folder gone
+                log_end(loggers, "failed")
+            if of_the_system(error):
+                place.check()
         raise
     if not run.is_main:
         return exit_status
+    place.check()
     summary = _summary(config, run, trainer, task, status)
     summary.metrics |= tested
     summary.write(run.folder)

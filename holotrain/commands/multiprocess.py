@@ -17,6 +17,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from holotrain.commands.console import console, quieten
+from holotrain.commands.failures import machine_failures
 from holotrain.commands.run_folder import Run, alone_in
 from holotrain.commands.summary import completed, ended
 from holotrain.config.build_trainer import (
@@ -187,7 +188,7 @@ def _member(processes: Processes, command: str, config: RunConfig, run: Run) -> 
 
 def _command(command: str, config: RunConfig, run: Run) -> int:
     try:
-        with float32_products(config.trainer.float32_matmul_precision):
+        with float32_products(config.trainer.float32_matmul_precision), machine_failures(run):
             module = "evaluation" if command in ("validate", "test") else command
             return importlib.import_module(f"holotrain.commands.{module}").run(config, run)
     except SystemExit as ended:
