@@ -20,17 +20,17 @@ from holotrain.commands.checkpoint import (
     check_continuable,
     check_origin,
     chosen_before,
-    tokenizer_for,
 )
 from holotrain.commands.evaluation import can_test, evaluate, lightning_refusals
 from holotrain.commands.failures import SameFolder, of_the_system
 from holotrain.commands.measured import Measured
 from holotrain.commands.memory_limits import OutOfMemory, as_out_of_memory, chosen, explained
 from holotrain.commands.run_folder import Run
+from holotrain.commands.shared_data import shared_data
 from holotrain.commands.summary import SUMMARY, Summary
 from holotrain.commands.tensorboard_tabs import BestValue, log_end, log_start
 from holotrain.commands.writing import write_whole
-from holotrain.config.build import build_data, build_task, description
+from holotrain.config.build import build_task, description
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_trainer import build_trainer, check_division, check_training_device, device_kind, device_name
 from holotrain.config.command_options import FitConfig
@@ -52,9 +52,7 @@ def run(config: FitConfig, run: Run) -> int:
         check_origin(config, start_checkpoint)
     if start_checkpoint is not None and config.resume:
         config = chosen_before(config, start_checkpoint)
-    data = build_data(smallest_batch(config) if config.batch_is_open else config, tokenizer_for(config, start_checkpoint))
-    run.once_a_machine("data", data.prepare_data)
-    data.setup("fit")
+    data = shared_data("fit", smallest_batch(config) if config.batch_is_open else config, start_checkpoint, run)
     config = _chosen(config, data, run)
     pl.seed_everything(config.seed, verbose=False)
     task = build_task(config, data, begin=start_checkpoint is None)

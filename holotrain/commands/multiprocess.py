@@ -179,7 +179,8 @@ def _member(processes: Processes, command: str, config: RunConfig, run: Run) -> 
     processes.join(backend_of(trainer, device), device, trainer.timeout, run.folder, nccl_options(trainer))
     set_data_shard(*data_shard_of(trainer, processes.process))
     try:
-        status = _command(command, config, replace(run, processes=processes))
+        with processes.mistakes_told():
+            status = _command(command, config, replace(run, processes=processes))
     finally:
         set_data_shard()
     processes.leave()

@@ -1,8 +1,9 @@
 """Loaders that leave the global random state alone and can be resumed in mid-epoch, and augmentation that is seeded."""
 
+import hashlib
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -131,6 +132,23 @@ class LoadingModule(ShowsInherited, pl.LightningDataModule):
         pinned = torch.cuda.is_available() if pin_memory is None else pin_memory
         self.loading: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pinned}
         self.seed = seed
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be equal in all processes after ``setup``, by names for messages, in plain values."""
+        return {}
+
+
+def in_places(size: int) -> list[int]:
+    """A few indices of so many samples, from the first to the last."""
+    return sorted({place * (size - 1) // 4 for place in range(5)}) if size else []
+
+
+def digest(parts: Iterable[Any]) -> str:
+    """A short hash of arrays, images, numbers and texts."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part.encode() if isinstance(part, str) else np.ascontiguousarray(part).tobytes())
+    return found.hexdigest()[:12]
 
 
 class StreamLoader:

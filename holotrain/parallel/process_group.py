@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+import re
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from holotrain.errors import UserError
+from holotrain.errors import MachineFailure, UserError
 from holotrain.parallel.rank import ProcessRank
 
 PATIENCE = timedelta(seconds=120)
@@ -72,6 +73,54 @@ class Processes:
         else:
             act()
 
+    @contextmanager
+    def together(self, name: str) -> Generator[None]:
+        """What fails inside in one process fails in all of them, so that none waits for it in vain.
+
+        Raises:
+            UserError: another process has failed.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._first_failure(name, in_words(error, self.process.rank))
+            raise
+        if failed := self._first_failure(name, None):
+            raise UserError(failed)
+
+    def _first_failure(self, name: str, own: str | None) -> str | None:
+        """The main process asks all others, unless it has failed itself; each of those asks the main one alone."""
+        if not self.process.is_main:
+            self.post(f"{name}/of {self.process.rank}", own)
+            return own or self.read(name)
+        others = (self.read(f"{name}/of {rank}") for rank in range(1, self.process.size))
+        failed = own or next(filter(None, others), None)
+        self.post(name, failed)
+        return failed
+
+    @contextmanager
+    def mistakes_told(self) -> Generator[None]:
+        """A mistake in one process takes the place of the errors that others have because it is gone.
+
+        Raises:
+            UserError: raised inside, here or in another process.
+        """
+        try:
+            yield
+        except UserError as mistake:
+            self.post("mistake", [in_words(mistake, self.process.rank), isinstance(mistake, MachineFailure)])
+            raise
+        except Exception as error:
+            if not self._posted("mistake"):
+                raise
+            words, of_the_machine = self.read("mistake")
+            raise (MachineFailure if of_the_machine else UserError)(words) from error
+
+    def _posted(self, name: str) -> bool:
+        with suppress(RuntimeError):  # the store's process may have ended
+            return self.store.check([name])
+        return False
+
     def join(
         self,
         backend: str,
@@ -109,6 +158,12 @@ class Processes:
         with suppress(dist.DistNetworkError):  # the main process, which may host the store, has finished
             self.store.wait([f"through/{rank}" for rank in range(self.process.size)], self.timeout)
         destroy_group()
+
+
+def in_words(error: Exception, rank: int) -> str:
+    """An error in one line for other processes, which says whose it is."""
+    said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}".splitlines()[0]
+    return said if re.search(r"\brank \d+", said) else f"rank {rank}: {said}"
 
 
 def destroy_group() -> None:
