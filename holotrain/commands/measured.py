@@ -9,6 +9,9 @@ from holotrain.callbacks import MemoryMonitor, ThroughputMonitor
 KEY = "measured"
 """Where a checkpoint holds it."""
 
+OF_THROUGHPUT = ("samples_per_second", "tokens_per_second", "step_seconds")
+OF_MEMORY = "peak_memory_bytes"
+
 
 class Measured(pl.Callback):
     """Keeps in checkpoints what a training has measured. The summary of a resumed one is whole, even if no step was left.
@@ -26,10 +29,9 @@ class Measured(pl.Callback):
         found: dict[str, Any] = {}
         for callback in trainer.callbacks:  # ty: ignore[missing-attribute]
             if isinstance(callback, ThroughputMonitor):
-                for name in ("samples_per_second", "tokens_per_second", "step_seconds"):
-                    found[name] = getattr(callback, name)
+                found |= {name: getattr(callback, name) for name in OF_THROUGHPUT}
             elif isinstance(callback, MemoryMonitor):
-                found["peak_memory_bytes"] = callback.peak_bytes
+                found[OF_MEMORY] = callback.peak_bytes
         found = {name: value for name, value in found.items() if value is not None}
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         return self._before | found | {"metrics": self._before.get("metrics", {}) | metrics}
@@ -38,9 +40,9 @@ class Measured(pl.Callback):
         checkpoint[KEY] = self.results(trainer)
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        kept = checkpoint.get(KEY)
-        if self.resumed and isinstance(kept, dict):
-            self._before = _numbers(kept) | {"metrics": _numbers(kept.get("metrics"))}
+        if self.resumed and isinstance(kept := checkpoint.get(KEY), dict):
+            figures = {name: value for name, value in _numbers(kept).items() if name in (*OF_THROUGHPUT, OF_MEMORY)}
+            self._before = figures | {"metrics": _numbers(kept.get("metrics"))}
 
 
 def _numbers(kept: Any) -> dict[str, float]:

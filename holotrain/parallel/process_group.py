@@ -78,17 +78,18 @@ class Processes:
         """What fails inside in one process fails in all of them, so that none waits for it in vain.
 
         Raises:
-            UserError: another process has failed.
+            UserError: a mistake in another process.
+            RuntimeError: another error in another process.
         """
         try:
             yield
         except Exception as error:
-            self._first_failure(name, in_words(error, self.process.rank))
+            self._first_failure(name, told(error, self.process.rank))
             raise
         if failed := self._first_failure(name, None):
-            raise UserError(failed)
+            raise KINDS[failed[0]](failed[1])
 
-    def _first_failure(self, name: str, own: str | None) -> str | None:
+    def _first_failure(self, name: str, own: list[str] | None) -> list[str] | None:
         """The main process asks all others, unless it has failed itself; each of those asks the main one alone."""
         if not self.process.is_main:
             self.post(f"{name}/of {self.process.rank}", own)
@@ -108,13 +109,13 @@ class Processes:
         try:
             yield
         except UserError as mistake:
-            self.post("mistake", [in_words(mistake, self.process.rank), isinstance(mistake, MachineFailure)])
+            self.post("mistake", told(mistake, self.process.rank))
             raise
         except Exception as error:
             if not self._posted("mistake"):
                 raise
-            words, of_the_machine = self.read("mistake")
-            raise (MachineFailure if of_the_machine else UserError)(words) from error
+            kind, words = self.read("mistake")
+            raise KINDS[kind](words) from error
 
     def _posted(self, name: str) -> bool:
         with suppress(RuntimeError):  # the store's process may have ended
@@ -160,10 +161,17 @@ class Processes:
         destroy_group()
 
 
-def in_words(error: Exception, rank: int) -> str:
-    """An error in one line for other processes, which says whose it is."""
-    said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}".splitlines()[0]
-    return said if re.search(r"\brank \d+", said) else f"rank {rank}: {said}"
+KINDS = {kind.__name__: kind for kind in (MachineFailure, UserError, RuntimeError)}
+"""What processes tell each other of: what the machine did, mistakes, defects."""
+
+
+def told(error: Exception, rank: int) -> list[str]:
+    """The kind of an error and a line that says whose it is, for other processes. A file that a process lacks is a mistake."""
+    kind = MachineFailure if isinstance(error, MachineFailure) else UserError
+    said = str(error)
+    if not isinstance(error, UserError | OSError):
+        kind, said = RuntimeError, f"{type(error).__name__}: {error}".splitlines()[0]
+    return [kind.__name__, said if re.search(r"\brank \d+", said) else f"rank {rank}: {said}"]
 
 
 def destroy_group() -> None:
