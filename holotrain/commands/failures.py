@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from errno import EDQUOT, EIO, ENOSPC, EROFS
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,7 +20,10 @@ NOT_WRITTEN = (EDQUOT, EIO, ENOSPC, EROFS)
 """Errors of disks."""
 
 
-WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is )?(killed by signal: [\w ]+|exited unexpectedly)")
+WORKER = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? (?P<pid>[\d, ]+)\) (?:is )?(?P<how>killed by signal: [\w ]+|exited unexpectedly)"
+)
+"""What torch says of a worker that died. Its handler of SIGCHLD may raise that anywhere."""
 
 
 @contextmanager
@@ -34,15 +38,28 @@ def machine_failures(run: Run) -> Generator[None]:
     except UserError:
         raise
     except Exception as error:
-        if isinstance(error, RuntimeError) and (worker := WORKER.search(str(error))):  # torch's handler of SIGCHLD, anywhere
+        if dead := dead_worker(error):
             likely = "probably for lack of memory; fewer data.num_workers or smaller batches need less"
-            raise MachineFailure(f"data worker {worker[1]} died ({worker[2]}), {likely}{run.hint()}") from error
+            raise MachineFailure(f"{dead}, {likely}{run.hint()}") from error
         failed = of_the_system(error)
         if failed is None or failed.errno not in NOT_WRITTEN:
             raise
         raise MachineFailure(f"{_name(failed) or run.folder} cannot be written: {failed.strerror}{run.hint()}") from error
     finally:
         threading.excepthook = shown
+
+
+def dead_worker(error: Exception) -> str | None:
+    """Which data worker died, and how, if that led to the error."""
+    if isinstance(error, RuntimeError) and (found := WORKER.search(str(error))):
+        return f"data worker {found['pid']} died ({found['how']})"
+    if not isinstance(error, ConnectionError | EOFError):  # in the middle of a batch from a worker
+        return None
+    for frame, _ in walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "_try_get_data":
+            dead = [worker.pid for worker in frame.f_locals["self"]._workers if worker.exitcode not in (None, 0)]
+            return f"data worker {', '.join(map(str, dead))} died (exited unexpectedly)"
+    return None
 
 
 def of_the_system(error: BaseException | None) -> OSError | None:

@@ -1,6 +1,7 @@
 """Loaders that leave the global random state alone and can be resumed in mid-epoch, and augmentation that is seeded."""
 
 import hashlib
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +25,7 @@ class OwnGenerator(DataLoader):
 
     def __init__(self, dataset: Dataset, **options: Any) -> None:
         defaults: dict[str, Any] = {"generator": torch.Generator(), "persistent_workers": options.get("num_workers", 0) > 0}
+        defaults["worker_init_fn"] = _end_quietly
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # which torchdata 0.11 calls
             super().__init__(dataset, **defaults | options)
@@ -42,6 +44,12 @@ class OwnGenerator(DataLoader):
         # Its workers end now. If the garbage collector finds them, it closes their queues first and waits 5 seconds for each.
         self._iterator = None
         raise UserError(line)
+
+
+def _end_quietly(worker: int) -> None:
+    """No traceback if the training ends while this worker hands a batch over. Errors in data go through a queue."""
+    shown = sys.excepthook
+    sys.excepthook = lambda kind, *rest: None if issubclass(kind, ConnectionError | EOFError) else shown(kind, *rest)
 
 
 class Loader(OwnGenerator):

@@ -3,6 +3,7 @@
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed
@@ -10,6 +11,10 @@ from covering import slow
 from forked import Forked
 from left_by_runs import summary, weights
 from small_run import SMALL, fit_apart
+
+from holotrain.commands.failures import machine_failures
+from holotrain.commands.run_folder import Run
+from holotrain.errors import MachineFailure
 
 WORDS = [*SMALL, "callbacks.progress=null", "callbacks.checkpoint.every_n_train_steps=1", "hydra.run.dir=run"]
 RESUMED = r"; resume with: python -m holotrain fit resume=true hydra\.run\.dir=run .*"
@@ -37,11 +42,31 @@ distributed = pytest.mark.skipif(not torch.distributed.is_available(), reason="t
     "words", [[], pytest.param([*TWO, "+callbacks.happening.rank=1"], marks=[pytest.mark.slow, distributed])]
 )
 def test_a_data_worker_that_is_killed(tmp_path, words):
-    said = said_at_the_end(tmp_path, "data.num_workers=2", "logger=none", *happening("killed"), *words)
+    words = ["data.num_workers=2", "logger=none", "trainer.max_epochs=40", *happening("killed"), *words]
+    said = said_at_the_end(tmp_path, *words)
     assert re.fullmatch(
-        r"data worker \d+ died \(killed by signal: Killed\), probably for lack of memory; fewer .*" + RESUMED, said
+        r"data worker \d+ died \((killed by signal: Killed|exited unexpectedly)\), probably for lack of memory; fewer .*"
+        + RESUMED,
+        said,
     )
     assert weights(tmp_path / LAST) and not (tmp_path / "run/summary.json").exists()
+
+
+class Handing:
+    """As torch's iterator, where one of two workers dies."""
+
+    _workers = (SimpleNamespace(pid=7, exitcode=0), SimpleNamespace(pid=8, exitcode=-9))
+
+    def _try_get_data(self) -> None:
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+
+def test_a_data_worker_that_is_killed_while_it_hands_a_batch_over(tmp_path):
+    run = Run("fit", tmp_path, [], {})
+    with pytest.raises(MachineFailure, match="^data worker 8 died "), machine_failures(run):
+        Handing()._try_get_data()
+    with pytest.raises(ConnectionResetError), machine_failures(run):
+        raise ConnectionResetError(104, "Connection reset by peer")
 
 
 @distributed
