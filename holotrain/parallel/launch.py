@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,8 @@ def serve(work: Callable[[Any], int], job: dict[str, Any]) -> None:
     except BaseException as error:
         again = os.environ["TORCHELASTIC_RESTART_COUNT"] != os.environ["TORCHELASTIC_MAX_RESTARTS"]
         if isinstance(error, UserError) and not (again and isinstance(error, MachineFailure)):
-            Path(job["mistake"]).write_text(str(error), encoding="utf-8")
+            with suppress(FileExistsError), open(job["mistake"], "x", encoding="utf-8") as file:  # others repeat the first
+                file.write(str(error))
         time.sleep(GRACE)
         sys.stdout.flush()
         os._exit(1)  # without closing connections first, and without another traceback
