@@ -1,14 +1,10 @@
 """Mistakes of the user, each in one line: which option, what is wrong, what is valid."""
 
 import difflib
-import os
 import re
-import sys
-import threading
-import traceback
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from errno import EACCES, EDQUOT, EFBIG, ELOOP, EMFILE, ENAMETOOLONG, ENFILE, ENOSPC, EPERM
+from errno import EACCES, ELOOP, ENAMETOOLONG, EPERM
 
 
 class UserError(Exception):
@@ -21,6 +17,10 @@ class UserError(Exception):
     def __str__(self) -> str:
         """The text; line breaks and other characters that control a terminal, which a file may hold, are escaped."""
         return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in super().__str__())
+
+
+class MachineFailure(UserError):
+    """Not a mistake, but as short: the machine failed. The same run may go well when it is started again."""
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
@@ -51,57 +51,6 @@ def files_named() -> Generator[None]:
         if error.filename is None or error.errno not in (ENAMETOOLONG, ELOOP, EACCES, EPERM):
             raise
         raise UserError(f"{error.filename}: {error.strerror or error}") from error
-
-
-LIMITS = {
-    EMFILE: "raise the limit with ulimit -n, or lower data.num_workers",
-    ENFILE: "lower data.num_workers",
-    EFBIG: "raise the limit with ulimit -f",
-    ENOSPC: "free some, or name another folder",
-    EDQUOT: "free some, or name another folder",
-}
-"""Limits of the system, by the number of their error, and what helps."""
-
-
-@contextmanager
-def within_limits(hint: Callable[[], str]) -> Generator[None]:
-    """Turns an error inside into a UserError, if a limit of the system is its cause. Also if it comes from a library's thread,
-    or if a library has made another error of it.
-
-    Args:
-        hint: how to go on, to be said last.
-    """
-    hooks = threading.excepthook, sys.unraisablehook
-    threading.excepthook = lambda one: None if _limit(one.exc_value) else hooks[0](one)  # the main thread gets it, too
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        reached = _limit(error)
-        if reached is None:
-            raise
-        sys.unraisablehook = lambda one: None  # for objects that are half made
-        for each in (error, reached):
-            traceback.clear_frames(each.__traceback__)  # they hold those, and open files
-        raise UserError(f"{_in_words(reached)}{hint()}") from None
-    finally:
-        threading.excepthook, sys.unraisablehook = hooks
-
-
-def _limit(error: BaseException | None) -> BaseException | None:
-    """The error of a limit of the system that led to this one; None: none did."""
-    while error is not None:
-        if isinstance(error, OSError | RuntimeError) and any(os.strerror(code) in str(error) for code in LIMITS):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def _in_words(reached: BaseException) -> str:
-    code = next(code for code in LIMITS if os.strerror(code) in str(reached))
-    name = getattr(reached, "filename", None)
-    return f"{f'{os.fsdecode(name)}: ' if name else ''}{os.strerror(code)}; {LIMITS[code]}"
 
 
 @contextmanager

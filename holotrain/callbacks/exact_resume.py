@@ -55,7 +55,7 @@ class ExactResume(pl.Callback):
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         self._to_restore = checkpoint.get(KEY)
         if self._to_restore is not None:
-            _reopen_epoch(checkpoint["loops"]["fit_loop"])
+            _reopen_epoch(checkpoint["loops"]["fit_loop"], trained=0 <= trainer.max_steps <= checkpoint["global_step"])
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._fresh = Fresh(trainer.optimizers, [each.scheduler for each in trainer.lr_scheduler_configs])
@@ -97,11 +97,15 @@ def _position(positions: list[dict[str, Any] | None], trainer: pl.Trainer) -> di
     return next(found, positions[trainer.global_rank % len(positions)])
 
 
-def _reopen_epoch(progress: dict[str, Any]) -> None:
-    """Continues an epoch that ``max_steps`` or a request to stop cut short; Lightning (2.6) would start the next one."""
+def _reopen_epoch(progress: dict[str, Any], trained: bool) -> None:
+    """Continues an epoch that ``max_steps`` or a request to stop cut short; Lightning (2.6) would start the next one.
+
+    Args:
+        trained: no step is left; the epoch counts, as it does where it was cut short.
+    """
     if not progress["epoch_loop.batch_progress"]["is_last_batch"]:
         for count in (progress["epoch_progress"]["current"], progress["epoch_progress"]["total"]):
-            count["processed"] = count["completed"] = count["ready"] - 1
+            count["processed"] = count["completed"] = count["ready"] - (not trained)
 
 
 def _end_epoch(loop: FitLoop) -> None:

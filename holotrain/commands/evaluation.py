@@ -15,11 +15,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from holotrain.callbacks import ExactResume
 from holotrain.callbacks.drawing import log_image
 from holotrain.commands import screen
-from holotrain.commands.checkpoint import check_classes, check_origin, load_weights, tokenizer_for
+from holotrain.commands.checkpoint import check_classes, check_origin, load_weights
 from holotrain.commands.run_folder import Run
+from holotrain.commands.shared_data import shared_data
 from holotrain.commands.summary import Summary
 from holotrain.config import checkpointed
-from holotrain.config.build import build_data, build_task
+from holotrain.config.build import build_task
 from holotrain.config.build_callbacks import build_loggers, build_matrices
 from holotrain.config.build_trainer import build_trainer, check_device, check_division
 from holotrain.config.command_options import CheckpointConfig, RunConfig
@@ -129,9 +130,7 @@ def prepared(command: str, config: CheckpointConfig, run: Run) -> tuple[pl.Light
     path = config.checkpoint
     check_device(config.trainer)
     check_origin(config, path)
-    data = build_data(config, tokenizer_for(config, path))
-    run.once_a_machine("data", data.prepare_data)
-    data.setup(command)
+    data = shared_data(command, config, path, run)
     if command in SPLITS:
         check_not_empty(data, SPLITS[command])
     check_classes(config, data, path)

@@ -17,6 +17,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from holotrain.commands.console import console, quieten
+from holotrain.commands.failures import machine_failures
 from holotrain.commands.run_folder import Run, alone_in
 from holotrain.commands.streams import open_streams
 from holotrain.commands.summary import completed, ended
@@ -33,7 +34,7 @@ from holotrain.config.checkpointed import restore
 from holotrain.config.command_options import FitConfig, RunConfig
 from holotrain.config.structured import structured, to_container
 from holotrain.data.sampler import set_data_shard
-from holotrain.errors import UserError, within_limits
+from holotrain.errors import UserError
 from holotrain.models.checkpoint_files import recover
 from holotrain.parallel.launch import GRACE, ProcessFailed, launch
 from holotrain.parallel.process_group import Processes, destroy_group, processes_of_jobs
@@ -181,7 +182,8 @@ def _member(processes: Processes, command: str, config: RunConfig, run: Run) -> 
     processes.join(backend_of(trainer, device), device, trainer.timeout, run.folder, nccl_options(trainer))
     set_data_shard(*data_shard_of(trainer, processes.process))
     try:
-        status = _command(command, config, replace(run, processes=processes))
+        with processes.mistakes_told():
+            status = _command(command, config, replace(run, processes=processes))
     finally:
         set_data_shard()
     processes.leave()
@@ -190,7 +192,7 @@ def _member(processes: Processes, command: str, config: RunConfig, run: Run) -> 
 
 def _command(command: str, config: RunConfig, run: Run) -> int:
     try:
-        with float32_products(config.trainer.float32_matmul_precision), within_limits(run.hint):
+        with float32_products(config.trainer.float32_matmul_precision), machine_failures(run):
             module = "evaluation" if command in ("validate", "test") else command
             return importlib.import_module(f"holotrain.commands.{module}").run(config, run)
     except SystemExit as ended:

@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
@@ -112,6 +112,10 @@ class Run:
             act()
         else:
             self.processes.once_a_machine(name, act)
+
+    def together(self, name: str) -> AbstractContextManager[None]:
+        """What fails inside in one process fails in all of them with a UserError."""
+        return nullcontext() if self.processes is None else self.processes.together(name)
 
 
 LOCK = ".lock"

@@ -183,13 +183,13 @@ def parse(argv: list[str]) -> Arguments:
 
 
 def _require_once(words: list[str], parsed: list[Override], groups: Collection[str]) -> None:
-    """Refuses two choices of a group, of which Hydra would take the last, and an option with another value beside those of a
-    sweep, which would give equal jobs. Of two values the last is taken, as scripts expect."""
+    """Refuses two choices of a group, of which Hydra would take the last, and a second value of an option after those of a sweep,
+    which would give equal jobs. Of two values the last is taken, as scripts expect."""
     given: dict[str, tuple[str, Override]] = {}
     for word, override in zip(words, parsed, strict=True):
         key = override.key_or_group
         before, other = given.get(key, ("", override))
-        if before and not other.is_delete() and (key in groups or override.is_sweep_override() or other.is_sweep_override()):
+        if before and not other.is_delete() and (key in groups or other.is_sweep_override()):
             raise UserError(f"{key}: it is given twice, as {before} and {word}; leave one out")
         given[key] = word, override
 

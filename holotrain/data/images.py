@@ -9,7 +9,15 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, default_collate
 from torchvision.transforms import v2
 
-from holotrain.data.loader import Loader, LoadingModule, ResumableLoader, SeededDataset, TransformedDataset
+from holotrain.data.loader import (
+    Loader,
+    LoadingModule,
+    ResumableLoader,
+    SeededDataset,
+    TransformedDataset,
+    digest,
+    in_places,
+)
 from holotrain.errors import UserError, naming_group, one_of
 from holotrain.files import read_json
 from holotrain.numeric import require_at_least, require_within
@@ -218,6 +226,17 @@ class ImageDataModule(LoadingModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Reads nothing by default."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The classes, the number of samples of each part, and a hash of a few of them."""
+        names = list(map(str, self.class_names))
+        found: dict[str, Any] = {"classes": len(names), "names of classes": digest(["\n".join(names)])}
+        for part in ("train", "val", "test"):
+            samples = self.split(part)
+            size = len(samples)  # ty: ignore[invalid-argument-type]: torch declares no length
+            found[f"samples of {part}"] = size
+            found[f"content of {part}"] = digest(value for place in in_places(size) for value in samples[place])
+        return found
 
     def train_dataloader(self) -> ResumableLoader:
         seeded = SeededDataset(self.split("train"), self.train_transform(), self.seed)
