@@ -32,7 +32,7 @@ def open_regular(path: str | Path) -> BinaryIO:
     Raises:
         OSError: it cannot be read, or is no regular file.
     """
-    return open(path, "rb", opener=_regular)  # noqa: SIM115
+    return open(path, "rb", opener=_regular)
 
 
 def _regular(path: str, flags: int) -> int:
@@ -103,6 +103,15 @@ def require_shallow(value: Any) -> None:
             within.pop()
         if len(within) > DEEPEST or seen > MOST:
             raise ValueError(f"it is nested more than {DEEPEST} levels deep, or holds more than {MOST} values")
+
+
+def require_inside(folder: Path, path: Path) -> None:
+    """
+    Raises:
+        ValueError: what is at the path, or where a link there leads, is no regular file in the folder.
+    """
+    if not (path.is_file() and path.resolve().is_relative_to(folder.resolve())):
+        raise ValueError(f"{path} is no file in {folder}")
 
 
 @contextmanager

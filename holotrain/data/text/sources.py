@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from holotrain.data import hub
-from holotrain.data.hub import KINDS, files_read, fingerprint_of, rows_without
+from holotrain.data.hub import EXPANSION, KINDS, files_read, fingerprint_of, rows_without
 from holotrain.data.loader import Loader
 from holotrain.data.text.tokenise import Batch, Reading, Rows, as_it_is, fraction_of
 from holotrain.data.tokenizers import Tokenizer
@@ -75,9 +75,17 @@ def matches(option: str, patterns: str | Sequence[str], part: str | None = None)
 
 
 def rows_of(
-    files: Sequence[TextFile], reading: Reading, cache: Path, streaming: bool = False, num_proc: int | None = None
+    files: Sequence[TextFile],
+    reading: Reading,
+    cache: Path,
+    streaming: bool = False,
+    num_proc: int | None = None,
+    expansion: float = EXPANSION,
 ) -> list[Rows]:
     """Files, in groups of one part and label each. With enough files, whole ones are held out; else documents.
+
+    Args:
+        streaming, num_proc, expansion: see :func:`~holotrain.data.hub.files_read`.
 
     Raises:
         UserError: one cannot be read.
@@ -96,7 +104,7 @@ def rows_of(
         options = {"sample_by": SAMPLES[reading.unit], "encoding": "utf-8-sig"} if kind == "text" else {}
         names = {f"group_{number}": paths for number, paths in enumerate(members.values())}
         try:
-            read = files_read(kind, names, cache, streaming, num_proc, **options)
+            read = files_read(kind, names, cache, streaming, num_proc, expansion, **options)
         except UserError:
             for error in (_search(file, cache) for file in files):
                 if isinstance(error, UserError):
@@ -168,7 +176,7 @@ class LooseFiles(Dataset):
         return {"tokens": tokens, "lengths": torch.tensor([*map(len, rows)]), "names": [self.paths[key] for key in keys]}
 
 
-def texts_at(path: Path, text: str) -> list[tuple[str, str]]:
+def texts_at(path: Path, text: str, expansion: float = EXPANSION) -> list[tuple[str, str]]:
     """Name and text of the file at a path, or of all files below it; for files of rows, of each row that is not blank."""
     if not path.exists():
         raise UserError(f"texts: there is no file or folder {path}")
@@ -176,7 +184,8 @@ def texts_at(path: Path, text: str) -> list[tuple[str, str]]:
     for each in [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file()):
         try:
             with TemporaryDirectory() as cache:  # the library keeps its locks there
-                (rows,) = rows_of([TextFile(each, each.name, "test")], Reading(text=text), Path(cache), streaming=True)
+                file = TextFile(each, each.name, "test")
+                (rows,) = rows_of([file], Reading(text=text), Path(cache), streaming=True, expansion=expansion)
                 numbered = [(number, one) for number, row in enumerate(rows.batches("test", 1), 1) for one in row]
         except UserError as error:  # whose advice is for data
             raise UserError(f"texts: {str(error).removeprefix('data: ').partition('; data.on_error')[0]}") from error
@@ -187,7 +196,14 @@ def texts_at(path: Path, text: str) -> list[tuple[str, str]]:
 
 
 def text_files(
-    path: Path, tokenizer: Tokenizer, context: int, packed: bool, batch_size: int, text: str = "text", **loading: Any
+    path: Path,
+    tokenizer: Tokenizer,
+    context: int,
+    packed: bool,
+    batch_size: int,
+    text: str = "text",
+    expansion: float = EXPANSION,
+    **loading: Any,
 ) -> Loader:
     """Text files, each a document, sorted by name: ``tokens`` (B, T), ``lengths`` (B,), ``names``.
 
@@ -197,13 +213,14 @@ def text_files(
         packed: all tokens of a text are targets, in blocks of at most ``context + 1`` that begin with an end token; False: a
             text is cut short between start and end token, as for classification.
         text: column that holds the text, in files of rows.
+        expansion: see :func:`~holotrain.data.hub.files_read`.
         loading: options of DataLoader, such as ``num_workers``.
 
     Raises:
         UserError: there is no text at ``path``, or it cannot be read.
     """
     end, rows, names = tokenizer.end_id, [], []
-    for name, written in texts_at(path, text):
+    for name, written in texts_at(path, text, expansion):
         ids = tokenizer.encode(written)
         if packed:
             whole = np.concatenate([[end], ids, [end]])
