@@ -14,6 +14,7 @@ from holotrain.config.build import class_names, synthesis_of, with_adapters
 from holotrain.config.command_options import Config, FitConfig, RunConfig
 from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.option_groups import HUGGING_FACE, TEXT, is_a
+from holotrain.data.tokenizers import tokenizer_text
 from holotrain.errors import UserError, naming_group
 from holotrain.models import building, saved
 from holotrain.models.building import bounded
@@ -86,7 +87,7 @@ def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:
         return None
     begun_with = Path(pretrained)
     if (begun_with / "tokenizer.json").is_file():
-        return (begun_with / "tokenizer.json").read_text(encoding="utf-8")
+        return tokenizer_text(begun_with / "tokenizer.json")
     try:
         return checkpointed.load(begun_with)[checkpointed.KEY]["description"].get("tokenizer")
     except UserError:  # weights of other programs have no tokenizer
