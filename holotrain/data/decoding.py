@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import BinaryIO
 from warnings import catch_warnings
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from holotrain.errors import UserError
 from holotrain.files import open_regular
@@ -47,6 +47,8 @@ def decoded(file: BinaryIO, megapixels: float) -> Image.Image:
     try:
         with refusing, Image.open(file, formats=FORMATS) as image:
             return _grey_or_rgb(image)
+    except UnidentifiedImageError as error:
+        raise ValueError(f"it is none of {', '.join(FORMATS)}") from error
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
         raise ValueError(f"it is larger than data.max_megapixels={megapixels:g}") from error
     finally:

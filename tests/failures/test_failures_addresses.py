@@ -1,0 +1,235 @@
+"""Whatever files say, no address is contacted, no program is started, and nothing outside of their folder is opened."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_files import write_folder
+from PIL import Image
+from small_run import SMALL
+from watched import watched
+
+QUICK = [*SMALL, "trainer.max_epochs=1", "logger=none", "callbacks.progress=null", "test=false", "hydra.run.dir=run"]
+TEXT = ["task=causal_lm", "data.context=16", "data.batch_size=2", "data.cache_dir=cache", "data.val_fraction=0.2"]
+TEXT += ["data.test_fraction=0.2", "data.unit=line"]
+IMAGES = ["model=vit_tiny", "data=hub_images", "data.image_size=8", "data.batch_size=2", "data.cache_dir=cache"]
+IMAGES += ["data.val_fraction=0.4", "model.patch_size=4"]
+FOLDERS = ["model=vit_tiny", "data=imagefolder", "data.root=photos", "data.image_size=8", "data.batch_size=2"]
+FOLDERS += ["data.num_workers=0", "model.patch_size=4"]
+NETWORK = ["task=image_classification", "data=digits", "model=huggingface", "model.name=network"]
+HERE = "http://127.0.0.1:9/x"
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n(ran) (w) file closefile\nshowpage\n"
+VIT = {"model_type": "vit", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+VIT |= {"image_size": 8, "patch_size": 4, "num_channels": 1}
+
+
+@pytest.fixture(autouse=True)
+def attempts(tmp_path, monkeypatch):
+    """What the test tries to do outside. Nothing is downloaded for want of a network alone, and nothing waits for ever."""
+    (tmp_path / "secret.png").write_bytes(picture(tmp_path))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits"))
+    signal.alarm(240)
+    with watched(tmp_path / "secret.png") as noted:
+        yield noted
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+    assert noted == []
+
+
+def picture(folder: Path, colour: str = "red") -> bytes:
+    path = folder / "picture.png"
+    Image.new("RGB", (8, 8), colour).save(path)
+    content = path.read_bytes()
+    path.unlink()
+    return content
+
+
+def test_what_is_watched_for_is_noticed(attempts, tmp_path):
+    for attempt in (
+        lambda: socket.create_connection(("127.0.0.1", 9)),
+        lambda: socket.getaddrinfo("localhost", 80),
+        lambda: subprocess.run(["true"]),
+        lambda: (tmp_path / "secret.png").read_bytes(),
+    ):
+        with pytest.raises(OSError, match="refused by the test"):
+            attempt()
+        assert len(attempts) == 1
+        attempts.clear()
+
+
+IMAGE_FILES = {
+    "PostScript": lambda path: path.write_bytes(POSTSCRIPT),
+    "an enhanced metafile": lambda path: path.write_bytes(b"\x01\x00\x00\x00" + b"\x00" * 36 + b" EMF" + b"\x00" * 100),
+    "a bomb": lambda path: Image.new("1", (13_000, 13_000)).save(path, "PNG"),
+    "a text": lambda path: path.write_text(HERE),
+}
+SAID = {"a bomb": "it is larger than data.max_megapixels=89.5"}
+
+
+@pytest.mark.parametrize("kind", IMAGE_FILES)
+def test_no_image_starts_a_program_or_fills_the_memory(holotrain, image_run, kind):
+    """Among the files to predict, and to train and test on."""
+    write_folder(Path("photos"))
+    for path in ("alone.jpg", "photos/train/cat/0.png", "photos/val/dog/0.png"):
+        IMAGE_FILES[kind](Path(path))
+    said = SAID.get(kind, "it is none of BMP, GIF, JPEG, PNG, PPM, TIFF, WEBP")
+    err = holotrain.refused("predict", f"ckpt_path={image_run}", "images=alone.jpg")
+    assert "there is no readable image in alone.jpg" in err.splitlines()[-1]
+    err = holotrain.refused("fit", *QUICK, *FOLDERS, "trainer.limit_train_batches=1.0")
+    assert ("photos/train/cat/0.png" in err or "photos/val/dog/0.png" in err) and said in err
+    assert not Path("ran").exists()
+
+
+NAMES = {
+    "an address": HERE,
+    "an address within": f"zip://a.png::{HERE}",
+    "an address of the Hub": "hf://datasets/nobody/nothing/a.png",
+    "a file of the machine": "/etc/hostname",
+    "a file of another folder": "../secret.png",
+    "a file within another": "zip://a.png::/etc/hostname",
+    "a link to another folder": "link.png",
+    "a pipe": "pipe.png",
+    "nothing": None,
+}
+"""What a row gives in place of an image."""
+
+
+def table_of(first: dict, **more) -> pa.Table:
+    """Images in which ``first`` comes four times, with labels, as the datasets library would write them."""
+    red, blue = ({"bytes": picture(Path("."), colour), "path": None} for colour in ("red", "blue"))
+    columns = {"image": [first] * 4 + [red, blue] * 8, "label": ["a", "b"] * 10, **more}
+    features = datasets.Features({name: datasets.Value("string") for name in columns} | {"image": datasets.Image()})
+    return pa.table(columns, schema=features.arrow_schema)
+
+
+def write_saved(folder: Path, table: pa.Table, name: str = "data.arrow") -> None:
+    """What save_to_disk writes, with the rows in a file of this name."""
+    folder.mkdir(exist_ok=True)
+    with pa.OSFile(str(folder / name), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    features = datasets.Features.from_arrow_schema(table.schema).to_dict()
+    (folder / "dataset_info.json").write_text(json.dumps({"features": features}))
+    state = {"_data_files": [{"filename": name}], "_fingerprint": "1", "_format_columns": None, "_format_kwargs": {}}
+    state |= {"_format_type": None, "_output_all_columns": False, "_split": None}
+    (folder / "state.json").write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_row_names_an_image_elsewhere(holotrain, name, saved):
+    Path("in").mkdir()
+    Path("in/link.png").symlink_to(Path("secret.png").absolute())
+    os.mkfifo("in/pipe.png")
+    table = table_of({"bytes": None, "path": NAMES[name]})
+    write_saved(Path("in"), table) if saved else pq.write_table(table, "in/a.parquet")
+    where = "in" if saved else "in/a.parquet"
+    err = holotrain.refused("fit", *QUICK, *IMAGES, f"data.name={where}", "trainer.limit_train_batches=1.0")
+    assert "holds no readable image (" in err and "is no file in " in err
+
+
+@pytest.mark.parametrize("kind", IMAGE_FILES)
+def test_no_row_holds_an_image_that_starts_a_program(holotrain, kind):
+    IMAGE_FILES[kind](Path("a.jpg"))
+    Path("in").mkdir()
+    pq.write_table(table_of({"bytes": Path("a.jpg").read_bytes(), "path": "a.jpg"}), "in/a.parquet")
+    err = holotrain.refused("fit", *QUICK, *IMAGES, "data.name=in", "trainer.limit_train_batches=1.0")
+    assert "holds no readable image (" in err and SAID.get(kind, "it is none of BMP") in err
+    assert not Path("ran").exists()
+
+
+def test_rows_may_name_images_beside_them(holotrain):
+    """Also below the folder; a column of images beside a text is not looked at."""
+    Path("in/more").mkdir(parents=True)
+    Path("in/more/a.png").write_bytes(picture(Path(".")))
+    pq.write_table(table_of({"bytes": None, "path": "more/a.png"}), "in/a.parquet")
+    holotrain.done("fit", *QUICK, *IMAGES, "data.name=in/a.parquet", "trainer.limit_train_batches=1.0")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("data", ["hub data.name=in", "hub data.name=in/a.parquet", "text_files data.files=in/*.parquet"])
+def test_images_beside_a_text_are_not_looked_at(holotrain, data, streaming):
+    Path("in").mkdir()
+    pq.write_table(table_of({"bytes": None, "path": HERE}, text=[f"some text {row}" * 9 for row in range(20)]), "in/a.parquet")
+    words = [f"data={data.split()[0]}", data.split()[1], f"data.streaming={str(streaming).lower()}", "data.on_error=skip"]
+    holotrain.done("fit", *QUICK, *TEXT, *words, *(["data.epoch_batches=2"] if streaming else []))
+
+
+def saved_elsewhere(folder: Path, name: str) -> None:
+    """The rows of a saved data set beside its folder."""
+    table = pa.table({"text": [f"some text {row}" * 9 for row in range(20)]})
+    write_saved(Path("other"), table)
+    write_saved(folder, table)
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(state | {"_data_files": [{"filename": name}]}))
+
+
+def saved_with_splits(folder: Path, name: str) -> None:
+    saved_elsewhere(folder, "data.arrow")
+    shutil.move(folder, "splits")
+    folder.mkdir()
+    shutil.move("splits", folder / "train")
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train", name]}))
+
+
+def saved_with_link(folder: Path, name: str) -> None:
+    saved_elsewhere(folder, "data.arrow")
+    (folder / "data.arrow").unlink()
+    (folder / "data.arrow").symlink_to(Path(name).absolute())
+
+
+SAVED = {
+    "a file beside its folder": lambda folder: saved_elsewhere(folder, "../other/data.arrow"),
+    "a file by its whole path": lambda folder: saved_elsewhere(folder, str(Path("other/data.arrow").absolute())),
+    "a file of a server": lambda folder: saved_elsewhere(folder, HERE),
+    "no name": lambda folder: saved_elsewhere(folder, None),
+    "a split beside its folder": lambda folder: saved_with_splits(folder, "../other"),
+    "a split by its whole path": lambda folder: saved_with_splits(folder, str(Path("other").absolute())),
+    "a link": lambda folder: saved_with_link(folder, "other/data.arrow"),
+    "a device": lambda folder: saved_with_link(folder, "/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_a_saved_data_set_stays_in_its_folder(holotrain, kind):
+    SAVED[kind](Path("in"))
+    err = holotrain.refused("fit", *QUICK, *TEXT, "data=hub", "data.name=in")
+    assert err.startswith("holotrain: data: cannot read in (") and ("is no file in in)" in err or kind == "no name")
+
+
+CARD = """---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: {path}
+dataset_info:
+  features: []
+---
+"""
+CARDS = {"an address": HERE, "the Hub": "hf://datasets/nobody/nothing/a.txt", "a file elsewhere": "../secret.png"}
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("name", ["README.md", ".huggingface.yaml", "dataset_infos.json"])
+@pytest.mark.parametrize("path", CARDS)
+def test_a_folder_is_read_as_it_is_whatever_its_card_says(holotrain, name, path, alone):
+    Path("in").mkdir()
+    card = CARD.replace("{path}", CARDS[path])
+    card = card if name == "README.md" else card.strip("-\n")
+    Path("in", name).write_text(json.dumps({"default": {"features": {}}}) if name.endswith("json") else card)
+    words = [*QUICK, *TEXT, "data=hub", "data.name=in"]
+    if alone:
+        assert "data.name: in has no files of .bmp, .csv" in holotrain.refused("fit", *words)
+    else:
+        Path("in/a.txt").write_text("".join(f"line {number} of some text\n" for number in range(40)))
+        holotrain.done("fit", *words)
