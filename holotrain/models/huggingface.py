@@ -1,8 +1,9 @@
 """Models of Hugging Face's transformers; the configuration and the files of one are read as data: nothing in them is run."""
 
 import copy
+import os
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -277,6 +278,7 @@ def tokenizer_of(name: str, download: bool = False) -> str | None:
             raise ValueError(f"cannot read {path} ({first_line(error)})") from error
     if not any((folder / name).is_file() for name in ("vocab.txt", "vocab.json", "tokenizer.model", "tokenizer_config.json")):
         return None
+    _require_own_tokenizer(folder)
     try:
         with alone(transformers):
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -456,3 +458,23 @@ def _require_own_weights(folder: Path) -> None:
     for index in (folder / name for name in (INDEX, "pytorch_model.bin.index.json")):
         if index.is_file():
             shards_of(index)
+
+
+def _require_own_tokenizer(folder: Path) -> None:
+    """Refuses a tokenizer whose description names a file: the library would open it in place of its own.
+
+    Raises:
+        ValueError: a text in it is the path of a file.
+    """
+    for path in (folder / name for name in ("tokenizer_config.json", "special_tokens_map.json")):
+        for text in _texts(read_json(path)) if path.is_file() else ():
+            if os.path.isfile(text) or (os.sep in text and os.path.isfile(folder / text)):
+                raise ValueError(f"{path} names the file {text!r}, which is not opened")
+
+
+def _texts(node: Any) -> Iterator[str]:
+    if isinstance(node, str):
+        yield node
+    elif isinstance(node, list | dict):
+        for each in node.values() if isinstance(node, dict) else node:
+            yield from _texts(each)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -12,18 +13,23 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from covering import slow
 from data_files import write_folder
+from made_once import made_once
 from PIL import Image
-from small_run import SMALL
+from small_run import SMALL, fit_in, run_in
 from watched import watched
 
-QUICK = [*SMALL, "trainer.max_epochs=1", "logger=none", "callbacks.progress=null", "test=false", "hydra.run.dir=run"]
-TEXT = ["task=causal_lm", "data.context=16", "data.batch_size=2", "data.cache_dir=cache", "data.val_fraction=0.2"]
-TEXT += ["data.test_fraction=0.2", "data.unit=line"]
-IMAGES = ["model=vit_tiny", "data=hub_images", "data.image_size=8", "data.batch_size=2", "data.cache_dir=cache"]
-IMAGES += ["data.val_fraction=0.4", "model.patch_size=4"]
-FOLDERS = ["model=vit_tiny", "data=imagefolder", "data.root=photos", "data.image_size=8", "data.batch_size=2"]
-FOLDERS += ["data.num_workers=0", "model.patch_size=4"]
+SIZES = [word for word in SMALL if word.startswith("model.")]
+QUICK = [word for word in SMALL if word not in SIZES]
+QUICK += ["trainer.max_epochs=1", "logger=none", "callbacks.progress=null", "test=false", "hydra.run.dir=run"]
+WORDS = ["task=causal_lm", "data.context=16", "data.batch_size=2", "data.cache_dir=cache", "data.val_fraction=0.2"]
+WORDS += ["data.test_fraction=0.2", "data.unit=line"]
+TEXT = [*SIZES, *WORDS]
+PICTURES = [*SIZES, "model=vit_tiny", "model.patch_size=4", "data.image_size=8", "data.batch_size=2"]
+IMAGES = [*PICTURES, "data=hub_images", "data.cache_dir=cache", "data.val_fraction=0.4"]
+FOLDERS = [*PICTURES, "data=imagefolder", "data.root=photos", "data.num_workers=0"]
 NETWORK = ["task=image_classification", "data=digits", "model=huggingface", "model.name=network"]
 HERE = "http://127.0.0.1:9/x"
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n(ran) (w) file closefile\nshowpage\n"
@@ -233,3 +239,121 @@ def test_a_folder_is_read_as_it_is_whatever_its_card_says(holotrain, name, path,
     else:
         Path("in/a.txt").write_text("".join(f"line {number} of some text\n" for number in range(40)))
         holotrain.done("fit", *words)
+
+
+RESNET = {"model_type": "timm_wrapper", "architecture": "resnet18"}
+NETWORKS = {
+    "an architecture of the Hub": {"model_type": "timm_wrapper", "architecture": "hf_hub:nobody/nothing"},
+    "an architecture in a folder": {"model_type": "timm_wrapper", "architecture": "local-dir:../other"},
+    "arguments of timm's": RESNET | {"model_args": {"pretrained_cfg": {"url": HERE}}},
+    "a file of weights": RESNET | {"model_args": {"checkpoint_path": "secret.png"}},
+    "a backbone": {"model_type": "dpt", "backbone": "nobody/nothing", "use_pretrained_backbone": True},
+    "a backbone of a model with a head": VIT | {"backbone": "nobody/nothing"},
+    "a model within": VIT | {"vision_config": {"model_type": "timm_wrapper", "architecture": "hf-hub:nobody/nothing"}},
+    "kernels": VIT | {"attn_implementation": "kernels-community/nothing"},
+    "a backbone by default": {"model_type": "dpt", "is_hybrid": True},
+}  # fmt: skip
+"""What a config.json may hold."""
+
+
+REFUSED = re.compile("elsewhere, which is not opened|is not one of eager|has no AutoModelForImageClassification of type dpt")
+
+
+@pytest.fixture(scope="session")
+def of_transformers(tmp_path_factory) -> Path:
+    """The checkpoint and the export of a small model of transformers."""
+
+    def make(folder: Path) -> None:
+        write_network(folder / "network", VIT)
+        fit_in(folder, *QUICK, *NETWORK)
+        (folder / "run/checkpoints/last.ckpt").rename(folder / "vit.ckpt")
+
+    return made_once(tmp_path_factory, "of_transformers", make)
+
+
+def write_network(folder: Path, network: dict) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(network))
+
+
+@pytest.mark.parametrize("command", ["fit", slow("plan")])
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_no_configuration_of_a_network_leads_elsewhere(holotrain, kind, command):
+    write_network(Path("network"), NETWORKS[kind])
+    err = holotrain.refused(command, *NETWORK, *(QUICK if command == "fit" else []))
+    assert REFUSED.search(err), err
+
+
+@pytest.mark.parametrize("command", ["test", slow("validate"), "export", "predict", slow("plan"), slow("fit")])
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_no_network_in_a_checkpoint_leads_elsewhere(holotrain, of_transformers, kind, command):
+    crafted = torch.load(of_transformers / "vit.ckpt", weights_only=True)
+    crafted["holotrain"]["config"]["model"]["config"] = NETWORKS[kind]
+    crafted["holotrain"]["description"]["arguments"]["config"] = NETWORKS[kind]
+    torch.save(crafted, "crafted.ckpt")
+    err = holotrain.refused(command, "ckpt_path=crafted.ckpt")
+    assert REFUSED.search(err), err
+
+
+def index_of_shards(folder: Path, shard: str) -> None:
+    names = {name: shard for name in ("vit.layernorm.weight", "classifier.bias")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
+def adapter_of_another(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "other", "peft_type": "LORA"}))
+    shutil.copy("other/model.safetensors", folder)
+
+
+def shard_that_is_a_link(folder: Path) -> None:
+    (folder / "a.safetensors").symlink_to(Path("other/model.safetensors").absolute())
+    index_of_shards(folder, "a.safetensors")
+
+
+FOLDERS_OF_WEIGHTS = {
+    "a shard elsewhere": lambda folder: index_of_shards(folder, "../other/model.safetensors"),
+    "a shard by its whole path": lambda folder: index_of_shards(folder, str(Path("other/model.safetensors").absolute())),
+    "a shard that is a link": shard_that_is_a_link,
+    "an adapter of another model": adapter_of_another,
+}
+
+
+@pytest.mark.parametrize("option", ["model.name", "model.pretrained"])
+@pytest.mark.parametrize("kind", FOLDERS_OF_WEIGHTS)
+def test_no_folder_of_weights_leads_elsewhere(holotrain, of_transformers, kind, option):
+    run_in(Path("."), "export", f"ckpt_path={of_transformers / 'vit.ckpt'}", "to=other")
+    write_network(Path("network"), VIT)
+    write_network(Path("crafted"), VIT)
+    FOLDERS_OF_WEIGHTS[kind](Path("crafted"))
+    err = holotrain.refused("fit", *QUICK, *NETWORK, f"{option}=crafted")
+    assert "which is not in the same folder" in err or "crafted holds an adapter of another model" in err
+
+
+GPT = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 260, "n_positions": 32}
+TOKENIZERS = {
+    "another model": {"tokenizer_class": "GPT2Tokenizer", "name_or_path": "nobody/nothing", "_commit_hash": None},
+    "code": {"auto_map": {"AutoTokenizer": ["nobody/nothing--x.X", None]}},
+    "addresses": {"vocab_file": HERE, "merges_file": HERE, "tokenizer_file": HERE},
+    "another kind": {"tokenizer_class": "LlamaTokenizer"},
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_no_tokenizer_of_a_model_leads_elsewhere(holotrain, kind):
+    """Such a folder has no words of its own, and the tokenizer has none."""
+    Path("a.txt").write_text("".join(f"line {number} of some text\n" for number in range(40)))
+    write_network(Path("network"), GPT)
+    Path("network/tokenizer_config.json").write_text(json.dumps(TOKENIZERS[kind]))
+    words = ["model=huggingface", "model.name=network", "data=text_files", "data.files=a.txt"]
+    status, _, err = holotrain("fit", *QUICK, *WORDS, *words)
+    assert status in (0, 2) and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("named", [{"vocab": "secret.png"}, {"init_inputs": ["../secret.png"]}, {"gguf_file": "../secret.png"}])
+def test_no_tokenizer_of_a_model_names_a_file(holotrain, named, file):
+    write_network(Path("network"), GPT)
+    Path("network/tokenizer_config.json").write_text("{}")
+    Path("network", file).write_text(json.dumps(named))
+    words = ["model=huggingface", "model.name=network", "data=text_files", "data.files=a.txt"]
+    assert "secret.png', which is not opened" in holotrain.refused("fit", *QUICK, *WORDS, *words)
