@@ -4,10 +4,11 @@ The library runs no code that comes with a data set: it has no loading scripts s
 """
 
 import os
+import re
 import sys
 import time
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from errno import EDQUOT, ENOSPC, EROFS
@@ -34,6 +35,14 @@ OF_ROWS = KINDS | {".json": "json"}
 
 OF_FOLDERS = OF_ROWS | {".txt": "text"} | dict.fromkeys(EXTENSIONS, "imagefolder")
 """The same for a folder: of the kinds in it, the most frequent is read."""
+
+SPLITS = {"train": "train", "training": "train"}
+SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
+SPLITS |= dict.fromkeys(("test", "testing", "eval", "evaluation"), "test")
+"""Words in the names of files and folders, and the splits that they stand for, as for the library."""
+
+NO_ROWS = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json")
+"""Files that describe others."""
 
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 """What names the columns of a folder of images."""
@@ -310,7 +319,7 @@ def saved(folder: Path) -> "dict[str, Dataset]":
 
 
 def files_within(folder: Path, cache: Path) -> tuple[str, dict[str, list[Path]]]:
-    """The files in a folder, by the splits that their names or folders say, and how they are read.
+    """How the files in a folder are read, and the files of each split that a file or folder is named after; else all are train.
 
     What a README.md says of the files is not followed: it may name others, also of other machines.
 
@@ -318,28 +327,27 @@ def files_within(folder: Path, cache: Path) -> tuple[str, dict[str, list[Path]]]
         UserError: there are none.
         ValueError: one is a link that leads out of the folder.
     """
-    from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
-
     root, own = folder.resolve(), cache.resolve()
-    try:
-        found = DataFilesDict.from_patterns(get_data_patterns(str(root)), base_path=str(root))
-    except EmptyDatasetError:
-        found = {}
-    splits = {split: [Path(each) for each in files if not Path(each).is_relative_to(own)] for split, files in found.items()}
-    kinds = Counter(_kind(path) for files in splits.values() for path in files)
-    del kinds[""]
-    if not kinds:
+    known = (path for path in sorted(root.rglob("*")) if _kind(path) and path.is_file() and not path.is_relative_to(own))
+    found = [path for path in known if not any(part.startswith((".", "__")) for part in path.relative_to(root).parts)]
+    if not found:
         raise UserError(f"data.name: {folder} has no files of {', '.join(sorted(OF_FOLDERS))}")
-    kind = kinds.most_common(1)[0][0]
-    also = METADATA if kind == "imagefolder" else ()
-    parts = {split: [path for path in files if _kind(path) == kind or path.name in also] for split, files in splits.items()}
-    for path in (path for files in parts.values() for path in files):
-        require_inside(root, path)
-    return kind, {split: files for split, files in parts.items() if files}
+    kind = Counter(map(_kind, found)).most_common(1)[0][0]
+    parts: dict[str, list[Path]] = defaultdict(list)
+    for path in found:
+        if _kind(path) == kind or (kind == "imagefolder" and path.name in METADATA):
+            require_inside(root, path)
+            parts[_split_of(path.relative_to(root))].append(path)
+    return kind, {split: files for split, files in parts.items() if split} or {"train": parts[""]}
 
 
 def _kind(path: Path) -> str:
-    return OF_FOLDERS.get(path.suffix.lower(), "")
+    return "" if path.name in NO_ROWS else OF_FOLDERS.get(path.suffix.lower(), "")
+
+
+def _split_of(path: Path) -> str:
+    words = re.split(r"[^a-z]+", path.as_posix().lower())
+    return next((SPLITS[word] for word in words if word in SPLITS), "")
 
 
 def resolved(dataset: "Dataset | IterableDataset") -> "Dataset | IterableDataset":

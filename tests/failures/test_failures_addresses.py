@@ -14,12 +14,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from covering import slow
+from covering import slow, thinned
 from data_files import write_folder
 from made_once import made_once
 from PIL import Image
 from small_run import SMALL, fit_in, run_in
 from watched import watched
+
+from holotrain.data import hub
 
 SIZES = [word for word in SMALL if word.startswith("model.")]
 QUICK = [word for word in SMALL if word not in SIZES]
@@ -130,8 +132,7 @@ def write_saved(folder: Path, table: pa.Table, name: str = "data.arrow") -> None
     (folder / "state.json").write_text(json.dumps(state))
 
 
-@pytest.mark.parametrize("saved", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "saved"), thinned(NAMES, (False, True), keep=[*zip(NAMES, [False, True] * 5, strict=False)]))
 def test_no_row_names_an_image_elsewhere(holotrain, name, saved):
     Path("in").mkdir()
     Path("in/link.png").symlink_to(Path("secret.png").absolute())
@@ -161,7 +162,7 @@ def test_rows_may_name_images_beside_them(holotrain):
     holotrain.done("fit", *QUICK, *IMAGES, "data.name=in/a.parquet", "trainer.limit_train_batches=1.0")
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", [slow(False), True])
 @pytest.mark.parametrize("data", ["hub data.name=in", "hub data.name=in/a.parquet", "text_files data.files=in/*.parquet"])
 def test_images_beside_a_text_are_not_looked_at(holotrain, data, streaming):
     Path("in").mkdir()
@@ -223,11 +224,13 @@ dataset_info:
 ---
 """
 CARDS = {"an address": HERE, "the Hub": "hf://datasets/nobody/nothing/a.txt", "a file elsewhere": "../secret.png"}
+FILES_OF_CARDS = ("README.md", ".huggingface.yaml", "dataset_infos.json")
 
 
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("name", ["README.md", ".huggingface.yaml", "dataset_infos.json"])
-@pytest.mark.parametrize("path", CARDS)
+@pytest.mark.parametrize(
+    ("path", "name", "alone"),
+    thinned(CARDS, FILES_OF_CARDS, (False, True), keep=[*zip(CARDS, FILES_OF_CARDS, (False, True, False), strict=True)]),
+)
 def test_a_folder_is_read_as_it_is_whatever_its_card_says(holotrain, name, path, alone):
     Path("in").mkdir()
     card = CARD.replace("{path}", CARDS[path])
@@ -284,14 +287,18 @@ def test_no_configuration_of_a_network_leads_elsewhere(holotrain, kind, command)
     assert REFUSED.search(err), err
 
 
-@pytest.mark.parametrize("command", ["test", slow("validate"), "export", "predict", slow("plan"), slow("fit")])
-@pytest.mark.parametrize("kind", NETWORKS)
+COMMANDS = ("test", "export", "predict", "plan", "validate", "fit", "generate")
+FAST = [*zip(NETWORKS, COMMANDS[:3] * 3, strict=True)]
+
+
+@pytest.mark.parametrize(("kind", "command"), thinned(NETWORKS, COMMANDS, keep=FAST))
 def test_no_network_in_a_checkpoint_leads_elsewhere(holotrain, of_transformers, kind, command):
     crafted = torch.load(of_transformers / "vit.ckpt", weights_only=True)
     crafted["holotrain"]["config"]["model"]["config"] = NETWORKS[kind]
     crafted["holotrain"]["description"]["arguments"]["config"] = NETWORKS[kind]
     torch.save(crafted, "crafted.ckpt")
-    err = holotrain.refused(command, "ckpt_path=crafted.ckpt")
+    words = ["prompt=a"] if command == "generate" else []
+    err = holotrain.refused(command, "ckpt_path=crafted.ckpt", *words)
     assert REFUSED.search(err), err
 
 
@@ -318,7 +325,7 @@ FOLDERS_OF_WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("option", ["model.name", "model.pretrained"])
+@pytest.mark.parametrize("option", ["model.name", slow("model.pretrained")])
 @pytest.mark.parametrize("kind", FOLDERS_OF_WEIGHTS)
 def test_no_folder_of_weights_leads_elsewhere(holotrain, of_transformers, kind, option):
     run_in(Path("."), "export", f"ckpt_path={of_transformers / 'vit.ckpt'}", "to=other")
@@ -357,3 +364,83 @@ def test_no_tokenizer_of_a_model_names_a_file(holotrain, named, file):
     Path("network", file).write_text(json.dumps(named))
     words = ["model=huggingface", "model.name=network", "data=text_files", "data.files=a.txt"]
     assert "secret.png', which is not opened" in holotrain.refused("fit", *QUICK, *WORDS, *words)
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+SPECIAL = {"a pipe": pipe, "a device": device}
+LINES = "".join(f"line {number} of some text\n" for number in range(40))
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("a.txt", ["data=text_files", "data.files=in/a.txt"]),
+        ("a.parquet", ["data=text_files", "data.files=in/*.parquet"]),
+        ("a.csv", ["data=hub", "data.name=in/a.csv"]),
+        ("a.jsonl", ["data=hub", "data.name=in"]),
+        ("a.json", ["data=text_files", "data.files=b.txt", "data.tokenizer=in/a.json"]),
+    ],
+)
+def test_no_special_file_is_waited_for_among_texts(holotrain, kind, name, words):
+    Path("in").mkdir()
+    Path("b.txt").write_text(LINES)
+    SPECIAL[kind](Path("in", name))
+    holotrain.refused("fit", *QUICK, *TEXT, *words)
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_special_files_beside_others_are_passed_over(holotrain, image_run, kind):
+    write_folder(Path("photos"))
+    for name in ("photos/train/cat/x.png", "photos/val/cat/x.png"):
+        SPECIAL[kind](Path(name))
+    holotrain.done("fit", *QUICK, *FOLDERS)
+    assert holotrain("predict", f"ckpt_path={image_run}", "images=photos")[0] == 0
+    for name in ("train.jsonl", "README.md", "dataset_infos.json", "a.txt"):
+        SPECIAL[kind](Path("photos", name))
+    holotrain.done("fit", *QUICK, *IMAGES, "data.name=photos", "hydra.run.dir=other")
+    holotrain.refused("predict", f"ckpt_path={image_run}", "images=photos/a.txt")
+
+
+@pytest.mark.parametrize("kind", ["a pipe", slow("a device")])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "vocab.json", "config.json", "model.safetensors"])
+def test_no_special_file_is_waited_for_in_the_folder_of_a_model(holotrain, kind, name):
+    Path("b.txt").write_text(LINES)
+    write_network(Path("network"), GPT)
+    Path("network", name).unlink(missing_ok=True)
+    SPECIAL[kind](Path("network", name))
+    words = ["model=huggingface", "model.name=network", "data=text_files", "data.files=b.txt"]
+    status, _, err = holotrain("fit", *QUICK, *WORDS, *words)
+    assert status == (2 if name == "config.json" else 0) and err.count("\n") <= 1, err
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_no_special_file_is_waited_for_in_a_saved_data_set(holotrain, kind):
+    for name in ("dataset_info.json", "state.json", "data.arrow"):
+        shutil.rmtree("in", ignore_errors=True)
+        write_saved(Path("in"), pa.table({"text": LINES.splitlines()}))
+        Path("in", name).unlink()
+        SPECIAL[kind](Path("in", name))
+        holotrain.refused("fit", *QUICK, *TEXT, "data=hub", "data.name=in")
+
+
+@pytest.mark.parametrize("data", ["text_files data.files=in/a.parquet", slow("hub data.name=in/a.parquet"), "hub data.name=in"])
+@pytest.mark.parametrize("workers", ["null", slow(2)])
+def test_a_small_file_does_not_fill_the_disk(holotrain, monkeypatch, data, workers):
+    """A Parquet file repeats a text without end. What the user allows is read."""
+    monkeypatch.setattr(hub, "ALWAYS", 2**20)
+    Path("in").mkdir()
+    pq.write_table(pa.table({"text": [f"{number % 20} {'some text ' * 999}" for number in range(2000)]}), "in/a.parquet")
+    assert Path("in/a.parquet").stat().st_size < 20_000
+    words = [*QUICK, *TEXT, f"data={data.split()[0]}", data.split()[1], f"data.num_proc={workers}"]
+    err = holotrain.refused("fit", *words)
+    assert "becomes larger than data.max_expansion=100 times its size" in err
+    assert sum(path.stat().st_size for path in Path("cache").rglob("*") if path.is_file()) < 2**22
+    holotrain.done("fit", *words, "data.max_expansion=1e5")
