@@ -444,3 +444,56 @@ def test_a_small_file_does_not_fill_the_disk(holotrain, monkeypatch, data, worke
     assert "becomes larger than data.max_expansion=100 times its size" in err
     assert sum(path.stat().st_size for path in Path("cache").rglob("*") if path.is_file()) < 2**22
     holotrain.done("fit", *words, "data.max_expansion=1e5")
+
+
+@pytest.fixture(scope="session")
+def of_text(tmp_path_factory) -> Path:
+    """The folder of a finished training on text."""
+
+    def make(folder: Path) -> None:
+        (folder / "b.txt").write_text(LINES)
+        fit_in(folder, *QUICK, *TEXT, "data=text_files", "data.files=b.txt")
+
+    return made_once(tmp_path_factory, "of_text", make) / "run"
+
+
+def test_texts_to_predict_are_read_alike(holotrain, of_text, monkeypatch):
+    Path("in").mkdir()
+    pq.write_table(table_of({"bytes": None, "path": HERE}, text=[f"some text {row}" for row in range(20)]), "in/a.parquet")
+    os.mkfifo("in/b.parquet")
+    assert holotrain("predict", f"ckpt_path={of_text}", "texts=in")[::2] == (0, "")
+    monkeypatch.setattr(hub, "ALWAYS", 2**20)
+    pq.write_table(pa.table({"text": ["some text " * 999] * 2000}), "in/c.parquet")
+    err = holotrain.refused("predict", f"ckpt_path={of_text}", "texts=in")
+    assert err.startswith("holotrain: texts: ") and "becomes larger than data.max_expansion=100 times its size" in err
+
+
+@pytest.mark.parametrize("option", ["max_megapixels", "max_expansion"])
+def test_no_checkpoint_raises_a_limit(holotrain, image_run, of_text, monkeypatch, option):
+    folder = image_run if option == "max_megapixels" else of_text
+    crafted = torch.load(folder / "checkpoints/last.ckpt", weights_only=True)
+    crafted["holotrain"]["config"]["data"][option] = 1e5
+    torch.save(crafted, "crafted.ckpt")
+    monkeypatch.setattr(hub, "ALWAYS", 2**20)
+    IMAGE_FILES["a bomb"](Path("a.png"))
+    pq.write_table(pa.table({"text": ["some text " * 999] * 2000}), "a.parquet")
+    words = ["predict", "ckpt_path=crafted.ckpt", "images=a.png" if option == "max_megapixels" else "texts=a.parquet"]
+    assert f"larger than data.{option}=" in holotrain.refused(*words) if option == "max_expansion" else holotrain(*words)[2]
+
+
+OF_IMAGES = ["predict", "plan", "export to=out", slow("validate"), slow("test")]
+
+
+@pytest.mark.parametrize("command", [*OF_IMAGES, "generate prompt=a"])
+def test_no_command_goes_outside_by_itself(holotrain, image_run, of_text, command):
+    run = of_text if command.startswith("generate") else image_run
+    assert holotrain(*command.split(), f"ckpt_path={run}")[0] == 0
+
+
+def test_no_report_asks_for_what_a_run_names(holotrain, image_run):
+    shutil.copytree(image_run, "run")
+    Path("run/csv/version_0").mkdir(parents=True)
+    Path("run/csv/version_0/metrics.csv").write_text(f"{HERE},step,val/loss\n0.5,1,\n0.25,2,0.125\n")
+    Path("run/config.yaml").write_text(f"model: {{name: '{HERE}'}}\n")
+    holotrain.done("report", "run")
+    holotrain.done("init", "mine")
