@@ -53,7 +53,7 @@ EXPANSION = 100.0
 ALWAYS = 2**30
 """Bytes that files of any size may become."""
 
-ROWS = 256
+ROWS = 1000
 """Rows of a Parquet file that are decoded at once; the library decodes a whole group, of any size."""
 
 SHARDS = 64
