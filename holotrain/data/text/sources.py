@@ -106,7 +106,7 @@ def rows_of(
         try:
             read = files_read(kind, names, cache, streaming, num_proc, expansion, **options)
         except UserError:
-            for error in (_search(file, cache) for file in files):
+            for error in (_search(file, cache, expansion=expansion) for file in files):
                 if isinstance(error, UserError):
                     raise UserError(f"{error}; data.on_error=skip leaves it out") from None
             raise
@@ -128,18 +128,20 @@ def held_out_files(names: Sequence[str], val_fraction: float, test_fraction: flo
     return dict.fromkeys(names, "train") | held
 
 
-def searched(files: Sequence[TextFile], cache: Path, columns: Sequence[str] = ()) -> dict[TextFile, list[int] | None]:
+def searched(
+    files: Sequence[TextFile], cache: Path, columns: Sequence[str] = (), expansion: float = EXPANSION
+) -> dict[TextFile, list[int] | None]:
     """The rows of each file that have nothing in one of the columns; None: the file cannot be read.
 
     Each file is read once for it: what is found is kept in ``cache`` until a file changes.
     """
     there = [file for file in files if os.access(file.path, os.R_OK)]
-    known = cache / f"damaged-{fingerprint_of((file.path for file in there), *columns)}.json"
+    known = cache / f"damaged-{fingerprint_of((file.path for file in there), str(expansion), *columns)}.json"
     try:
         kept = [None if rows is None else [int(row) for row in rows] for rows in read_json(known)]
         return dict.fromkeys(files) | dict(zip(there, kept, strict=True))
     except (OSError, ValueError, TypeError, OverflowError):  # not there, or no list of rows for each file
-        found = {file: _search(file, cache, columns) for file in there}
+        found = {file: _search(file, cache, columns, expansion) for file in there}
     rows = {file: None if isinstance(each, UserError) else each for file, each in found.items()}
     if not any(isinstance(each, UserError) and isinstance(each.__cause__, OSError) for each in found.values()):  # may pass
         with hub.writing(cache), replacing(known) as temporary:
@@ -147,12 +149,12 @@ def searched(files: Sequence[TextFile], cache: Path, columns: Sequence[str] = ()
     return dict.fromkeys(files) | rows
 
 
-def _search(file: TextFile, cache: Path, columns: Sequence[str] = ()) -> list[int] | UserError:
+def _search(file: TextFile, cache: Path, columns: Sequence[str] = (), expansion: float = EXPANSION) -> list[int] | UserError:
     """The rows that have nothing in one of the columns, or why the file cannot be read."""
     try:
         with hub.reading(str(file.path)):
             if file.kind != "text":
-                return rows_without(files_read(file.kind, {"a": [file.path]}, cache, True)["a"], columns)
+                return rows_without(files_read(file.kind, {"a": [file.path]}, cache, True, expansion=expansion)["a"], columns)
             with file.path.open(encoding="utf-8-sig") as text:
                 while text.read(2**24):
                     pass
