@@ -21,7 +21,7 @@ import numpy as np
 
 from holotrain.data.decoding import EXTENSIONS
 from holotrain.errors import UserError, did_you_mean, one_of
-from holotrain.files import read_json, require_inside
+from holotrain.files import open_regular, read_json, require_inside
 from holotrain.numeric import require_at_least
 
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ ALWAYS = 2**30
 
 ROWS = 1000
 """Rows of a Parquet file that are decoded at once; the library decodes a whole group, of any size."""
+
+COMPRESSED = (b"\x1f\x8b", b"BZh", b"PK\x03\x04", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18")
+"""How files of gzip, bzip2, zip, xz, zstd and lz4 begin. The library unpacks them into memory, whatever they are called."""
 
 SHARDS = 64
 """A saved data set is streamed in up to so many shards, which are divided among processes and workers."""
@@ -156,6 +159,8 @@ def files_read(
     paths = [Path(each).absolute() for group in files.values() for each in group]
     others = f" or one of {len(paths) - 1} other files" if len(paths) > 1 else ""
     with reading(f"{paths[0]}{others}"):
+        for path in paths:
+            require_plain(path)
         builder = _builder(kind, files, cache / fingerprint_of(paths), **options)
         most = max(expansion * sum(path.stat().st_size for path in paths), ALWAYS)
         refusal = f"data: {paths[0]}{others} becomes larger than data.max_expansion={expansion:g} times its size"
@@ -165,6 +170,13 @@ def files_read(
             return {group: resolved(dataset) for group, dataset in builder.as_streaming_dataset().items()}
         builder.download_and_prepare(num_proc=num_proc)
         return {group: _anew(dataset, paths) for group, dataset in builder.as_dataset().items()}
+
+
+def require_plain(path: Path) -> None:
+    """Raises a UserError if a file is compressed, and an OSError if it is no regular file."""
+    with open_regular(path) as file:
+        if file.read(6).startswith(COMPRESSED):
+            raise UserError(f"data: {path} is compressed; unpack it")
 
 
 def _builder(kind: str, files: Mapping[str, Sequence[Path | str]], cache: Path, **options: Any) -> Any:

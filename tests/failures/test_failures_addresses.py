@@ -1,6 +1,9 @@
 """Whatever files say, no address is contacted, no program is started, and nothing outside of their folder is opened."""
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import re
 import shutil
@@ -445,6 +448,15 @@ def test_a_small_file_does_not_fill_the_disk(holotrain, monkeypatch, data, worke
     assert sum(path.stat().st_size for path in Path("cache").rglob("*") if path.is_file()) < 2**22
     skip = ["data.on_error=skip", "data.max_expansion=1e5"] if "hub" not in data else ["data.max_expansion=1e5"]
     holotrain.done("fit", *words, *skip)
+
+
+@pytest.mark.parametrize("streaming", ["false", "true"])
+@pytest.mark.parametrize("packed", [gzip.compress, bz2.compress, lzma.compress])
+def test_no_text_is_unpacked(holotrain, packed, streaming):
+    """A megabyte may become a gigabyte, in memory."""
+    Path("a.txt").write_bytes(packed(LINES.encode()))
+    words = ["data=text_files", "data.files=a.txt", f"data.streaming={streaming}"]
+    assert "a.txt is compressed; unpack it" in holotrain.refused("fit", *QUICK, *TEXT, *words)
 
 
 @pytest.fixture(scope="session")

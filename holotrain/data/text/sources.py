@@ -155,6 +155,7 @@ def _search(file: TextFile, cache: Path, columns: Sequence[str] = (), expansion:
         with hub.reading(str(file.path)):
             if file.kind != "text":
                 return rows_without(files_read(file.kind, {"a": [file.path]}, cache, True, expansion=expansion)["a"], columns)
+            hub.require_plain(file.path)
             with file.path.open(encoding="utf-8-sig") as text:
                 while text.read(2**24):
                     pass
