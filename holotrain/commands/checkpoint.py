@@ -14,8 +14,8 @@ from holotrain.config.build import class_names, synthesis_of, with_adapters
 from holotrain.config.command_options import Config, FitConfig, RunConfig
 from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.option_groups import HUGGING_FACE, TEXT, is_a
+from holotrain.data.tokenizers import tokenizer_text
 from holotrain.errors import UserError, naming_group
-from holotrain.files import read_text
 from holotrain.models import building, saved
 from holotrain.models.building import bounded
 from holotrain.models.checkpoint_files import warn_of_non_finite
@@ -89,7 +89,7 @@ def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:
         return None
     begun_with = Path(pretrained)
     if (begun_with / "tokenizer.json").is_file():
-        return read_text(begun_with / "tokenizer.json")
+        return tokenizer_text(begun_with / "tokenizer.json")
     try:
         return checkpointed.load(begun_with)[checkpointed.KEY]["description"].get("tokenizer")
     except UserError:  # weights of other programs have no tokenizer

@@ -38,7 +38,7 @@ NEVER_KEPT = ("output_dir", "ckpt_path", "trust", "logger")
 """Options of a run that only a command line sets."""
 
 COMMAND_LINE_ONLY = (
-    *("trust", "data.cache_dir", "data.download", "model.download"),
+    *("trust", "data.cache_dir", "data.download", "data.max_megapixels", "data.max_expansion", "model.download"),
     *("trainer.profiler", "trainer.plugins", "trainer.model_registry"),
 )
 """Options that decide what is run, what is written, and where: a file does not set them."""

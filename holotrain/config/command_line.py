@@ -183,8 +183,8 @@ def parse(argv: list[str]) -> Arguments:
 
 
 def _require_once(words: list[str], parsed: list[Override], groups: Collection[str]) -> None:
-    """Refuses two choices of a group, of which Hydra would take the last, and a second value of an option after those of a sweep,
-    which would give equal jobs. Of two values the last is taken, as scripts expect."""
+    """Refuses two choices of a group, of which Hydra would take the last, and another value of an option after those of a
+    sweep, which would give equal jobs. Of two values the last is taken, as scripts expect."""
     given: dict[str, tuple[str, Override]] = {}
     for word, override in zip(words, parsed, strict=True):
         key = override.key_or_group

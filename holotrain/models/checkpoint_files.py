@@ -341,17 +341,29 @@ def _recorded_checksum(path: Path) -> Any:
 
 
 def _sharded(path: Path) -> dict[str, Tensor]:
-    try:
-        shards = set(read_json(path)["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not an index of weights: it does not map names to files") from error
     weights = {}
-    beside = {each.name for each in path.parent.iterdir() if each.is_file()}
-    for shard in sorted(shards, key=str):
-        if shard not in beside:
-            raise ValueError(f"{path} names {shard!r}, which is not in the same folder")
+    for shard in _shards(path):
         weights |= _whole(path.parent / shard)
     return weights
+
+
+def _shards(path: Path) -> list[str]:
+    """The names of the files beside an index that hold its weights. Raises a ValueError if it names a file elsewhere."""
+    try:
+        shards = sorted({*read_json(path)["weight_map"].values()}, key=str)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not an index of weights: it does not map names to files") from error
+    beside = {each.name for each in path.parent.iterdir() if each.is_file()}
+    for shard in shards:
+        if shard not in beside or not _is_beside(path.parent / shard):
+            raise ValueError(f"{path} names {shard!r}, which is not in the same folder")
+    return shards
+
+
+def _is_beside(path: Path) -> bool:
+    """Whether a file is in its folder, and no link elsewhere. In the cache of Hugging Face, all are links into ``blobs``."""
+    folder = path.parent.resolve()
+    return path.resolve().parent in (folder, folder.parent.parent / "blobs")
 
 
 def _torch_file(path: Path) -> dict[str, Tensor]:
