@@ -25,6 +25,8 @@ from small_trainings import quiet_trainer
 from holotrain.commands.evaluation import lightning_refusals
 from holotrain.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("contacts_nobody")
+
 TEXT = [
     "task=causal_lm", "data=text_files", "data.files=texts/*.txt", "data.context=16", "data.batch_size=2", "data.cache_dir=.",
     "data.val_files=texts/a.txt", "data.test_files=texts/a.txt", "trainer.max_steps=1", "trainer.val_check_interval=1.0",

@@ -15,6 +15,8 @@ from made_once import made_once
 from safetensors.torch import load_file, save_file
 from small_run import SMALL, fit_in, run_in
 
+pytestmark = pytest.mark.usefixtures("contacts_nobody")
+
 WORDS = ["trainer.max_epochs=9", "logger=none", "test=false"]
 HUGE = torch.zeros(1).expand(10**13)
 HEAD, PART = "model.head.weight", "fit_loop"
