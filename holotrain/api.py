@@ -9,7 +9,7 @@ import json
 import math
 import signal
 from collections.abc import Collection
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass, field, fields, replace
 from io import StringIO
 from pathlib import Path
@@ -28,7 +28,7 @@ from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import read
 from holotrain.config import checkpointed
 from holotrain.config.command_options import COMMANDS, ExportConfig, PlanConfig, RunConfig
-from holotrain.config.composition import checkpoint_path, relative_to_cwd, run_folder
+from holotrain.config.composition import as_word, checkpoint_path, relative_to_cwd, run_folder
 from holotrain.config.given import PYTHON_OBJECT, PythonObject, full_name
 from holotrain.config.option_groups import MODEL_OPTIONS, OBJECT_GROUPS, default_backward
 from holotrain.config.start import compose
@@ -251,7 +251,7 @@ def _run(
 ) -> tuple[RunConfig, Run]:
     """Runs a command in this process, or in those that its trainer asks for."""
     if folder is not None and overrides:
-        overrides = [*overrides, f"hydra.run.dir={folder}"]
+        overrides = [*overrides, f"hydra.run.dir={as_word(folder)}"]
     config = _prepared(command, config, objects, overrides)
     if rank_from_environment() is not None:
         raise UserError(
@@ -272,8 +272,9 @@ def _run(
     except OSError as error:
         raise UserError(f"cannot write to {error.filename or folder}: {error.strerror or error}") from error
     finally:
-        if status is None and folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
+        if status is None:
+            with suppress(OSError):  # such as: it is not empty
+                folder.rmdir()
     if status == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if status > 128:

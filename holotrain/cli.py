@@ -1,7 +1,7 @@
 """``python -m holotrain COMMAND [overrides]``: reads the command line, lets Hydra compose the configuration, runs the command.
 
 Exit status: 0; 1 for a defect of holotrain (with a traceback); 2 for a mistake of the user (with one line); 128 + n if signal n
-ended the run.
+ended the run, also SIGPIPE, if nobody reads the output of a command any more. A training goes on without a reader.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from functools import cached_property
-from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,9 +23,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from holotrain.commands.streams import open_streams, output_error
 from holotrain.config.command_line import (
     CONFIGURATION_ERRORS,
     REFUSALS,
+    SHOWS,
     Arguments,
     command_help,
     explaining,
@@ -57,12 +59,29 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command line and returns its exit status."""
-    if argv is None:
-        argv = sys.argv[1:]
-        if isinstance(sys.stdout, TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be valid UTF-8
-        sys.path.append(os.getcwd())  # where a user's own package may lie; python -m does so, a console script does not
+    """Runs one command line and returns its exit status.
+
+    Args:
+        argv: what follows ``holotrain``; None: that of this process.
+    """
+    if argv is not None:
+        return _main(argv)
+    open_streams()
+    sys.path.append(os.getcwd())  # where a user's own package may lie; python -m does so, a console script does not
+    argv = sys.argv[1:]
+    status, error = _main(argv), output_error()
+    if error is None or status:
+        return status
+    if argv[0] == "fit" and not {word.partition("=")[0] for word in argv} & SHOWS:
+        print(f"holotrain: not all was printed ({error.strerror}); the files of the training are complete", file=sys.stderr)
+        return status
+    if isinstance(error, BrokenPipeError):
+        return 128 + signal.SIGPIPE
+    print(f"holotrain: cannot write to the standard output: {error.strerror}", file=sys.stderr)
+    return 2
+
+
+def _main(argv: list[str]) -> int:
     if not argv or argv[0] in ("--help", "-h", "help"):
         print(overview())
         return 0
@@ -145,6 +164,7 @@ class Launch:
         with launched_jobs(self._check) as sweep, explaining(arguments):
             try:
                 launch()
+                sweep.require_jobs()
             except Ended as ended:
                 self.statuses.append(ended.args[0])
             except KeyboardInterrupt:
@@ -185,7 +205,9 @@ class Launch:
             Ended: a signal ended the run.
         """
         hydra = cast("DictConfig", HydraConfig.get())  # which HydraConf only describes
-        folder = relative_to_cwd(Path(hydra.runtime.output_dir))
+        folder = relative_to_cwd(
+            Path(to_plain(hydra.runtime)["output_dir"])
+        )  # unresolved: its name may look like an interpolation
         overrides = to_plain(hydra.overrides.task)  # unresolved: interpolations mean other options
         left, run = Job(hydra.job.get("num", 0), overrides, 0, folder=folder), None
         try:
@@ -218,8 +240,9 @@ class Launch:
 
                 left.value = best(folder)
             left.write(folder)
-        elif folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
+        else:
+            with suppress(OSError):  # such as: it is not empty
+                folder.rmdir()
         self.statuses.append(left.exit_status)
         # Only asked if it exists: creating it would import torch, and the message of a mistake would be late.
         if left.exit_status > 128 or ("runner" in vars(self) and self.runner.broken):

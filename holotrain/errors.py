@@ -19,11 +19,16 @@ class UserError(Exception):
         return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in super().__str__())
 
 
+class MachineFailure(UserError):
+    """Not a mistake, but as short: the machine failed. The same run may go well when it is started again."""
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """`` Did you mean 'x'?`` with the nearest choice, or an empty string."""
     choices = list(choices)
     near = difflib.get_close_matches(word, choices, 1, 0.5)
     near += [choice for choice in choices if choice == _initials(word) or word == _initials(choice)]  # lr for learning_rate
+    near += [choice for choice in choices if word and choice.startswith(word)]  # 4 for 4bit
     return f" Did you mean {near[0]!r}?" if near else ""
 
 

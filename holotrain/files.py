@@ -114,6 +114,15 @@ def require_shallow(value: Any) -> None:
             raise ValueError(f"it is nested more than {DEEPEST} levels deep, or holds more than {MOST} values")
 
 
+def require_inside(folder: Path, path: Path) -> None:
+    """
+    Raises:
+        ValueError: what is at the path, or where a link there leads, is no regular file in the folder.
+    """
+    if not (path.is_file() and path.resolve().is_relative_to(folder.resolve())):
+        raise ValueError(f"{path} is no file in {folder}")
+
+
 @contextmanager
 def replacing(path: Path, alone: bool = False) -> Generator[Path]:
     """Yields an empty file beside ``path`` to write to. It is renamed to ``path`` at the end, or removed after an error.

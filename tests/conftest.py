@@ -18,6 +18,7 @@ from covering import slow
 from forked import composed_once
 from made_once import made_once
 from small_run import SMALL, fit_in
+from watched import watched
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers that use all cores slow each other down
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -54,6 +55,14 @@ def same_environment(monkeypatch):
 def cache(tmp_path_factory):
     """Caches of runs, such as measured groups, are kept out of the user's home."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def contacts_nobody(tmp_path):
+    """The test fails if it asks an address or starts a program."""
+    with watched(tmp_path / "secret") as noted:
+        yield
+    assert noted == []
 
 
 @pytest.fixture(params=["eager", slow("inductor")])

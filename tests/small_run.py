@@ -30,7 +30,7 @@ def run_in(folder: Path, *words: str) -> None:
     said = StringIO()
     here = chdir(folder), patch.dict(os.environ), patch.object(sys, "argv", ["holotrain"])
     with here[0], here[1], here[2], redirect_stderr(said), composed_once():
-        status = main(list(words))
+        status = main(words)
     assert status == 0, said.getvalue()
 
 

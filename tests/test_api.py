@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import traceback
 import warnings
 from pathlib import Path
 
@@ -211,6 +212,20 @@ def test_a_module_and_data_of_a_program(here, run):
     assert "holds another model" in refusal(holotrain.load, run, model=Net())
 
 
+def test_the_traceback_of_a_mistake_has_no_frames_of_hydra(here):
+    with pytest.raises(holotrain.UserError) as caught:
+        holotrain.fit(overrides=["modle=vit_tiny"])
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.count("Traceback") == 1 and "/hydra/" not in shown and "Did you mean 'model'?" in shown
+
+
+def test_a_folder_may_be_named_like_an_interpolation(here, monkeypatch):
+    monkeypatch.setenv("RUN", "here")
+    literal = holotrain.fit(overrides=[*SMALL, "logger=none", "test=false"], folder="${oc.env:HOME}", quiet=True)
+    named = holotrain.fit(overrides=[*SMALL, "logger=none", "test=false", "hydra.run.dir=${oc.env:RUN}/run"], quiet=True)
+    assert (literal.folder, named.folder) == (Path("${oc.env:HOME}"), Path("here/run"))
+
+
 def test_objects_in_a_composed_configuration(here):
     config = holotrain.compose("fit", [*SHORT, "model.adapters=0", "seed=3", "logger=none", "test=false"])
     torch.manual_seed(0)
@@ -340,7 +355,7 @@ def test_generate_returns_what_follows_each_prompt(here):
 
 @pytest.mark.slow
 def test_plan_is_that_of_the_command_line(here):
-    words = ["data=fake", "data.image_size=16", "memory=64MiB", *SMALL, "model.depth=1"]
+    words = ["data=fake", "data.image_size=16", "memory=64MiB", *SMALL]
     run_in(here, "plan", *words, "hydra.run.dir=run")
     expected = json.loads((here / "run/plan.json").read_text())
     plan = holotrain.plan(holotrain.compose("plan", words))

@@ -71,7 +71,10 @@ class OutputsSeen(pl.Callback):
 
 def labels_of(batch: Any) -> Tensor | None:
     """The labels (B,) of a batch, (inputs, labels) or a dictionary with ``labels``; None if it has none."""
-    labels = batch.get("labels") if isinstance(batch, dict) else batch[1] if isinstance(batch, list | tuple) else None
+    if isinstance(batch, dict):
+        labels = batch.get("labels")
+    else:  # a TensorDataset of inputs alone gives lists of one tensor
+        labels = batch[1] if isinstance(batch, list | tuple) and len(batch) > 1 else None
     return labels if isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point() else None
 
 

@@ -13,6 +13,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as Tr
 
 from holotrain.callbacks.monitor import has_peers, shard_of
 from holotrain.numeric import mixed_seed
+from holotrain.optimizers.restored import Fresh
 from holotrain.reversible import stacks_in
 
 KEY = "exact_resume"
@@ -40,6 +41,7 @@ class ExactResume(pl.Callback):
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self._to_restore: dict[str, Any] | None = None
+        self._fresh: Fresh | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         wait_for_whole_steps(trainer)
@@ -53,10 +55,15 @@ class ExactResume(pl.Callback):
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         self._to_restore = checkpoint.get(KEY)
         if self._to_restore is not None:
-            _reopen_epoch(checkpoint["loops"]["fit_loop"])
+            _reopen_epoch(checkpoint["loops"]["fit_loop"], trained=0 <= trainer.max_steps <= checkpoint["global_step"])
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._fresh = Fresh(trainer.optimizers, [each.scheduler for each in trainer.lr_scheduler_configs])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        kept, self._to_restore = self._to_restore, None
+        if trainer.ckpt_path is not None and self._fresh is not None:
+            self._fresh.compare(trainer.optimizers)
+        kept, self._to_restore, self._fresh = self._to_restore, None, None
         if kept is not None:
             self._restore(kept, trainer, pl_module)
         elif trainer.world_size > 1:
@@ -90,11 +97,15 @@ def _position(positions: list[dict[str, Any] | None], trainer: pl.Trainer) -> di
     return next(found, positions[trainer.global_rank % len(positions)])
 
 
-def _reopen_epoch(progress: dict[str, Any]) -> None:
-    """Continues an epoch that ``max_steps`` or a request to stop cut short; Lightning (2.6) would start the next one."""
+def _reopen_epoch(progress: dict[str, Any], trained: bool) -> None:
+    """Continues an epoch that ``max_steps`` or a request to stop cut short; Lightning (2.6) would start the next one.
+
+    Args:
+        trained: no step is left; the epoch counts, as it does where it was cut short.
+    """
     if not progress["epoch_loop.batch_progress"]["is_last_batch"]:
         for count in (progress["epoch_progress"]["current"], progress["epoch_progress"]["total"]):
-            count["processed"] = count["completed"] = count["ready"] - 1
+            count["processed"] = count["completed"] = count["ready"] - (not trained)
 
 
 def _end_epoch(loop: FitLoop) -> None:

@@ -5,8 +5,10 @@ evaluation        validate and test
 run_folder        one run: its folder, overrides and processes
 multiprocess      runs a command in one process or in several
 checkpoint        loading and saving checkpoints
+taken_over        what a trainer takes over from a checkpoint: counts and states of callbacks
 summary           summary.json
 screen, console   start and end screens; what is printed, and which warnings are not
+streams           standard streams that are closed, or whose reader leaves
 memory_limits     backward=auto and batch_size=auto, running out of memory, and overrides that need less of it
 tensorboard_tabs  HParams and Custom Scalars
 sweep             the table of a sweep

@@ -14,12 +14,14 @@ from holotrain.config.build import class_names, synthesis_of, with_adapters
 from holotrain.config.command_options import Config, FitConfig, RunConfig
 from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.option_groups import HUGGING_FACE, TEXT, is_a
+from holotrain.data.tokenizers import tokenizer_text
 from holotrain.errors import UserError, naming_group
-from holotrain.files import read_text
 from holotrain.models import building, saved
 from holotrain.models.building import bounded
+from holotrain.models.checkpoint_files import warn_of_non_finite
 from holotrain.models.huggingface import tokenizer_of
 from holotrain.models.int8 import is_quantised, quantise
+from holotrain.models.plain_tensors import kind_of
 from holotrain.numeric import counted
 from holotrain.targets import TARGET, first_line, targets
 from holotrain.tasks.task import model_of
@@ -87,7 +89,7 @@ def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:
         return None
     begun_with = Path(pretrained)
     if (begun_with / "tokenizer.json").is_file():
-        return read_text(begun_with / "tokenizer.json")
+        return tokenizer_text(begun_with / "tokenizer.json")
     try:
         return checkpointed.load(begun_with)[checkpointed.KEY]["description"].get("tokenizer")
     except UserError:  # weights of other programs have no tokenizer
@@ -119,6 +121,7 @@ def described_model(
     prefix = "" if kept["config"]["model"] is None else "model."
     weights = {name.removeprefix(prefix): w for name, w in checkpointed.weights(path).items() if name.startswith(prefix)}
     check_weights(model, weights, path)
+    warn_of_non_finite(weights, path)
     model.load_state_dict(weights)
     return model, described
 
@@ -173,6 +176,7 @@ def load_weights(task: pl.LightningModule, path: Path) -> None:
         return
     weights = checkpointed.weights(path)
     check_weights(task, weights, path)
+    warn_of_non_finite(weights, path)
     task.load_state_dict(weights)
 
 
@@ -194,7 +198,9 @@ def check_continuable(task: pl.LightningModule, config: FitConfig, path: Path, p
             raise UserError(
                 f"model.{option}={wanted}: {path} was trained with {kept}; start a new training with model.pretrained={path}"
             )
-    check_weights(task, checkpoint["state_dict"], path)
+    for part in checkpointed.WEIGHTS:
+        if part in checkpoint:
+            check_weights(task, checkpoint[part], path)
     for group in ("optimizer", "scheduler"):
         kept, wanted = checkpoint[checkpointed.KEY]["config"][group], getattr(config, group)
         kept, wanted = kept and kept[TARGET], wanted and wanted.target
@@ -223,9 +229,9 @@ def check_continuable(task: pl.LightningModule, config: FitConfig, path: Path, p
 
 
 def check_weights(module: nn.Module, weights: dict[str, Any], path: Path) -> None:
-    """Raises a UserError that names the first of the weights whose name or shape does not match."""
+    """Raises a UserError that names the first of the weights whose name, shape or kind of numbers does not match."""
     expected = module.state_dict()
     for name in [*expected, *weights]:
-        here, there = (tuple(s[name].shape) if name in s else "none" for s in (expected, weights))
+        here, there = (kind_of(tensors, name) for tensors in (expected, weights))
         if here != there:
             raise UserError(f"ckpt_path: {path} holds another model: {name} is {there} there and {here} in this one")

@@ -14,7 +14,7 @@ plain = partial(Console, highlight=False, markup=False, emoji=False)
 """A console that prints names of files and of options as they are, also those with ``[red]`` or ``:star:`` in them."""
 
 # Paths must not be wrapped when the output goes to a file.
-console = plain(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
+console = plain(width=None if (sys.stdout and sys.stdout.isatty()) or "COLUMNS" in os.environ else 160)
 
 REMARKS = (
     ".*does not have many workers.*",  # small data sets in memory need none

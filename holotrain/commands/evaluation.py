@@ -15,18 +15,23 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from holotrain.callbacks import ExactResume
 from holotrain.callbacks.drawing import log_image
 from holotrain.commands import screen
-from holotrain.commands.checkpoint import check_classes, check_origin, load_weights, tokenizer_for
+from holotrain.commands.checkpoint import check_classes, check_origin, load_weights
 from holotrain.commands.run_folder import Run
+from holotrain.commands.shared_data import shared_data
 from holotrain.commands.summary import Summary
 from holotrain.config import checkpointed
-from holotrain.config.build import build_data, build_task
+from holotrain.config.build import build_task
 from holotrain.config.build_callbacks import build_loggers, build_matrices
 from holotrain.config.build_trainer import build_trainer, check_device, check_division
 from holotrain.config.command_options import CheckpointConfig, RunConfig
+from holotrain.data import ImageDataModule
 from holotrain.errors import UserError
 from holotrain.optimizers import UnfitState
 from holotrain.targets import first_line
 from holotrain.tasks.task import model_of
+
+SPLITS = {"validate": "val", "test": "test"}
+"""The parts of the data, by the command that evaluates with them."""
 
 
 def evaluate(
@@ -59,7 +64,7 @@ def evaluate(
         logger.log_metrics(metrics, step=step)
     for matrix in matrices:
         if matrix.image is not None:
-            log_image(loggers, f"{'val' if split == 'validate' else 'test'}/confusion_matrix", matrix.image, step)
+            log_image(loggers, f"{SPLITS[split]}/confusion_matrix", matrix.image, step)
     return metrics
 
 
@@ -107,6 +112,15 @@ def can_test(task: pl.LightningModule, data: pl.LightningDataModule) -> bool:
     return is_overridden("test_step", task) and is_overridden("test_dataloader", data)
 
 
+def check_not_empty(data: pl.LightningDataModule, split: str) -> None:
+    """
+    Raises:
+        UserError: the data have no image to validate or test with; Lightning would warn, and go on without metrics.
+    """
+    if isinstance(data, ImageDataModule) and not len(data.split(split)):  # ty: ignore[invalid-argument-type]: torch declares none
+        raise UserError(f"data: no image is left for {split}; raise data.val_fraction, or set trainer.limit_{split}_batches=0")
+
+
 def prepared(command: str, config: CheckpointConfig, run: Run) -> tuple[pl.LightningDataModule, pl.LightningModule]:
     """The data, set up for the command, and the task, whose weights are not loaded yet.
 
@@ -116,9 +130,9 @@ def prepared(command: str, config: CheckpointConfig, run: Run) -> tuple[pl.Light
     path = config.checkpoint
     check_device(config.trainer)
     check_origin(config, path)
-    data = build_data(config, tokenizer_for(config, path))
-    run.once_a_machine("data", data.prepare_data)
-    data.setup(command)
+    data = shared_data(command, config, path, run)
+    if command in SPLITS:
+        check_not_empty(data, SPLITS[command])
     check_classes(config, data, path)
     pl.seed_everything(config.seed, verbose=False)
     task = build_task(config, data)
@@ -129,7 +143,7 @@ def prepared(command: str, config: CheckpointConfig, run: Run) -> tuple[pl.Light
 def run(config: CheckpointConfig, run: Run) -> int:
     """Writes the metrics into summary.json, and to the loggers at the step of the checkpoint."""
     split = run.command
-    limit = {"validate": "limit_val_batches", "test": "limit_test_batches"}[split]
+    limit = f"limit_{SPLITS[split]}_batches"
     if getattr(config.trainer, limit) == 0:  # may come from the checkpoint's training
         raise UserError(f"trainer.{limit}=0: there is nothing to evaluate; use trainer.{limit}=1.0")
     path, (data, task) = config.checkpoint, prepared(split, config, run)

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -10,7 +11,7 @@ import lightning.pytorch as pl
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from holotrain.callbacks import Interrupted, MemoryMonitor, ThroughputMonitor
+from holotrain.callbacks import Interrupted
 from holotrain.callbacks.drawing import log_text
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import (
@@ -19,15 +20,18 @@ from holotrain.commands.checkpoint import (
     check_continuable,
     check_origin,
     chosen_before,
-    tokenizer_for,
 )
-from holotrain.commands.evaluation import can_test, evaluate, lightning_refusals
+from holotrain.commands.evaluation import can_test, check_not_empty, evaluate, lightning_refusals
+from holotrain.commands.failures import SameFolder, of_the_system
+from holotrain.commands.measured import Measured
 from holotrain.commands.memory_limits import OutOfMemory, as_out_of_memory, chosen, explained
 from holotrain.commands.run_folder import Run
+from holotrain.commands.shared_data import shared_data
 from holotrain.commands.summary import SUMMARY, Summary
+from holotrain.commands.taken_over import check_taken_over
 from holotrain.commands.tensorboard_tabs import BestValue, log_end, log_start
 from holotrain.commands.writing import write_whole
-from holotrain.config.build import build_data, build_task, description
+from holotrain.config.build import build_task, description
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_trainer import build_trainer, check_division, check_training_device, device_kind, device_name
 from holotrain.config.command_options import FitConfig
@@ -49,9 +53,11 @@ def run(config: FitConfig, run: Run) -> int:
         check_origin(config, start_checkpoint)
     if start_checkpoint is not None and config.resume:
         config = chosen_before(config, start_checkpoint)
-    data = build_data(smallest_batch(config) if config.batch_is_open else config, tokenizer_for(config, start_checkpoint))
-    run.once_a_machine("data", data.prepare_data)
-    data.setup("fit")
+    data = shared_data("fit", smallest_batch(config) if config.batch_is_open else config, start_checkpoint, run)
+    if config.trainer.limit_val_batches != 0:
+        check_not_empty(data, "val")
+    if config.test and config.trainer.limit_test_batches != 0:
+        check_not_empty(data, "test")
     config = _chosen(config, data, run)
     pl.seed_everything(config.seed, verbose=False)
     task = build_task(config, data, begin=start_checkpoint is None)
@@ -64,10 +70,13 @@ def run(config: FitConfig, run: Run) -> int:
         )
         check_classes(config, data, start_checkpoint)
 
+    place = SameFolder(run.folder)
     loggers = build_loggers(config.logger, run.folder, run.sweep)
     callbacks = [
         *build_fit_callbacks(config, run.folder, task, data),
         KeepConfiguration(config, run.choices, description(config, data)),
+        Measured(config.resume),
+        place,
     ]
     monitor = next((c for c in callbacks if isinstance(c, ModelCheckpoint) and c.monitor), None)
     check_direction(monitor, run.direction)
@@ -78,6 +87,8 @@ def run(config: FitConfig, run: Run) -> int:
     if config.steps_in_backward:  # and clips there; Lightning would look for gradients after it
         options = options.with_arguments(gradient_clip_val=None)
     trainer = build_trainer(options, run.folder, callbacks, loggers, batches, config.profiler, run.process)
+    if start_checkpoint is not None:
+        check_taken_over(trainer, start_checkpoint)
     resolved = yaml.safe_dump(to_container(config), sort_keys=False)
     if run.is_main:
         write_whole(run.folder / "config.yaml", resolved)
@@ -111,12 +122,16 @@ def run(config: FitConfig, run: Run) -> int:
             raise UserError(f"out of memory {when} on {device_name(config.trainer.accelerator)}; {refusal}") from refusal
         words = explained(config, data, run, when, str(refusal))
         run.errors.append(words.splitlines()[0].removeprefix("holotrain: "))
-    except BaseException:
+    except BaseException as error:
         if run.is_main:
-            log_end(loggers, "failed")
+            with suppress(OSError):  # the disk may be full, or the folder gone
+                log_end(loggers, "failed")
+            if of_the_system(error):
+                place.check()
         raise
     if not run.is_main:
         return exit_status
+    place.check()
     summary = _summary(config, run, trainer, task, status)
     summary.metrics |= tested
     summary.write(run.folder)
@@ -143,20 +158,13 @@ def _chosen(config: FitConfig, data: pl.LightningDataModule, run: Run) -> FitCon
 
 def _summary(config: FitConfig, run: Run, trainer: pl.Trainer, task: pl.LightningModule, status: str) -> Summary:
     callbacks = {type(callback): callback for callback in trainer.callbacks}  # ty: ignore[missing-attribute]
-    throughput, memory = callbacks.get(ThroughputMonitor), callbacks.get(MemoryMonitor)
-    summary = Summary.of(run, config, model_of(task), status)
-    summary.metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    summary = Summary.of(run, config, model_of(task), status, **callbacks[Measured].results(trainer))
     if best := callbacks.get(BestValue):
         summary.monitor, summary.mode = best.checkpoint.monitor, best.checkpoint.mode
         value = best.best_so_far()
         summary.metrics[best.tag] = math.nan if value is None else value
     summary.between_blocks = kept_between_blocks(model_of(task))
     summary.epochs, summary.steps = trainer.current_epoch, trainer.global_step
-    if throughput is not None:
-        summary.samples_per_second, summary.step_seconds = throughput.samples_per_second, throughput.step_seconds
-        summary.tokens_per_second = throughput.tokens_per_second
-    if memory is not None:
-        summary.peak_memory_bytes = memory.peak_bytes
     checkpoint = _checkpoint(run, trainer)
     summary.checkpoint = str(checkpoint) if checkpoint else None
     return summary

@@ -17,7 +17,9 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from holotrain.commands.console import console, quieten
+from holotrain.commands.failures import machine_failures
 from holotrain.commands.run_folder import Run, alone_in
+from holotrain.commands.streams import open_streams
 from holotrain.commands.summary import completed, ended
 from holotrain.config.build_trainer import (
     backend_of,
@@ -70,6 +72,7 @@ class MultiprocessRunner:
 
     def _run(self, command: str, config: RunConfig, run: Run) -> int:
         if isinstance(config, FitConfig):
+            _require_text(run.folder.absolute())
             recover(run.last_checkpoint)
             if config.resume:
                 if words := ended(config.trainer, run.folder):
@@ -149,6 +152,7 @@ def follow(process: ProcessRank) -> int:
 
 def work(job: dict[str, Any]) -> int:
     """Runs a job in this process, one of several that :func:`launch` started. Returns the exit status."""
+    open_streams()
     process = rank_from_environment()
     assert process is not None  # `launch` sets the environment
     if job["quiet"] or not process.is_main:
@@ -178,7 +182,8 @@ def _member(processes: Processes, command: str, config: RunConfig, run: Run) -> 
     processes.join(backend_of(trainer, device), device, trainer.timeout, run.folder, nccl_options(trainer))
     set_data_shard(*data_shard_of(trainer, processes.process))
     try:
-        status = _command(command, config, replace(run, processes=processes))
+        with processes.mistakes_told():
+            status = _command(command, config, replace(run, processes=processes))
     finally:
         set_data_shard()
     processes.leave()
@@ -187,7 +192,7 @@ def _member(processes: Processes, command: str, config: RunConfig, run: Run) -> 
 
 def _command(command: str, config: RunConfig, run: Run) -> int:
     try:
-        with float32_products(config.trainer.float32_matmul_precision):
+        with float32_products(config.trainer.float32_matmul_precision), machine_failures(run):
             module = "evaluation" if command in ("validate", "test") else command
             return importlib.import_module(f"holotrain.commands.{module}").run(config, run)
     except SystemExit as ended:
@@ -199,6 +204,13 @@ def _command(command: str, config: RunConfig, run: Run) -> int:
 def _received(job: dict[str, Any]) -> tuple[str, RunConfig, Run]:
     run = Run(**job["run"] | {"folder": Path(job["run"]["folder"]), "started": time.monotonic()})
     return job["command"], structured(job["command"], job["config"]), run
+
+
+def _require_text(folder: Path) -> None:
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{folder}: its name is not text in UTF-8, and checkpoints hold it; train in another folder") from None
 
 
 def _silence() -> None:

@@ -7,14 +7,14 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
 
 from holotrain.config.checkpointed import COMMAND_LINE_ONLY
 from holotrain.config.command_options import FitConfig, RunConfig
-from holotrain.config.composition import LAST_CHECKPOINT, key_of, refuse_links
+from holotrain.config.composition import LAST_CHECKPOINT, as_word, key_of, refuse_links
 from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.start import LOCAL_LOGGERS
 from holotrain.errors import UserError
@@ -78,8 +78,9 @@ class Run:
         ]
         if (logger := self.choices.get("logger", LOCAL_LOGGERS[0])) not in LOCAL_LOGGERS:  # also that of an experiment
             again.append(f"logger={logger}")
-        folder = ["--config-dir", self.config_dir] if self.config_dir else []
-        job = shlex.join(["python", "-m", "holotrain", "fit", *folder, "resume=true", f"hydra.run.dir={self.folder}", *again])
+        words = ["--config-dir", self.config_dir] if self.config_dir else []
+        words += ["resume=true", f"hydra.run.dir={as_word(self.folder)}", *again]
+        job = shlex.join(["python", "-m", "holotrain", "fit", *words])
         if not self.varied:
             return f"resume with: {job}"
         return f"resume the sweep with its command plus resume=true, or this job with: {job}"
@@ -111,6 +112,10 @@ class Run:
             act()
         else:
             self.processes.once_a_machine(name, act)
+
+    def together(self, name: str) -> AbstractContextManager[None]:
+        """What fails inside in one process fails in all of them with a UserError."""
+        return nullcontext() if self.processes is None else self.processes.together(name)
 
 
 LOCK = ".lock"

@@ -48,7 +48,7 @@ def checked(where: str, annotation: str, value: Any) -> Any:
     if isinstance(value, str) and all(get_origin(kind) is Literal or kind is NoneType for kind in kinds):
         raise UserError(f"{where}: {said} is not one of {', '.join(choices)}.{did_you_mean(value, choices)}")
     words = " or ".join(dict.fromkeys(_in_words(kind) for kind in kinds if kind is not Never)) or "a tensor"
-    raise UserError(f"{where}: {said} is not {words}")
+    raise UserError(f"{where}: {said} is not {words}.{did_you_mean(str(value), choices)}".removesuffix("."))
 
 
 def read_fields(path: Path, kinds: dict[str, str], what: str, lacking: Collection[str] = ()) -> dict[str, Any]:

@@ -37,6 +37,8 @@ from holotrain.config.option_groups import (
 )
 from holotrain.config.signatures import REQUIRED
 from holotrain.data import ByteTokenizer, tokenizer_from_json
+from holotrain.data.decoding import MEGAPIXELS
+from holotrain.data.hub import EXPANSION
 from holotrain.errors import UserError, naming_group
 from holotrain.models import compile_blocks
 from holotrain.models.adapters import PEFT, add_adapters, add_peft, freeze
@@ -259,10 +261,12 @@ def build_files_loader(config: RunConfig, described: dict[str, Any], path: Path)
             packed=is_a(config.task, CAUSAL_LM),
             batch_size=batch_size,
             text=getattr(config.data, "text", "text"),
+            expansion=getattr(config.data, "max_expansion", EXPANSION),
             **loading,
         )
     if "statistics" not in described or "image_size" not in facts:
         raise UserError(f"images: {config.data.name} does not tell how to prepare them; without images= the test set is used")
+    loading["megapixels"] = getattr(config.data, "max_megapixels", MEGAPIXELS)
     return datasets.image_files(path, facts["channels"], facts["image_size"], described["statistics"], batch_size, **loading)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor
 from yaml import YAMLError
 
 from holotrain.config.annotations import checked
@@ -27,6 +28,7 @@ from holotrain.config.structured import structured, to_container
 from holotrain.errors import UserError, did_you_mean, naming_group
 from holotrain.models import checkpoint_files
 from holotrain.models.saved import read_config
+from holotrain.optimizers.restored import LARGEST
 from holotrain.targets import TARGET, first_line, missing_package, targets
 
 KEY = "holotrain"
@@ -36,7 +38,7 @@ NEVER_KEPT = ("output_dir", "ckpt_path", "trust", "logger")
 """Options of a run that only a command line sets."""
 
 COMMAND_LINE_ONLY = (
-    *("trust", "data.cache_dir", "data.download", "model.download"),
+    *("trust", "data.cache_dir", "data.download", "data.max_megapixels", "data.max_expansion", "model.download"),
     *("trainer.profiler", "trainer.plugins", "trainer.model_registry"),
 )
 """Options that decide what is run, what is written, and where: a file does not set them."""
@@ -54,6 +56,9 @@ STATE = {
     **{"epoch": "int", "global_step": "int", "pytorch-lightning_version": "str"},
 }
 """Those of the parts of a checkpoint that this program and Lightning read by name."""
+
+WEIGHTS = ("state_dict", "current_model_state")
+"""The parts that hold weights: the second those that are trained, if the first holds their average."""
 
 
 def run_metadata(config: RunConfig, choices: dict[str, str], description: dict[str, Any]) -> dict[str, Any]:
@@ -137,15 +142,13 @@ def _sound_beside(path: Path) -> Path | None:
 
 
 def weights(path: Path) -> dict[str, Any]:
-    """The ``state_dict`` of a checkpoint that :func:`load` has read. Warns of weights that are not finite.
+    """The ``state_dict`` of a checkpoint that :func:`load` has read.
 
     Raises:
         UserError: a part of it is missing or damaged.
     """
     with naming_group("ckpt_path"):
-        weights = checkpoint_files.read(path, ["state_dict"])["state_dict"]
-    checkpoint_files.warn_of_non_finite(weights, path)
-    return weights
+        return checkpoint_files.read(path, ["state_dict"])["state_dict"]
 
 
 def is_exported(path: Path) -> bool:
@@ -177,10 +180,14 @@ def _described(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
                 raise ValueError(f"{group!r}: {option!r} among its choices is not a group with its option")
         description = _typed_parts("its parts", kept["description"], DESCRIPTION)
         _check_description(description, config)
-        checkpoint = _typed_parts("its parts", checkpoint, STATE)
-        for name, weight in checkpoint.get("state_dict", {}).items():
-            if not isinstance(name, str) or not hasattr(weight, "shape"):
-                raise ValueError(f"{name!r} in state_dict is not a tensor")
+        checkpoint = _typed_parts("its parts", checkpoint, STATE | dict.fromkeys(WEIGHTS, "dict"))
+        for part in WEIGHTS:
+            for name, weight in checkpoint.get(part, {}).items():
+                if not isinstance(name, str) or not isinstance(weight, Tensor):
+                    raise ValueError(f"{name!r} in {part} is not a tensor")
+        for count in ("epoch", "global_step"):
+            if not 0 <= checkpoint.get(count, 0) <= LARGEST:
+                raise ValueError(f"{count} is {checkpoint[count]}, and no count")
         if not re.fullmatch(r"[2-9](\.\w+)*", checkpoint.get("pytorch-lightning_version", "2")):
             raise ValueError(f"it was written by Lightning {checkpoint['pytorch-lightning_version']!r}")
     except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:  # the last of what lacks a part

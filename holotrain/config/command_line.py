@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from holotrain.config.command_options import COMMANDS, WORD_COMMANDS, options_of
@@ -35,6 +37,9 @@ CHOICES = {
 }
 """The values of those flags that do not take any."""
 
+SHOWS = HELP.union(*CHOICES)
+"""Flags under which a command only prints something about itself."""
+
 VERBATIM = {
     *("ckpt_path", "images", "texts", "prompt", "prompts", "to", "output_dir", "hydra.run.dir", "hydra.sweep.dir"),
     *("data.root", "data.name", "data.files", "data.val_files", "data.test_files", "data.cache_dir", "data.tokenizer"),
@@ -44,6 +49,9 @@ VERBATIM = {
 
 LISTS = {"data.files", "data.val_files", "data.test_files"}
 """Those of them that may be lists."""
+
+SWEEPS = re.compile(r"sweep$|hydra[./](sweep|sweeper|launcher)\b")
+"""Overrides that mean nothing without ``-m``."""
 
 
 @dataclass
@@ -85,12 +93,17 @@ class Arguments:
         return None
 
     def value(self, key: str) -> str | None:
-        """The value of the last override of ``key``, unquoted; None if there is none."""
+        """The value of the last override of ``key``, unquoted and resolved; None if there is none."""
         for word in reversed(self.words):
             name, equals, value = word.lstrip("+").partition("=")
             if equals and name == key:
-                return value.strip("'\"")
+                return self._resolved(key) if "${" in value else value.strip("'\"")
         return None
+
+    def _resolved(self, key: str) -> str:
+        single = [word for word in self.overrides if "," not in word]
+        with explaining(self):
+            return str(OmegaConf.select(composed(self.command, single, self.config_dir, with_hydra=True), key))
 
 
 def _verbatim(override: str) -> str:
@@ -159,7 +172,49 @@ def parse(argv: list[str]) -> Arguments:
             one_of(names[0], value, choices)
     if arguments.config_dir and not Path(arguments.config_dir).is_dir():
         raise UserError(f"--config-dir: there is no folder {arguments.config_dir}")
+    with explaining(arguments):
+        parsed = OverridesParser.create().parse_overrides(arguments.overrides)
+    _require_once(arguments.words, parsed, option_names(arguments.config_dir))
+    for word, override in zip(arguments.words, parsed, strict=True):
+        _require_one(word, override)
+        if not arguments.multirun:
+            _require_no_sweep(word, override, shown=arguments.help or arguments.flag(*SHOWS) is not None)
     return arguments
+
+
+def _require_once(words: list[str], parsed: list[Override], groups: Collection[str]) -> None:
+    """Refuses two choices of a group, of which Hydra would take the last, and another value of an option after those of a
+    sweep, which would give equal jobs. Of two values the last is taken, as scripts expect."""
+    given: dict[str, tuple[str, Override]] = {}
+    for word, override in zip(words, parsed, strict=True):
+        key = override.key_or_group
+        before, other = given.get(key, ("", override))
+        if before and not other.is_delete() and (key in groups or other.is_sweep_override()):
+            raise UserError(f"{key}: it is given twice, as {before} and {word}; leave one out")
+        given[key] = word, override
+
+
+def _require_one(word: str, override: Override) -> None:
+    """Refuses several options of a group of which a run has one: Hydra merges their files."""
+    group = override.key_or_group
+    if group not in (*OBJECT_GROUPS, "backward"):
+        return
+    value = override.value()
+    for each in value.list if isinstance(value, ChoiceSweep) else [value]:
+        if isinstance(each, list):
+            raise UserError(f"{word}: {group} takes one option; -m {group}={','.join(map(str, each))} tries each")
+
+
+def _require_no_sweep(word: str, override: Override, shown: bool) -> None:
+    """Refuses what means something in a sweep only.
+
+    Args:
+        shown: the configuration is only shown.
+    """
+    if override.is_sweep_override():
+        raise UserError(f"{word}: to run a sweep over several values, add -m; a list has brackets: key=[a,b]")
+    if SWEEPS.match(override.key_or_group) and not shown and not override.is_delete() and override.value() is not None:
+        raise UserError(f"{word}: it is about a sweep; add -m to run one")
 
 
 def parse_words(command: str, words: list[str]) -> Any:
@@ -217,14 +272,16 @@ def explained(error: Exception, arguments: Arguments) -> UserError:
     if isinstance(error, OverrideParseException):
         quoted = "close all brackets, and quote a value with special characters, such as \"key='a{b'\""
         return UserError(f"{error.override}: write key=value without spaces around =; {quoted}")
-    if "Ambiguous value" in str(error):
-        return UserError(f"{first_line(error)}; to run a sweep over several values, add -m; a list has brackets: key=[a,b]")
     if unknown := re.search(r"Could not (?:override|delete from config\.) '([\w./@-]+)'", str(error)):
         return _unknown_key(unknown[1], arguments)
     key, text = getattr(cause, "full_key", None) or "", first_line(cause)
     if resolving := re.fullmatch(r"(\w+) raised while resolving interpolation: (.*)", text):
         kind, text = resolving.groups()
         key = "" if kind == UserError.__name__ else key
+    if key.startswith("hydra.runtime."):
+        return UserError(
+            f"the name of the folder, or of one that it is in, holds ${{, but is no interpolation ({text}); rename it"
+        )
     return UserError(f"{key}: {text}" if key and key not in text else text)
 
 
@@ -237,13 +294,13 @@ def explaining(arguments: Arguments) -> Generator[None]:
     try:
         yield
     except CONFIGURATION_ERRORS as error:
-        raise explained(error, arguments) from error
+        raise explained(error, arguments) from None  # in Python, what follows would be pages of Hydra's frames
     except REFUSALS as error:
         groups, words = option_names(arguments.config_dir), arguments.overrides
         parsed = zip(words, OverridesParser.create().parse_overrides(words), strict=True)
         chosen = [word for word, each in parsed if each.key_or_group in groups and not isinstance(each.value(), str | list)]
         named = [*chosen, *(word for word in words if key_of(word).startswith("hydra"))]
-        raise UserError(f"{named[0]}: {first_line(error)}" if named else first_line(error)) from error
+        raise UserError(f"{named[0]}: {first_line(error)}" if named else first_line(error)) from None
 
 
 def _option_of_flag(flag: str, arguments: Arguments) -> str | None:
@@ -254,8 +311,9 @@ def _option_of_flag(flag: str, arguments: Arguments) -> str | None:
 
 
 def _key_of_group(name: str, keys: list[str]) -> str | None:
-    """The first key whose last part is this; ``epochs`` is ``trainer.max_epochs``."""
-    return next((key for key in keys if key.rpartition(".")[2] in (name, f"max_{name}")), None)
+    """The first key whose last part is this; ``epochs`` is ``trainer.max_epochs``, and ``device`` its accelerator."""
+    names = (name, f"max_{name}", "accelerator" if name == "device" else "")
+    return next((key for key in keys if key.rpartition(".")[2] in names), None)
 
 
 def _missing_option(error: MissingConfigException, command: str) -> UserError:

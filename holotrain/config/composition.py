@@ -263,6 +263,11 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
+def as_word(folder: Path | str) -> str:
+    """A path as an override gives it. One that begins with a dollar or a quote would be an interpolation or a quoted text."""
+    return f"./{folder}" if str(folder).startswith(("'", '"', "$")) else str(folder)
+
+
 def literal(text: str) -> str:
     """Escapes interpolations, so that OmegaConf resolves the result to ``text``."""
     return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", text)

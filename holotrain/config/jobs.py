@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,15 +75,34 @@ class Sweep:
 
     Args:
         check: called with the overrides of each job before any is launched, if all jobs are known; raises a UserError.
+        launcher: Hydra's; None: this is no sweep.
         folder: folder of the sweep; None: nothing was launched.
         launched: the overrides of each job, by its number.
         lost: why a job left no result, by its number.
     """
 
     check: Callable[[list[str]], object]
+    launcher: Any = None
     folder: Path | None = None
     launched: dict[int, list[str]] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
+
+    def require_jobs(self) -> None:
+        """
+        Raises:
+            UserError: the sweep has ended without a job.
+        """
+        if self.launcher is not None and not self.launched:
+            self._leave_nothing()
+            raise UserError("-m: the sweep has no job, because one of its options has no value; range(0) has none, for example")
+
+    def _leave_nothing(self) -> None:
+        """Removes the folder of a sweep that has not begun."""
+        folder = Path(str(self.launcher.config.hydra.sweep.dir))
+        with suppress(OSError):  # another program's files, or a folder that cannot be removed
+            if [path.name for path in folder.iterdir()] == [MULTIRUN]:
+                (folder / MULTIRUN).unlink()
+                folder.rmdir()
 
     def _check_all(self, launched: dict[int, list[str]]) -> None:
         """Refuses jobs with a mistake in their overrides."""
@@ -115,8 +133,9 @@ class Sweep:
         found = [Job.read(path) for path in self.folder.rglob(JOB)] if self.folder else []
         return {job.number: job for job in found if job is not None and job.number in self.launched}
 
-    def launch(self, launcher: Any, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
-        """Lets a launcher of Hydra's run jobs. One whose process dies has failed, and does not end the sweep."""
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+        """Lets the launcher run jobs. One whose process dies has failed, and does not end the sweep."""
+        launcher = self.launcher
         self.folder = relative_to_cwd(Path(str(launcher.config.hydra.sweep.dir)))
         refuse_links(self.folder, map(str, range(initial_job_idx, initial_job_idx + len(job_overrides))))
         launched = {initial_job_idx + index: list(overrides) for index, overrides in enumerate(job_overrides)}
@@ -126,10 +145,7 @@ class Sweep:
             try:
                 self._check_all(launched)
             except UserError:
-                with suppress(OSError):  # another program's files, or a folder that cannot be removed
-                    if [path.name for path in self.folder.iterdir()] == [MULTIRUN]:
-                        (self.folder / MULTIRUN).unlink()
-                        self.folder.rmdir()
+                self._leave_nothing()
                 raise
         for number, job in self.left().items():
             if number in launched and job.folder is not None:  # the sweep is resumed
@@ -164,8 +180,9 @@ def launched_jobs(check: Callable[[list[str]], object]) -> Generator[Sweep]:
 
     def instantiate(*args: Any, **kwargs: Any) -> Any:
         launcher: Any = ordinary(*args, **kwargs)
+        sweep.launcher = launcher
         refuse_links(Path(str(launcher.config.hydra.sweep.dir)), (MULTIRUN,))  # which Hydra writes before it launches
-        return SimpleNamespace(launch=partial(sweep.launch, launcher))
+        return SimpleNamespace(launch=sweep.launch)
 
     Plugins.instantiate_launcher = instantiate
     try:

@@ -194,7 +194,7 @@ class Start:
         try:
             plain = to_plain(self.with_defaults(config, overrides), resolve=True)
         except CONFIGURATION_ERRORS as error:
-            raise explained(error, self.arguments) from error
+            raise explained(error, self.arguments) from None
         typed = structured(self.arguments.command, plain)
         if typed.ckpt_path is not None:
             typed.ckpt_path = str(checkpoint_path(typed.ckpt_path, self.arguments.command, typed.output_dir))

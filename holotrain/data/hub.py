@@ -4,19 +4,25 @@ The library runs no code that comes with a data set: it has no loading scripts s
 """
 
 import os
+import re
 import sys
 import time
 import zlib
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from errno import EDQUOT, ENOSPC, EROFS
+from functools import partial
 from glob import escape, glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
+from holotrain.data.decoding import EXTENSIONS
 from holotrain.errors import UserError, did_you_mean, one_of
+from holotrain.files import open_regular, read_json, require_inside
+from holotrain.numeric import require_at_least
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -26,6 +32,32 @@ KINDS = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "cs
 
 OF_ROWS = KINDS | {".json": "json"}
 """The same for a file that is named alone, or with its like."""
+
+OF_FOLDERS = OF_ROWS | {".txt": "text"} | dict.fromkeys(EXTENSIONS, "imagefolder")
+"""The same for a folder: of the kinds in it, the most frequent is read."""
+
+SPLITS = {"train": "train", "training": "train"}
+SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
+SPLITS |= dict.fromkeys(("test", "testing", "eval", "evaluation"), "test")
+"""Words in the names of files and folders, and the splits that they stand for, as for the library."""
+
+NO_ROWS = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json")
+"""Files that describe others."""
+
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+"""What names the columns of a folder of images."""
+
+EXPANSION = 100.0
+"""What is read may be so many times as large as the files: a Parquet file of 300 kB can repeat a text until a disk is full."""
+
+ALWAYS = 2**30
+"""Bytes that files of any size may become."""
+
+ROWS = 1000
+"""Rows of a Parquet file that are decoded at once; the library decodes a whole group, of any size."""
+
+COMPRESSED = (b"\x1f\x8b", b"BZh", b"PK\x03\x04", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18")
+"""How files of gzip, bzip2, zip, xz, zstd and lz4 begin. The library unpacks them into memory, whatever they are called."""
 
 SHARDS = 64
 """A saved data set is streamed in up to so many shards, which are divided among processes and workers."""
@@ -105,45 +137,74 @@ def files_read(
     cache: Path,
     streaming: bool = False,
     num_proc: int | None = None,
+    expansion: float = EXPANSION,
     **options: Any,
 ) -> "dict[str, Dataset | IterableDataset]":
     """Groups of files, read with a builder of the library's, such as ``json``, or as ``tsv``, into Arrow files in ``cache``.
 
     Args:
         streaming: read them as they are asked for instead.
+        expansion: how many times as large as the files what is read may be.
         options: of the builder.
 
     Raises:
-        UserError: one cannot be read.
+        UserError: one cannot be read, or they become too large.
     """
     if kind == "tsv":
         kind, options = "csv", options | {"sep": "\t"}
-    if not streaming:
-        options["num_proc"] = num_proc
-    elif kind in ("json", "text"):
+    if kind == "parquet":
+        options["batch_size"] = ROWS
+    if streaming and kind in ("json", "text"):
         options["chunksize"] = CHUNK
-    named = {group: [escape(str(Path(each).absolute())) for each in paths] for group, paths in files.items()}
     paths = [Path(each) for group in files.values() for each in group]
     others = f" or one of {len(paths) - 1} other files" if len(paths) > 1 else ""
     with reading(f"{paths[0]}{others}"):
-        read = loaded(kind, paths, cache, data_files=named, streaming=streaming, **options)
-        return {group: resolved(dataset) for group, dataset in read.items()}
+        for path in paths:
+            require_plain(path)
+        builder = _builder(kind, files, cache / fingerprint_of(paths), **options)
+        most = max(expansion * sum(path.stat().st_size for path in paths), ALWAYS)
+        refusal = f"data: {paths[0]}{others} becomes larger than data.max_expansion={expansion:g} times its size"
+        if kind != "imagefolder":  # which does not copy what it reads
+            builder._generate_tables = partial(_up_to, most, refusal, builder._generate_tables)
+        if streaming:
+            return {group: resolved(dataset) for group, dataset in builder.as_streaming_dataset().items()}
+        builder.download_and_prepare(num_proc=num_proc)
+        return {group: _anew(dataset, paths) for group, dataset in builder.as_dataset().items()}
 
 
-def loaded(builder: str, paths: Iterable[Path], cache: Path, **options: Any) -> Any:
-    """What ``load_dataset`` reads from files of this machine, anew if the size or the time of one of ``paths`` has changed.
+def require_plain(path: Path) -> None:
+    """Raises a UserError if a file is compressed, and an OSError if it is no regular file."""
+    with open_regular(path) as file:
+        if file.read(6).startswith(COMPRESSED):
+            raise UserError(f"data: {path} is compressed; unpack it")
+
+
+def _builder(kind: str, files: Mapping[str, Sequence[Path | str]], cache: Path, **options: Any) -> Any:
+    """The library's reader of local files. Their names are not patterns, and nothing beside them is looked at."""
+    from datasets import load_dataset_builder
+
+    named = {group: [escape(str(Path(each).absolute())) for each in paths] for group, paths in files.items()}
+    return load_dataset_builder(kind, data_files=named, cache_dir=str(cache), **options)
+
+
+def _up_to(most: float, refusal: str, tables: Callable[..., Iterator], *args: Any, **kwargs: Any) -> Iterator:
+    size = 0
+    for key, table in tables(*args, **kwargs):
+        size += table.nbytes
+        if size > most:
+            raise UserError(refusal)
+        yield key, table
+
+
+def _anew(dataset: "Dataset", paths: Iterable[Path]) -> "Dataset":
+    """The same rows under another fingerprint, after which their tokens are named, if the size or the time of a file changes.
 
     The library looks at the times alone, rounded, and some tools keep the time of a file that they change.
     """
-    from datasets import Dataset, load_dataset
     from datasets.fingerprint import Hasher
 
-    fingerprint = fingerprint_of(paths)
-    read = load_dataset(builder, cache_dir=str(cache / fingerprint), **options)
-    for dataset in read.values() if isinstance(read, dict) else [read]:
-        if isinstance(dataset, Dataset):
-            dataset._fingerprint = Hasher.hash([dataset._fingerprint, fingerprint])  # the name of its tokens
-    return read
+    dataset._fingerprint = Hasher.hash([dataset._fingerprint, fingerprint_of(paths)])
+    return dataset
 
 
 def fingerprint_of(paths: Iterable[Path], *words: str) -> str:
@@ -169,10 +230,11 @@ class FromHub:
 
     Args:
         name: a folder that save_to_disk wrote, a file, a glob, a folder of files, or a name on the Hub
-        config: configuration of a data set that has several
+        config: configuration of a data set of the Hub that has several
         split: split for the training set, and for the sets that have no split of their own
         val_split: split for the validation set; null: use val_fraction
         test_split: split for the test set; null: text uses test_fraction, images the validation set
+        max_expansion: how many times as large as your files what is read from them may be, beyond 1 GiB
         options: those of the next class
     """
 
@@ -186,10 +248,12 @@ class FromHub:
         split: str = "train",
         val_split: str | None = None,
         test_split: str | None = None,
+        max_expansion: float = 100.0,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.name, self.config = name, config
+        require_at_least(1, max_expansion=max_expansion)
+        self.name, self.config, self.expansion = name, config, max_expansion
         self.splits = {"train": split, "val": val_split, "test": test_split}
 
     def opened(self, streaming: bool = False) -> "dict[str, Dataset | IterableDataset]":
@@ -201,33 +265,101 @@ class FromHub:
         with reading(self.name):
             return {part: resolved(self._split(split, streaming)) for part, split in self.splits.items() if split is not None}
 
+    def folders(self) -> list[Path]:
+        """Where files lie that the data name: the folder of the data, and for the Hub the library's."""
+        import datasets.config
+        import huggingface_hub.constants
+
+        if files := self._files():
+            return [files[0].parent.resolve()]
+        if (folder := Path(self.name).expanduser()).is_dir():
+            return [folder.resolve()]
+        of_library = (datasets.config.HF_DATASETS_CACHE, huggingface_hub.constants.HF_HUB_CACHE)
+        return [self.cache.resolve(), *(Path(each).resolve() for each in of_library)]
+
+    def _files(self) -> list[Path]:
+        pattern = str(Path(self.name).expanduser())
+        return [Path(each) for each in sorted(glob(pattern, recursive=True)) if Path(each).is_file()]
+
     def _split(self, split: str, streaming: bool) -> "Dataset | IterableDataset":
         """One split; a stream may not know its columns yet."""
-        from datasets import DatasetDict, load_dataset, load_from_disk
+        from datasets import load_dataset
 
-        name, config, folder = self.name, self.config, Path(self.name).expanduser()
-        saved = (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
-        files = [each for each in sorted(glob(str(folder), recursive=True)) if Path(each).is_file()]
-        if config is not None and (saved or files):
-            raise UserError(f"data.config: {name} has no configurations; only the Hub and folders of files do")
-        if saved:
-            found = load_from_disk(str(folder))
-            splits = found if isinstance(found, DatasetDict) else {"train": found}
-            one_of("data.split", split, map(str, splits))
+        name, folder, files = self.name, Path(self.name).expanduser(), self._files()
+        if self.config is not None and (files or folder.exists()):
+            raise UserError(f"data.config: {name} has no configurations; only the Hub has")
+        if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+            splits = saved(folder)
+            one_of("data.split", split, splits)
             return splits[split].to_iterable_dataset(min(SHARDS, len(splits[split]))) if streaming else splits[split]
         if files:
             one_of("data.split", split, ["train"])
-            kinds = {OF_ROWS.get(suffix, "text"): suffix for suffix in sorted({Path(each).suffix for each in files})}
+            kinds = {OF_ROWS.get(suffix, "text"): suffix for suffix in sorted({each.suffix for each in files})}
             if len(kinds) > 1:
                 raise UserError(
                     f"data.name: {name} matches files of several kinds, {' and '.join(kinds.values())}; name one of them"
                 )
-            return files_read(next(iter(kinds)), {split: files}, self.cache, streaming)[split]
+            return files_read(next(iter(kinds)), {split: files}, self.cache, streaming, expansion=self.expansion)[split]
         if folder.is_dir():
-            own = self.cache.absolute()
-            paths = sorted(each for each in folder.absolute().rglob("*") if each.is_file() and not each.is_relative_to(own))
-            return loaded(str(folder.absolute()), paths, self.cache, name=config, split=split, streaming=streaming)
-        return load_dataset(name, config, split=split, cache_dir=str(self.cache), streaming=streaming)
+            kind, parts = files_within(folder, self.cache)
+            one_of("data.split", split, parts)
+            return files_read(kind, parts, self.cache, streaming, expansion=self.expansion)[split]
+        if folder.exists():
+            raise UserError(f"data.name: {name} is neither a file nor a folder")
+        return load_dataset(name, self.config, split=split, cache_dir=str(self.cache), streaming=streaming)
+
+
+def saved(folder: Path) -> "dict[str, Dataset]":
+    """The splits in a folder that ``save_to_disk`` wrote.
+
+    Raises:
+        ValueError: it is damaged, or names files elsewhere.
+    """
+    from datasets import DatasetDict, load_from_disk
+
+    try:
+        listed = folder / "dataset_dict.json"
+        names = [".", *(read_json(listed)["splits"] if listed.is_file() else ())]
+        for state in (folder / name / "state.json" for name in names):
+            for each in read_json(state)["_data_files"] if state.is_file() else ():
+                require_inside(folder, state.parent / each["filename"])
+        found = load_from_disk(str(folder))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError("it does not list its files") from error
+    splits = found if isinstance(found, DatasetDict) else {"train": found}
+    return {str(name): split.with_format(None) for name, split in splits.items()}
+
+
+def files_within(folder: Path, cache: Path) -> tuple[str, dict[str, list[Path]]]:
+    """How the files in a folder are read, and the files of each split that a file or folder is named after; else all are train.
+
+    What a README.md says of the files is not followed: it may name others, also of other machines.
+
+    Raises:
+        UserError: there are none.
+        ValueError: one is a link that leads out of the folder.
+    """
+    root, own = folder.resolve(), cache.resolve()
+    known = (path for path in sorted(root.rglob("*")) if _kind(path) and path.is_file() and not path.is_relative_to(own))
+    found = [path for path in known if not any(part.startswith((".", "__")) for part in path.relative_to(root).parts)]
+    if not found:
+        raise UserError(f"data.name: {folder} has no files of {', '.join(sorted(OF_FOLDERS))}")
+    kind = Counter(map(_kind, found)).most_common(1)[0][0]
+    parts: dict[str, list[Path]] = defaultdict(list)
+    for path in found:
+        if _kind(path) == kind or (kind == "imagefolder" and path.name in METADATA):
+            require_inside(root, path)
+            parts[_split_of(path.relative_to(root))].append(path)
+    return kind, {split: files for split, files in parts.items() if split} or {"train": parts[""]}
+
+
+def _kind(path: Path) -> str:
+    return "" if path.name in NO_ROWS else OF_FOLDERS.get(path.suffix.lower(), "")
+
+
+def _split_of(path: Path) -> str:
+    words = re.split(r"[^a-z]+", path.as_posix().lower())
+    return next((SPLITS[word] for word in words if word in SPLITS), "")
 
 
 def resolved(dataset: "Dataset | IterableDataset") -> "Dataset | IterableDataset":

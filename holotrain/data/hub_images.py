@@ -1,16 +1,19 @@
 """Images of the Hugging Face Hub, of folders that ``save_to_disk`` wrote, and of files that the datasets library reads."""
 
+from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch.utils.data import Dataset
 
+from holotrain.data.decoding import UNREADABLE, decoded
 from holotrain.data.hub import FromHub, class_names, column
-from holotrain.data.image_folder import UNREADABLE, grey_or_rgb
 from holotrain.data.images import ChosenClasses, SizedImages
 from holotrain.errors import UserError
+from holotrain.files import open_regular, require_inside
 
 if TYPE_CHECKING:
     from datasets import Dataset as Rows
@@ -57,7 +60,8 @@ class HubImages(FromHub, ChosenClasses, SizedImages):
         names = names or [str(label) for label in labels]
         if len(names) < 2:
             raise UserError(f"data.label: column {self.label_column!r} holds one class; at least two are needed")
-        images = {part: HubRows(each, self.image_column, self.label_column, numbers) for part, each in rows.items()}
+        folders, columns = self.folders(), (self.image_column, self.label_column)
+        images = {part: HubRows(each, *columns, numbers, folders, self.megapixels) for part, each in rows.items()}
         self.split_classes(names, **{part: (each, each.labels) for part, each in images.items()})
 
 
@@ -67,26 +71,43 @@ class HubRows(Dataset):
     Args:
         image, label: the columns.
         numbers: the number of each label's class; -1 for labels that mean none.
+        folders: where the images lie that are files of their own. Their paths begin in the first one.
+        megapixels: the largest image.
 
     Attributes:
         labels: (N,) the number of each row's class.
 
     Raises:
-        UserError: an image is damaged, or a label is none of the training split's.
+        UserError: an image is damaged or elsewhere, or a label is none of the training split's.
     """
 
-    def __init__(self, rows: "Rows", image: str, label: str, numbers: dict[Any, int]) -> None:
-        found = rows[label][:]
+    def __init__(
+        self, rows: "Rows", image: str, label: str, numbers: dict[Any, int], folders: Sequence[Path], megapixels: float
+    ) -> None:
+        from datasets import Image as ImageFeature
+
+        found = rows.select_columns([label])[label][:]
         if unknown := {*found} - {*numbers}:
             raise UserError(f"data.label: {unknown.pop()!r} is a class that the training split does not have")
         self.labels = torch.tensor([numbers[each] for each in found])
-        self.rows, self.image = rows.select_columns([image]), image
+        self.rows = rows.select_columns([image]).cast_column(image, ImageFeature(decode=False))  # which may ask a server
+        self.image, self.folders, self.megapixels = image, folders, megapixels
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         try:
-            return grey_or_rgb(self.rows[index][self.image]), int(self.labels[index])
+            with self._file(self.rows[index][self.image] or {}) as file:
+                image = decoded(file, self.megapixels)
+            return ImageOps.exif_transpose(image), int(self.labels[index])
         except UNREADABLE as error:
             raise UserError(f"data: row {index} holds no readable image ({error})") from error
+
+    def _file(self, held: dict[str, Any]) -> BinaryIO:
+        if held.get("bytes") is not None:
+            return BytesIO(held["bytes"])
+        path = self.folders[0] / (held.get("path") or "")
+        folder = next((each for each in self.folders if path.is_relative_to(each)), self.folders[0])
+        require_inside(folder, path)
+        return open_regular(path)

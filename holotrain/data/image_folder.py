@@ -10,45 +10,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
+from holotrain.data.decoding import EXTENSIONS, MEGAPIXELS, read_image
 from holotrain.data.images import SizedImages, Statistics, chosen_classes, normalised, resized
 from holotrain.data.loader import Loader
 from holotrain.errors import UserError
 from holotrain.numeric import require_one_of
-
-UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
-"""What Pillow raises for a file that is no image, or damaged."""
-
-EXTENSIONS = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"}
-
-
-def read_image(path: Path) -> Image.Image:
-    """
-    Raises:
-        UserError: it cannot be read, or is damaged or truncated.
-    """
-    try:
-        with Image.open(path) as image:
-            return grey_or_rgb(image)
-    except UNREADABLE as error:
-        raise UserError(f"{path} is not a readable image ({error})") from error
-
-
-def grey_or_rgb(image: Image.Image) -> Image.Image:
-    """The image, decoded. Palettes, transparency and other colour spaces become RGB; grey values keep their 8 or 16 bits.
-
-    Floating-point values are left as they are: they should be in [0, 1].
-
-    Raises:
-        OSError, ValueError: it is damaged, or Pillow cannot convert it.
-    """
-    image.load()
-    if image.mode in ("RGB", "L", "I;16", "F"):
-        return image
-    if image.mode.startswith("I"):  # 16 bits in the other order of bytes, or held in 32
-        return image.convert("I").convert("I;16")
-    if "transparency" in image.info:  # else Pillow warns about palettes with several transparent colours
-        image = image.convert("RGBA")
-    return image.convert("RGB")
 
 
 def raise_or_warn(on_corrupt: str, error: UserError, done: str) -> None:
@@ -79,10 +45,17 @@ class ImageFiles(Dataset):
     Args:
         on_corrupt: what to do with a file that cannot be read: ``"error"`` or ``"skip"``, which gives a blank image without a
             path.
+        megapixels: the largest image.
     """
 
-    def __init__(self, paths: Sequence[Path], transform: Callable[[Image.Image], Tensor], on_corrupt: str = "skip") -> None:
-        self.paths, self.transform, self.on_corrupt = paths, transform, on_corrupt
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        transform: Callable[[Image.Image], Tensor],
+        on_corrupt: str = "skip",
+        megapixels: float = MEGAPIXELS,
+    ) -> None:
+        self.paths, self.transform, self.on_corrupt, self.megapixels = paths, transform, on_corrupt, megapixels
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -90,17 +63,26 @@ class ImageFiles(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, str]:
         path = self.paths[index]
         try:
-            return self.transform(read_image(path)), str(path)
+            return self.transform(read_image(path, self.megapixels)), str(path)
         except UserError as error:
             raise_or_warn(self.on_corrupt, error, "left out")
             return self.transform(Image.new("RGB", (1, 1))), ""
 
 
-def image_files(path: Path, channels: int, image_size: int, statistics: Statistics, batch_size: int, **loading: Any) -> Loader:
+def image_files(
+    path: Path,
+    channels: int,
+    image_size: int,
+    statistics: Statistics,
+    batch_size: int,
+    megapixels: float = MEGAPIXELS,
+    **loading: Any,
+) -> Loader:
     """The image at a path, or all images below it, converted to these channels, this size and normalisation, in batches
     (images, paths).
 
     Args:
+        megapixels: the largest image.
         loading: options of DataLoader, such as ``num_workers``.
 
     Raises:
@@ -112,7 +94,7 @@ def image_files(path: Path, channels: int, image_size: int, statistics: Statisti
     if not paths:
         raise UserError(f"images: there is no image in {path}; known extensions are {', '.join(sorted(EXTENSIONS))}")
     transform = v2.Compose([*resized(channels, image_size), *normalised(statistics)])
-    return Loader(ImageFiles(paths, transform), batch_size=batch_size, **loading)
+    return Loader(ImageFiles(paths, transform, megapixels=megapixels), batch_size=batch_size, **loading)
 
 
 class LabelledFiles(Dataset):
@@ -122,10 +104,11 @@ class LabelledFiles(Dataset):
         samples: path and label of each.
         on_corrupt: ``"error"`` raises a UserError that names the file. ``"skip"`` warns and returns the next readable image
             and its label instead (after the last, the first), so that the length does not change and resuming still works.
+        megapixels: the largest image.
     """
 
-    def __init__(self, samples: list[tuple[Path, int]], on_corrupt: str = "error") -> None:
-        self.samples, self.on_corrupt = samples, on_corrupt
+    def __init__(self, samples: list[tuple[Path, int]], on_corrupt: str = "error", megapixels: float = MEGAPIXELS) -> None:
+        self.samples, self.on_corrupt, self.megapixels = samples, on_corrupt, megapixels
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -134,7 +117,7 @@ class LabelledFiles(Dataset):
         for offset in range(len(self.samples)):
             path, label = self.samples[(index + offset) % len(self.samples)]
             try:
-                return read_image(path), label
+                return read_image(path, self.megapixels), label
             except UserError as error:
                 raise_or_warn(self.on_corrupt, error, "replaced by the next image")
         raise UserError("data: there is no readable image")
@@ -145,12 +128,12 @@ class EvaluatedFiles(LabelledFiles):
     out; a batch that would be empty has the next readable image.
 
     Args:
-        samples, on_corrupt: as of :class:`LabelledFiles`.
+        files: the samples, and what to do with a file that cannot be read.
         transform: of the image.
     """
 
-    def __init__(self, samples: list[tuple[Path, int]], on_corrupt: str, transform: Callable[[Image.Image], Tensor]) -> None:
-        super().__init__(samples, on_corrupt)
+    def __init__(self, files: LabelledFiles, transform: Callable[[Image.Image], Tensor]) -> None:
+        super().__init__(files.samples, files.on_corrupt, files.megapixels)
         self.transform = transform
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
@@ -161,7 +144,7 @@ class EvaluatedFiles(LabelledFiles):
         found = []
         for path, label in (self.samples[index] for index in indices):
             try:
-                found.append((self.transform(read_image(path)), label))
+                found.append((self.transform(read_image(path, self.megapixels)), label))
             except UserError as error:
                 raise_or_warn(self.on_corrupt, error, "left out")
         return found or [self[(indices[-1] + 1) % len(self)]]
@@ -199,18 +182,21 @@ class ImageFolder(SizedImages):
     def setup(self, stage: str | None = None) -> None:
         test = "test" if (self.root / "test").is_dir() else "val"
         folders = {"train": "train", "val": "val", "test": test}
-        self._splits = {name: LabelledFiles(self._samples(folder), self.on_corrupt) for name, folder in folders.items()}
+        self._splits = {
+            name: LabelledFiles(self._samples(folder), self.on_corrupt, self.megapixels) for name, folder in folders.items()
+        }
 
     def predict_dataloader(self) -> Loader:
         """The test set in batches (images, paths); in place of a file that is skipped, a blank image without a path."""
         paths = [path for path, _ in cast(LabelledFiles, self._splits["test"]).samples]
-        return Loader(ImageFiles(paths, self.eval_transform(), self.on_corrupt), self.batch_size, **self.loading)
+        files = ImageFiles(paths, self.eval_transform(), self.on_corrupt, self.megapixels)
+        return Loader(files, self.batch_size, **self.loading)
 
     def _in_order(self, part: str) -> Loader:
         files = self.split(part)
         if not isinstance(files, LabelledFiles):  # a subclass has other data
             return super()._in_order(part)
-        return Loader(EvaluatedFiles(files.samples, self.on_corrupt, self.eval_transform()), self.batch_size, **self.loading)
+        return Loader(EvaluatedFiles(files, self.eval_transform()), self.batch_size, **self.loading)
 
     def _classes(self, part: str) -> list[Path]:
         folders = sorted(path for path in (self.root / part).glob("*") if path.is_dir() and not is_hidden(path.name))

@@ -9,7 +9,15 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, default_collate
 from torchvision.transforms import v2
 
-from holotrain.data.loader import Loader, LoadingModule, ResumableLoader, SeededDataset, TransformedDataset
+from holotrain.data.loader import (
+    Loader,
+    LoadingModule,
+    ResumableLoader,
+    SeededDataset,
+    TransformedDataset,
+    digest,
+    in_places,
+)
 from holotrain.errors import UserError, naming_group, one_of
 from holotrain.files import read_json
 from holotrain.numeric import require_at_least, require_within
@@ -164,6 +172,7 @@ class ImageDataModule(LoadingModule):
         randaugment_magnitude: strength of the RandAugment operations, 0 to 30
         mixup_alpha: alpha of MixUp's Beta distribution; 0: no MixUp
         cutmix_alpha: alpha of CutMix's Beta distribution; 0: no CutMix; with MixUp too, each batch uses one of the two
+        max_megapixels: largest image, in millions of pixels, that is decoded from a file, also by predict images=
 
     A subclass defines ``num_classes``, ``image_shape`` (C, H, W), the ``statistics`` of its channels, ``class_names`` (maybe
     after ``setup`` only), and ``split``, which is called after ``setup``, or sets ``_splits`` there.
@@ -184,14 +193,16 @@ class ImageDataModule(LoadingModule):
         randaugment_magnitude: int = 9,
         mixup_alpha: float = 0.0,
         cutmix_alpha: float = 0.0,
+        max_megapixels: float = 89.5,
         **options: Any,
     ) -> None:
         super().__init__(**options)
         require_at_least(1, batch_size=batch_size)
+        require_within(0, 1e6, max_megapixels=max_megapixels)
         require_at_least(0, randaugment_ops=randaugment_ops)
         require_at_least(0, mixup_alpha=mixup_alpha, cutmix_alpha=cutmix_alpha)
         require_within(0, 30, closed=True, randaugment_magnitude=randaugment_magnitude)
-        self.batch_size = batch_size
+        self.batch_size, self.megapixels = batch_size, max_megapixels
         self.loading["collate_fn"] = collated_channels_last if channels_last else default_collate
         self.augment = augment
         self.randaugment = [v2.RandAugment(randaugment_ops, randaugment_magnitude)] if randaugment_ops else []
@@ -218,6 +229,17 @@ class ImageDataModule(LoadingModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Reads nothing by default."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The classes, the number of samples of each part, and a hash of a few of them."""
+        names = list(map(str, self.class_names))
+        found: dict[str, Any] = {"classes": len(names), "names of classes": digest(["\n".join(names)])}
+        for part in ("train", "val", "test"):
+            samples = self.split(part)
+            size = len(samples)  # ty: ignore[invalid-argument-type]: torch declares no length
+            found[f"samples of {part}"] = size
+            found[f"content of {part}"] = digest(value for place in in_places(size) for value in samples[place])
+        return found
 
     def train_dataloader(self) -> ResumableLoader:
         seeded = SeededDataset(self.split("train"), self.train_transform(), self.seed)

@@ -1,8 +1,10 @@
 """Loaders that leave the global random state alone and can be resumed in mid-epoch, and augmentation that is seeded."""
 
+import hashlib
+import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -23,6 +25,7 @@ class OwnGenerator(DataLoader):
 
     def __init__(self, dataset: Dataset, **options: Any) -> None:
         defaults: dict[str, Any] = {"generator": torch.Generator(), "persistent_workers": options.get("num_workers", 0) > 0}
+        defaults["worker_init_fn"] = _end_quietly
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # which torchdata 0.11 calls
             super().__init__(dataset, **defaults | options)
@@ -41,6 +44,12 @@ class OwnGenerator(DataLoader):
         # Its workers end now. If the garbage collector finds them, it closes their queues first and waits 5 seconds for each.
         self._iterator = None
         raise UserError(line)
+
+
+def _end_quietly(worker: int) -> None:
+    """No traceback if the training ends while this worker hands a batch over. Errors in data go through a queue."""
+    shown = sys.excepthook
+    sys.excepthook = lambda kind, *rest: None if issubclass(kind, ConnectionError | EOFError) else shown(kind, *rest)
 
 
 class Loader(OwnGenerator):
@@ -131,6 +140,23 @@ class LoadingModule(ShowsInherited, pl.LightningDataModule):
         pinned = torch.cuda.is_available() if pin_memory is None else pin_memory
         self.loading: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pinned}
         self.seed = seed
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be equal in all processes after ``setup``, by names for messages, in plain values."""
+        return {}
+
+
+def in_places(size: int) -> list[int]:
+    """A few indices of so many samples, from the first to the last."""
+    return sorted({place * (size - 1) // 4 for place in range(5)}) if size else []
+
+
+def digest(parts: Iterable[Any]) -> str:
+    """A short hash of arrays, images, numbers and texts."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part.encode() if isinstance(part, str) else np.ascontiguousarray(part).tobytes())
+    return found.hexdigest()[:12]
 
 
 class StreamLoader:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from holotrain.errors import UserError, one_of
-from holotrain.files import from_json
+from holotrain.files import from_json, read_text
 from holotrain.numeric import require_at_least
 
 ROLES = ("pad", "start", "end", "mask")
@@ -247,9 +247,16 @@ def known_tokenizer(name: str) -> Tokenizer | None:
     path = Path(name).expanduser()
     if path.suffix != ".json" and not path.exists():
         one_of("data.tokenizer", name, ["byte", "bpe", "PATH/tokenizer.json"])
+    return tokenizer_from_json(tokenizer_text(path), str(path))
+
+
+def tokenizer_text(path: Path) -> str:
+    """The content of a tokenizer.json. Raises a UserError if it cannot be read."""
     try:
-        return tokenizer_from_json(path.read_text(encoding="utf-8"), str(path))
+        return read_text(path)
     except UnicodeDecodeError as error:
         raise UserError(f"data.tokenizer: {path} is not a tokenizer.json (not UTF-8 at byte {error.start})") from error
     except OSError as error:
         raise UserError(f"data.tokenizer: cannot read {path} ({error.strerror or error})") from error
+    except ValueError as error:
+        raise UserError(f"data.tokenizer: {path} is not a tokenizer.json ({error})") from error

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils._pytree import KeyPath, tree_leaves, tree_leaves_with_path, tree_map_with_path
 
 from holotrain.files import read_json, replacing, require_shallow
+from holotrain.models.plain_tensors import named, require_plain
 
 CHECKPOINT = "checkpoint.pt"
 
@@ -36,7 +37,7 @@ CHECKSUMS = "checksums"
 """Key of the CRC-32 of each file of tensors, by its name."""
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-IN_A_FOLDER = (WEIGHTS, INDEX, "pytorch_model.bin")
+IN_A_FOLDER = (WEIGHTS, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 CONFIG, CHECKSUM = "config.json", "crc32"
 """Where a file beside model.safetensors may hold its checksum, eight hexadecimal digits. Other programs write none."""
 WITHIN = ("state_dict", "model")
@@ -107,20 +108,23 @@ def load(path: str | Path) -> Any:
     The checksums of a process group's folder are compared by all its processes, each with some of the files.
 
     Raises:
-        ValueError: the checkpoint is damaged or incomplete.
+        ValueError: the checkpoint is damaged or incomplete, or holds tensors that are not plain.
     """
     path = Path(path)
     file = path / CHECKPOINT if path.is_dir() else path
     if path.is_dir() and not file.is_file():
         raise ValueError(f"{file} is missing: the checkpoint is incomplete")
+    if not file.is_file():  # a pipe would wait for a writer, and a device may never end
+        raise ValueError(f"{file} is neither a file nor a folder")
     try:
         flaw = _unchanged(_flaw, file)
-        held = None if flaw else torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        held = None if flaw else _loaded(file, mmap=True)
         require_shallow(held)
     except Exception as error:  # zipfile and torch raise many kinds of errors for damaged files
         raise ValueError(f"{file} is not a readable checkpoint: it is damaged, truncated or another kind of file") from error
     if flaw:
         raise damaged(file, flaw)
+    require_plain(held, file, meta=True)
     entries = held if isinstance(held, dict) else {}
     if CHECKSUMS in entries or any(map(_is_meta, tree_leaves(held))):
         folder = entries.get(TENSORS)
@@ -129,10 +133,18 @@ def load(path: str | Path) -> Any:
         if CHECKSUMS not in entries:
             raise ValueError(f"{file} holds no checksums of its tensors")
         try:
-            _check_parts(path / str(folder), entries[CHECKSUMS])
+            _check_parts(
+                path / str(folder), entries[CHECKSUMS], sum(leaf.nbytes for leaf in tree_leaves(held) if _is_meta(leaf))
+            )
         except OSError as error:
             raise ValueError(f"cannot read {path / str(folder)} ({error.strerror or error})") from error
     return held
+
+
+def _loaded(file: Path, mmap: bool = False) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of kinds of tensors that are refused
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
 
 
 def damaged(file: Path, flaw: str = "its checksum differs") -> ValueError:
@@ -157,17 +169,19 @@ def _flaw(file: Path) -> str | None:
         return None if without or held.testzip() is None else "its checksum differs"
 
 
-def _check_parts(folder: Path, checksums: Any) -> None:
+def _check_parts(folder: Path, checksums: Any, claimed: int) -> None:
     if not isinstance(checksums, dict) or not all(
         isinstance(name, str) and Path(name).name == name and isinstance(value, int) for name, value in checksums.items()
     ):
         raise ValueError(f"{folder.parent / CHECKPOINT} is damaged: it has no names of files where their checksums are")
+    for name in checksums:
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} does not have all tensors of the checkpoint: {name} is missing")
+    if claimed > (there := sum((folder / name).stat().st_size for name in checksums)):
+        raise ValueError(f"{folder.parent / CHECKPOINT} is damaged: its tensors claim {claimed} bytes and have {there}")
     names = sorted(checksums)
     if dist.is_available() and dist.is_initialized():
         names = names[dist.get_rank() :: dist.get_world_size()]
-    for name in names:
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder} does not have all tensors of the checkpoint: {name} is missing")
     with ThreadPoolExecutor() as threads:
         found = threads.map(lambda name: _unchanged(checksum, folder / name), names)
         for name, here in zip(names, found, strict=True):
@@ -231,18 +245,13 @@ def read(path: str | Path, only: Iterable[str] | None = None, like: Mapping[KeyP
 def warn_of_non_finite(weights: Mapping[str, Tensor], path: str | Path) -> None:
     """Warns, by its name, of the first tensor with a NaN or an infinity."""
     for name, tensor in weights.items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
+        if tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.isfinite().all():  # not of 8 bits: torch cannot
             warnings.warn(f"{path}: {name} holds NaN or infinity", stacklevel=3)
             return
 
 
 def _is_meta(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_meta
-
-
-def named(keys: KeyPath) -> str:
-    """The name of a tensor in the safetensors files."""
-    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in keys)
 
 
 def cause(error: BaseException) -> BaseException:
@@ -262,9 +271,10 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     Warns of weights that are not finite.
 
     Raises:
-        ValueError: there is no such file, or it cannot be read as weights.
+        ValueError: there is no such file, it cannot be read as weights, or its tensors are not plain.
     """
     weights = _read(Path(path))
+    require_plain(weights, Path(path))
     warn_of_non_finite(weights, path)
     return weights
 
@@ -279,8 +289,10 @@ def _read(path: Path) -> dict[str, Tensor]:
         path = found[0]
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
-    if path.name.endswith(".index.json"):
-        return _sharded(path)
+    return _sharded(path) if path.name.endswith(".index.json") else _whole(path)
+
+
+def _whole(path: Path) -> dict[str, Tensor]:
     return _safetensors(path) if path.suffix == ".safetensors" else _torch_file(path)
 
 
@@ -329,24 +341,36 @@ def _recorded_checksum(path: Path) -> Any:
 
 
 def _sharded(path: Path) -> dict[str, Tensor]:
+    weights = {}
+    for shard in _shards(path):
+        weights |= _whole(path.parent / shard)
+    return weights
+
+
+def _shards(path: Path) -> list[str]:
+    """The names of the files beside an index that hold its weights. Raises a ValueError if it names a file elsewhere."""
     try:
-        shards = set(read_json(path)["weight_map"].values())
+        shards = sorted({*read_json(path)["weight_map"].values()}, key=str)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not an index of weights: it does not map names to files") from error
-    weights = {}
     beside = {each.name for each in path.parent.iterdir() if each.is_file()}
-    for shard in sorted(shards, key=str):
-        if shard not in beside:
+    for shard in shards:
+        if shard not in beside or not _is_beside(path.parent / shard):
             raise ValueError(f"{path} names {shard!r}, which is not in the same folder")
-        weights |= _safetensors(path.parent / shard)
-    return weights
+    return shards
+
+
+def _is_beside(path: Path) -> bool:
+    """Whether a file is in its folder, and no link elsewhere. In the cache of Hugging Face, all are links into ``blobs``."""
+    folder = path.parent.resolve()
+    return path.resolve().parent in (folder, folder.parent.parent / "blobs")
 
 
 def _torch_file(path: Path) -> dict[str, Tensor]:
     try:
         if zipfile.is_zipfile(path) and (flaw := _unchanged(_flaw, path)):
             raise damaged(path, flaw)
-        held = torch.load(path, map_location="cpu", weights_only=True)
+        held = _loaded(path)
     except Exception as error:  # zipfile and torch raise many kinds of exceptions for damaged files
         raise ValueError(f"{path} cannot be read as weights: it is damaged, or holds more than tensors") from error
     return _weights(held, path)

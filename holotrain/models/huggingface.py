@@ -1,8 +1,9 @@
 """Models of Hugging Face's transformers; the configuration and the files of one are read as data: nothing in them is run."""
 
 import copy
+import os
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from holotrain.files import read_json, write_json
-from holotrain.models.checkpoint_files import CONFIG, IN_A_FOLDER
-from holotrain.models.foreign import Foreign, foreign_weights
-from holotrain.models.pretrained import image_positions, require_half, take_over
+from holotrain.files import read_json, read_text, write_json
+from holotrain.models.checkpoint_files import CONFIG, IN_A_FOLDER, read_weights
+from holotrain.models.foreign import NOT_OURS, Foreign, foreign_weights
+from holotrain.models.pretrained import image_positions, require_floats, require_half, take_over
 from holotrain.targets import first_line, needed, targets
 
 HEADS = {
@@ -42,8 +43,11 @@ TRANSFORMERS = ("transformers", "this model needs transformers", "huggingface")
 FILES = ("*.json", "*.txt", "*.model", "*.safetensors")
 """What is downloaded of a repository: no code, and no pickled weights."""
 
-OF_A_FILE = ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")
+OF_A_FILE = ("_name_or_path", "architectures", "auto_map", "dtype", "pretrained_cfg", "torch_dtype", "transformers_version")
 """What a config.json says of its own weights, or of code beside it."""
+
+ELSEWHERE = ("backbone", "use_pretrained_backbone", *NOT_OURS)
+"""Entries that name another model or file, which transformers or timm would download or open."""
 
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 """Implementations of attention that are installed with their libraries; other names stand for code on the Hub."""
@@ -96,17 +100,18 @@ class HuggingFace(Foreign):
         kind = plain.pop("model_type")
         if kind not in transformers.CONFIG_MAPPING:
             raise ValueError(f"transformers has no model of type {kind!r}, and code beside its weights is not run")
+        self._auto = getattr(transformers, HEADS[head])
+        if transformers.CONFIG_MAPPING[kind] not in self._auto._model_mapping:
+            raise ValueError(f"transformers has no {HEADS[head]} of type {kind}; choose another task or model")
         try:
-            network = transformers.AutoConfig.for_model(kind, **plain)
+            with alone(transformers):
+                network = transformers.AutoConfig.for_model(kind, **plain)
         except Exception as error:  # of many kinds
             raise ValueError(f"config: {first_line(error)}") from error
         self.theirs = getattr(network, "vocab_size", None)
         _fit_to_data(network, head, classes, vocab, {"image_size": image_size, "num_channels": channels}, pad_id)
         self.context = _context(network, context)
-        self._auto = getattr(transformers, HEADS[head])
-        if type(network) not in self._auto._model_mapping:
-            raise ValueError(f"transformers has no {HEADS[head]} of type {network.model_type}; choose another task or model")
-        with quiet(transformers):
+        with alone(transformers):
             # The Trainer's precision decides, not that of the weights.
             model = self._auto.from_config(network, trust_remote_code=False, dtype=torch.float32)
         self.wrap(model, reversible, blocks)
@@ -143,7 +148,7 @@ class HuggingFace(Foreign):
             loaded = self._from_folder(Path(pretrained), pretrained)
         elif Path(self.name).name != CONFIG:
             folder = folder_of(self.name, self.download)
-            if any((folder / name).is_file() for name in (*IN_A_FOLDER, "pytorch_model.bin.index.json")):
+            if any((folder / name).is_file() for name in IN_A_FOLDER):
                 loaded = self._from_folder(folder, self.name)
         said = [] if loaded is None else [loaded]
         if self.words is not None and self.theirs is not None and self.words != self.theirs:
@@ -154,16 +159,26 @@ class HuggingFace(Foreign):
             )
         return "\n".join(said) or None
 
+    def _check(self, given: Mapping[str, Tensor], source: str) -> None:
+        """Raises a ValueError for weights that transformers would convert to floating-point numbers, whatever they are."""
+        prefix = f"{self.model.base_model_prefix}."
+        shorter = {name.removeprefix(prefix): tensor for name, tensor in given.items()}
+        longer = {prefix + name: tensor for name, tensor in shorter.items()}
+        require_floats(shorter | longer, self.model.state_dict(), source)
+
     def _from_folder(self, folder: Path, source: str) -> str:
         """Loads weights as ``from_pretrained`` does, with the sizes that they have."""
+        if (folder / "adapter_config.json").is_file():
+            raise ValueError(f"{folder} holds an adapter of another model; give the folder of that model, or of a merged one")
         theirs, own = network_of(str(folder)), self.model.config
         if theirs["model_type"] != own.model_type:
             raise ValueError(f"{source} is of type {theirs['model_type']}, not {own.model_type}")
+        self._check(read_weights(folder), source)
         network = copy.deepcopy(own)
         for name in ("vocab_size", "image_size"):
             if name in theirs and hasattr(network, name):
                 setattr(network, name, theirs[name])
-        with quiet(needed(*TRANSFORMERS)):
+        with alone(needed(*TRANSFORMERS)):
             try:
                 model, report = self._auto.from_pretrained(
                     folder,
@@ -205,7 +220,7 @@ class HuggingFace(Foreign):
         if (class_names := described.get("class_names")) is not None:
             self.model.config.id2label = dict(enumerate(class_names))
             self.model.config.label2id = {name: index for index, name in enumerate(class_names)}
-        with quiet(needed(*TRANSFORMERS)):
+        with alone(needed(*TRANSFORMERS)):
             self.model.save_pretrained(folder)
         if (tokenizer := described.get("tokenizer")) is not None:
             _save_tokenizer(folder, tokenizer, self.context)
@@ -264,13 +279,18 @@ def tokenizer_of(name: str, download: bool = False) -> str | None:
     Args:
         name, download: see :func:`~holotrain.models.huggingface.folder_of`.
     """
-    folder = folder_of(name, download)
-    if (folder / "tokenizer.json").is_file():
-        return (folder / "tokenizer.json").read_text(encoding="utf-8")
+    folder, transformers = folder_of(name, download), needed(*TRANSFORMERS)
+    if (path := folder / "tokenizer.json").is_file():
+        try:
+            return read_text(path)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read {path} ({first_line(error)})") from error
     if not any((folder / name).is_file() for name in ("vocab.txt", "vocab.json", "tokenizer.model", "tokenizer_config.json")):
         return None
+    _require_own_tokenizer(folder)
     try:
-        tokenizer = needed(*TRANSFORMERS).AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        with alone(transformers):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         return tokenizer.backend_tokenizer.to_str()
     except Exception as error:  # tokenizers raise many kinds
         raise ValueError(f"{folder} has a tokenizer that cannot be read ({first_line(error)})") from error
@@ -332,15 +352,19 @@ def _save_tokenizer(folder: Path, text: str, context: int | None) -> None:
 
 
 @contextmanager
-def quiet(transformers: ModuleType) -> Generator[None]:
-    """Without the library's warnings and progress bars: what matters is reported in one line."""
+def alone(transformers: ModuleType) -> Generator[None]:
+    """Without the network, and without the library's warnings and progress bars: what matters is reported in one line."""
+    from huggingface_hub import constants
+
     logging = transformers.logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    level, bars, offline = logging.get_verbosity(), logging.is_progress_bar_enabled(), constants.HF_HUB_OFFLINE
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    constants.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
+        constants.HF_HUB_OFFLINE = offline
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
@@ -393,7 +417,7 @@ def network_of(name: str, given: dict[str, Any] | None = None, download: bool = 
     if any(True for _ in targets(given)):
         raise ValueError(f"the configuration of {name} names a class by _target_")
     try:
-        _check_attention(given)
+        _check_entries(given)
     except ValueError as error:
         raise ValueError(f"the configuration of {name}: {error}") from error
     if "quantization_config" in given:
@@ -413,11 +437,11 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _check_attention(node: Any) -> None:
-    """Refuses implementations that transformers would download and run."""
+def _check_entries(node: Any) -> None:
+    """Refuses models, files and implementations elsewhere, which the libraries would download, open or run."""
     if isinstance(node, list):
         for each in node:
-            _check_attention(each)
+            _check_entries(each)
     if not isinstance(node, dict):
         return
     for key, value in node.items():
@@ -426,5 +450,27 @@ def _check_attention(node: Any) -> None:
                 raise ValueError(f"{key}: {value!r} is not one of {', '.join(ATTENTION)}")
             if value and value.startswith("flash") and find_spec("flash_attn") is None:
                 raise ValueError(f"{key}: {value} needs the package flash-attn")
+        elif (key in ELSEWHERE and value) or (key == "architecture" and re.search(r"[:/\\]", str(value))):
+            raise ValueError(f"{key}: {value!r} names a model or a file elsewhere, which is not opened")
         else:
-            _check_attention(value)
+            _check_entries(value)
+
+
+def _require_own_tokenizer(folder: Path) -> None:
+    """Refuses a tokenizer whose description names a file: the library would open it in place of its own.
+
+    Raises:
+        ValueError: a text in it is the path of a file.
+    """
+    for path in (folder / name for name in ("tokenizer_config.json", "special_tokens_map.json")):
+        for text in _texts(read_json(path)) if path.is_file() else ():
+            if os.path.isfile(text) or (os.sep in text and os.path.isfile(folder / text)):
+                raise ValueError(f"{path} names the file {text!r}, which is not opened")
+
+
+def _texts(node: Any) -> Iterator[str]:
+    if isinstance(node, str):
+        yield node
+    elif isinstance(node, list | dict):
+        for each in node.values() if isinstance(node, dict) else node:
+            yield from _texts(each)

@@ -286,12 +286,13 @@ def take_over(own: Mapping[str, Tensor], given: Weights, source: str, head: Coll
         head: names of the part that may have other shapes, or other tensors; all of it is then left out.
 
     Raises:
-        ValueError: another tensor has another shape, or fewer than half of the model's tensors are among them. The model is
-            then unchanged.
+        ValueError: another tensor has another shape or kind of numbers, or fewer than half of the model's tensors are among
+            them. The model is then unchanged.
     """
     whole = all(name in own and name in given and own[name].shape == given[name].shape for name in head)
     left_out = () if whole else tuple(name for name in own if name in head)
     loaded = tuple(name for name in own if name in given and name not in left_out)
+    require_floats(given, {name: own[name] for name in loaded}, source)
     for name in loaded:
         if given[name].shape != own[name].shape:
             there, here = tuple(given[name].shape), tuple(own[name].shape)
@@ -303,6 +304,13 @@ def take_over(own: Mapping[str, Tensor], given: Weights, source: str, head: Coll
         for name in loaded:
             own[name].copy_(given[name])
     return Loaded(source, loaded, missing, tuple(name for name in given if name not in own), left_out, ())
+
+
+def require_floats(given: Weights, own: Mapping[str, Tensor], source: str) -> None:
+    """Raises a ValueError if weights are not floating-point numbers where those of the model are; torch would convert them."""
+    for name, tensor in own.items():
+        if name in given and tensor.is_floating_point() and not given[name].is_floating_point():
+            raise ValueError(f"the weights of {source} do not fit: {name} is {given[name].dtype}, and no floating-point number")
 
 
 def require_half(missing: Collection[str], own: Mapping[str, Tensor], source: str) -> None:

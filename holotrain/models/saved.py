@@ -21,6 +21,7 @@ from holotrain.models.adapters import adapter_width, add_adapters
 from holotrain.models.building import bounded, build
 from holotrain.models.checkpoint_files import CHECKSUM, CONFIG, WEIGHTS, checksum, read_weights, save_tensors
 from holotrain.models.int8 import is_quantised, packed, quantise, unpacked
+from holotrain.models.plain_tensors import kind_of
 from holotrain.reversible import ReversibleSequence
 from holotrain.targets import first_line
 
@@ -93,7 +94,7 @@ def load(folder: str | Path, trust: Collection[str] = (), vouched: Collection[tu
         quantise(model)
     expected = unpacked(model.state_dict())
     for name in [*expected, *weights]:
-        here, there = (_kind(tensors.get(name)) for tensors in (expected, weights))
+        here, there = (kind_of(tensors, name) for tensors in (expected, weights))
         if here != there:
             raise ValueError(f"{folder / WEIGHTS} and {CONFIG} are of different models: {name} is {there}, not {here}")
     model.load_state_dict(packed(weights) if config["int8"] else weights)
@@ -121,13 +122,6 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if wrong:
         raise ValueError(f"{path} is damaged, or of another program: {wrong[0]} is of another type")
     return config
-
-
-def _kind(tensor: Tensor | None) -> str:
-    """Shape, and whether it is int8; the width of floating-point numbers may differ."""
-    if tensor is None:
-        return "missing"
-    return f"{tuple(tensor.shape)}{' in int8' if tensor.dtype == torch.int8 else ''}"
 
 
 def export_program(model: nn.Module, example: Tensor, path: str | Path | None = None) -> torch.export.ExportedProgram:

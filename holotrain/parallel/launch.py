@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, rendezvous_hand
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from holotrain.errors import UserError
+from holotrain.errors import MachineFailure, UserError
 
 LOOPBACK = "127.0.0.1"
 
@@ -89,7 +89,7 @@ def launch(module: str, work: Any, size: int, max_restarts: int, patience: float
     Args:
         module: its function ``work`` takes the next argument and returns an exit status.
         work: plain containers, passed on as JSON.
-        max_restarts: how often all processes are started again after one of them died or failed, other than by a UserError.
+        max_restarts: how often all processes are started again after one of them died or failed, other than by a mistake.
         patience: seconds that they have to save a checkpoint after a signal.
 
     Returns:
@@ -141,8 +141,10 @@ def serve(work: Callable[[Any], int], job: dict[str, Any]) -> None:
     try:
         status = record(work)(job["work"])
     except BaseException as error:
-        if isinstance(error, UserError):
-            Path(job["mistake"]).write_text(str(error), encoding="utf-8")
+        again = os.environ["TORCHELASTIC_RESTART_COUNT"] != os.environ["TORCHELASTIC_MAX_RESTARTS"]
+        if isinstance(error, UserError) and not (again and isinstance(error, MachineFailure)):
+            with suppress(FileExistsError), open(job["mistake"], "x", encoding="utf-8") as file:  # others repeat the first
+                file.write(str(error))
         time.sleep(GRACE)
         sys.stdout.flush()
         os._exit(1)  # without closing connections first, and without another traceback

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+import re
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from holotrain.errors import UserError
+from holotrain.errors import MachineFailure, UserError
 from holotrain.parallel.rank import ProcessRank
 
 PATIENCE = timedelta(seconds=120)
@@ -72,6 +73,55 @@ class Processes:
         else:
             act()
 
+    @contextmanager
+    def together(self, name: str) -> Generator[None]:
+        """What fails inside in one process fails in all of them, so that none waits for it in vain.
+
+        Raises:
+            UserError: a mistake in another process.
+            RuntimeError: another error in another process.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._first_failure(name, told(error, self.process.rank))
+            raise
+        if failed := self._first_failure(name, None):
+            raise KINDS[failed[0]](failed[1])
+
+    def _first_failure(self, name: str, own: list[str] | None) -> list[str] | None:
+        """The main process asks all others, unless it has failed itself; each of those asks the main one alone."""
+        if not self.process.is_main:
+            self.post(f"{name}/of {self.process.rank}", own)
+            return own or self.read(name)
+        others = (self.read(f"{name}/of {rank}") for rank in range(1, self.process.size))
+        failed = own or next(filter(None, others), None)
+        self.post(name, failed)
+        return failed
+
+    @contextmanager
+    def mistakes_told(self) -> Generator[None]:
+        """A mistake in one process takes the place of the errors that others have because it is gone.
+
+        Raises:
+            UserError: raised inside, here or in another process.
+        """
+        try:
+            yield
+        except UserError as mistake:
+            self.post("mistake", told(mistake, self.process.rank))
+            raise
+        except Exception as error:
+            if not self._posted("mistake"):
+                raise
+            kind, words = self.read("mistake")
+            raise KINDS[kind](words) from error
+
+    def _posted(self, name: str) -> bool:
+        with suppress(RuntimeError):  # the store's process may have ended
+            return self.store.check([name])
+        return False
+
     def join(
         self,
         backend: str,
@@ -109,6 +159,19 @@ class Processes:
         with suppress(dist.DistNetworkError):  # the main process, which may host the store, has finished
             self.store.wait([f"through/{rank}" for rank in range(self.process.size)], self.timeout)
         destroy_group()
+
+
+KINDS = {kind.__name__: kind for kind in (MachineFailure, UserError, RuntimeError)}
+"""What processes tell each other of: what the machine did, mistakes, defects."""
+
+
+def told(error: Exception, rank: int) -> list[str]:
+    """The kind of an error and a line that says whose it is, for other processes. A file that a process lacks is a mistake."""
+    kind = MachineFailure if isinstance(error, MachineFailure) else UserError
+    said = str(error)
+    if not isinstance(error, UserError | OSError):
+        kind, said = RuntimeError, f"{type(error).__name__}: {error}".splitlines()[0]
+    return [kind.__name__, said if re.search(r"\brank \d+", said) else f"rank {rank}: {said}"]
 
 
 def destroy_group() -> None:

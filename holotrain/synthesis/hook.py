@@ -175,10 +175,16 @@ class HolographicSynthesis:
                 raise ValueError(f"the state belongs to another synthesis: {name} is {there} there, not {here}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over a state; raises as :meth:`check_state`."""
+        """Takes over a state; raises as :meth:`check_state`, and a ValueError if its tensors or counts are none."""
         self.check_state(state, self._processes)
-        tensors = state["tensors"] if self._processes == 1 else state[EACH]
-        self._updates.load(tensors[dist.get_rank()] if isinstance(tensors, list) else tensors)
+        counts = [state.get(name) for name in ("steps", "skipped")]
+        if any(type(count) is not int or count < 0 for count in counts):
+            raise ValueError(f"the state is damaged: it has made {counts[0]} steps and skipped {counts[1]}")
+        try:
+            tensors = state["tensors"] if self._processes == 1 else state[EACH]
+            self._updates.load(tensors[dist.get_rank()] if isinstance(tensors, list) else tensors)
+        except (AttributeError, LookupError, RuntimeError, TypeError) as error:
+            raise ValueError(f"the state is damaged: its tensors are others ({error!s:.100})") from error
         self.steps, self.skipped = state["steps"], state["skipped"]
 
     def remove(self) -> None:

@@ -167,6 +167,34 @@ def test_any_lightning_module_and_logger(other, make_logger, drawn):
     assert shown == (expected if make_logger is Shows else set())
 
 
+class Unlabelled(pl.LightningModule):
+    """Learns from inputs alone, as an autoencoder does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def training_step(self, batch):
+        x = batch if isinstance(batch, torch.Tensor) else batch[0]
+        return (self(x) - x).square().mean()
+
+    validation_step = training_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters())
+
+
+@pytest.mark.parametrize("data", [TensorDataset(torch.ones(4, 3)), torch.ones(4, 3)], ids=["list of one tensor", "tensor"])
+def test_batches_without_labels_are_passed_over(data, drawn):
+    loader = DataLoader(data, batch_size=2)
+    trainer = quiet_trainer(max_epochs=1, logger=Memo(), callbacks=[Predictions(), ConfusionMatrix()])
+    trainer.fit(Unlabelled(), loader, loader)
+    assert drawn == {"matrix": [], "grid": []}
+
+
 def test_a_matrix_is_drawn_in_shares_of_its_rows():
     counts = np.array([[8, 0, 0], [0, 0, 0], [1, 1, 2]])
     pixels = np.asarray(matrix(counts, ["one", "two", "three"])).astype(int)

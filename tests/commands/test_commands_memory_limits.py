@@ -36,7 +36,8 @@ def test_rules(overrides, first, count):
     for line in given:
         words = line.partition(" (")[0].split()
         if "..." not in line:
-            assert rules(compose("fit", [*overrides, *words])) != given  # it can be composed, and is followed then
+            followed = dict(word.split("=", 1) for word in [*overrides, *words])
+            assert rules(compose("fit", [f"{option}={value}" for option, value in followed.items()])) != given
 
 
 @pytest.mark.parametrize(

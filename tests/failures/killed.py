@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import Strategy
 
 from holotrain.parallel import checkpoints
-from holotrain.tasks import ImageClassifier
 
 APART = 0.05
 """Seconds between signals: another process receives two of a kind that come at once as one."""
@@ -43,14 +42,14 @@ class Killed(pl.Callback):
         self.now("built")
 
     def _watch_test(self) -> None:
-        """That of images; a test runs without the callbacks of the training."""
-        step = ImageClassifier.test_step
+        """A test runs without the callbacks of the training."""
+        step = Strategy.test_step
 
-        def watched(task, *args):
+        def watched(strategy, *args):
             self.now("test")
-            return step(task, *args)
+            return step(strategy, *args)
 
-        ImageClassifier.test_step = watched
+        Strategy.test_step = watched
 
     def now(self, moment: str) -> None:
         if not self.awaited or moment != self.moment:

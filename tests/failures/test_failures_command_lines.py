@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -14,6 +15,8 @@ from small_run import SMALL
 
 from holotrain.commands.multiprocess import MultiprocessRunner
 from holotrain.models import building
+
+TWICE = ["model=vit_tiny seed=1 model=vit_small", "callbacks=ema +callbacks=ema", "-m seed=1,2 ++seed=2"]
 
 OWN = Path(__file__).parents[1] / "own_classes"
 
@@ -57,6 +60,23 @@ def test_a_wrong_command_line_is_answered_in_a_line_or_two(typed, line, words):
     assert words in err and err.startswith("holotrain: ")
     assert err.count("\n") <= 2 and "Traceback" not in err
     assert not list(Path().glob("runs/fit/20*")) and files() == before  # a run that did not begin leaves no folder
+
+
+@pytest.mark.parametrize("words", TWICE)
+def test_what_is_given_twice_is_refused(holotrain, words):
+    status, out, err = holotrain("fit", *words.split())
+    key, first, second = re.fullmatch(r"holotrain: (.*): it is given twice, as (.*) and (.*); leave one out\n", err).groups()
+    assert (status, out) == (2, "") and key in first and key in second and {first, second} <= {*words.split()}
+
+
+def test_of_two_values_the_last_is_taken(holotrain):
+    shown = holotrain.done("fit", "--cfg", "job", "optimizer.lr=1", "optimizer.lr=2", "seed=3", "++seed=4")
+    assert yaml.safe_load(shown)["optimizer"]["lr"] == 2 and yaml.safe_load(shown)["seed"] == 4
+
+
+def test_a_group_that_is_left_out_first_is_replaced(holotrain):
+    words = ["~data", "+data._target_=holotrain.data.Digits", "experiment=digits_vit_tiny", "model=rev_vit_tiny"]
+    assert "RevViT" in holotrain.done("fit", "--cfg", "job", *words)  # what an experiment chooses is not given on the line
 
 
 @pytest.mark.parametrize("limit", ["limit_train_batches", "limit_val_batches", "overfit_batches"])

@@ -161,6 +161,44 @@ def test_what_a_signal_ends_is_resumed_and_ends_as_if_nothing_had_been(tmp_path,
         assert_same_state(tmp_path / "run" / job, reference / "run" / job)
 
 
+IN_TEST = {
+    "one batch": (1, IMAGES),
+    "the third batch": (3, [*IMAGES, "trainer.limit_test_batches=4", "logger=csv"]),
+    "a rare validation": (1, [*IMAGES, "trainer.val_check_interval=1.0", "trainer.check_val_every_n_epoch=2"]),
+    "three epochs, two validated": (1, [*IMAGES, "trainer.max_epochs=3", "trainer.check_val_every_n_epoch=2"]),
+    "a part of an epoch": (1, [*IMAGES, "trainer.max_steps=5"]),
+    "no validation": (1, [*IMAGES, "callbacks.checkpoint=null", "trainer.limit_val_batches=0"]),
+    "saved after epochs": (1, [*IMAGES, "callbacks.checkpoint.every_n_train_steps=null"]),
+    "text": (1, TEXT),
+    "a sweep": (1, [*IMAGES, "-m", "seed=1,2", "hydra.sweep.dir=run"]),
+    "two processes": (1, KINDS["two processes"]),
+}
+"""The batch of the test at which the process is killed, and the command line."""
+
+MEASURED = ("samples_per_second", "tokens_per_second", "step_seconds", "peak_memory_bytes", "seconds")
+
+
+@pytest.mark.parametrize("case", [name if name == "one batch" else slow(name) for name in IN_TEST])
+def test_the_summary_is_whole_after_kill_9_during_the_test(tmp_path, case):
+    count, words = IN_TEST[case]
+    words = [*words, "trainer.log_every_n_steps=1", *(() if "-m" in words else ("hydra.run.dir=run",))]
+    kill = incident("test", count, "SIGKILL", *(["job=1"] if "-m" in words else []))
+    folders = [tmp_path / name for name in ("whole", "killed")]
+    for folder in folders:
+        folder.mkdir()
+        with_text(folder)
+    ended(fit_apart(folders[0], *words), folders[0])
+    assert fit_apart(folders[1], *words, *kill).wait(200) == (1 if case == "two processes" else -signal.SIGKILL)
+    job = Path("run/1" if "-m" in words else "run")
+    assert not (folders[1] / job / "summary.json").exists()
+    again = [*words, *kill, "resume=true"] if "-m" in words else ["resume=true", "hydra.run.dir=run", kill[0].lstrip("+")]
+    ended(fit_apart(folders[1], *again), folders[1])
+    whole, resumed = (json.loads((folder / job / "summary.json").read_text()) for folder in folders)
+    for name in MEASURED:
+        assert (whole.pop(name) is None) == (resumed.pop(name) is None), name
+    assert resumed | {"overrides": []} == whole | {"overrides": []}
+
+
 def check_ending(kind: str, names: str, status: int, errors: str) -> None:
     """The exit status, and words that say what was kept."""
     first = getattr(signal, names.split()[0])
@@ -200,9 +238,9 @@ def assert_same_state(one: Path, other: Path) -> None:
 
 
 def states(checkpoint: Path) -> dict[str, object]:
-    """All but the configuration and the paths of other checkpoints."""
+    """All but the configuration, what was measured and the paths of other checkpoints."""
     held = read(checkpoint)
-    del held["holotrain"]
+    del held["holotrain"], held["measured"]
     held["callbacks"] = {name: state for name, state in held["callbacks"].items() if "Checkpoint" not in name}
     return leaves(held)
 

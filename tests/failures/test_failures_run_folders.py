@@ -12,6 +12,8 @@ from small_run import SMALL
 
 from holotrain.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("contacts_nobody")
+
 CONTINUED = ["fit", *SMALL, "resume=true", "hydra.run.dir=run", "trainer.max_epochs=3", "profiler=simple"]
 
 

@@ -123,7 +123,7 @@ def test_the_table_does_not_depend_on_the_launcher(holotrain, tmp_path, launcher
     words = [f"hydra/launcher={launcher}", *(["hydra.launcher.n_jobs=2"] if launcher == "joblib" else [])]
     (tmp_path / "elsewhere").mkdir()
     jobs = ["model.heads=3,2", "seed=1,2"]
-    command = [sys.executable, "-m", "holotrain", "fit", "-m", *BRIEF, *words, *jobs]
+    command = [sys.executable, "-m", "holotrain", "fit", "-m", *[*BRIEF, *words, *jobs]]
     elsewhere = subprocess.run(command, cwd=tmp_path / "elsewhere", capture_output=True, text=True, timeout=300)
     status, out, _ = holotrain("fit", "-m", *BRIEF, *jobs)
     assert elsewhere.returncode == status == 2, elsewhere.stderr

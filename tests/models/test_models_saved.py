@@ -143,7 +143,7 @@ def cut(name, length):
         ),
         (changed_config(arguments=IMAGE | {"depth": 3}), r"different models: blocks.blocks.2.f.norm.weight is missing, not"),
         (changed_config(arguments=IMAGE | {"depth": 1}), r"blocks.blocks.1.f.\S+ is \(16,\), not missing"),
-        (changed_config(int8=True), r"f.attention.query_key_value.weight is \(48, 16\), not \(48, 16\) in int8"),
+        (changed_config(int8=True), r"f.attention.query_key_value.weight is \(48, 16\), not \(48, 16\) torch.int8"),
     ],
 )
 def test_damage_is_refused_in_one_line(tmp_path, change, message):

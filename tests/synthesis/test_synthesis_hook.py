@@ -172,6 +172,28 @@ def test_a_state_of_another_synthesis_is_refused(options, words):
         HolographicSynthesis(network()).load_state_dict(network().state_dict())
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"steps": -(10**12)},
+        {"skipped": "x"},
+        {"steps": None},
+        {"tensors": 5},
+        {"tensors": {}},
+        {"tensors": {"keys": "x"}},
+    ],
+)
+def test_a_damaged_state_is_refused(changes):
+    state = HolographicSynthesis(network()).state_dict()
+    HolographicSynthesis(network()).load_state_dict(state)
+    with pytest.raises(ValueError, match="^the state is damaged: "):
+        HolographicSynthesis(network()).load_state_dict(state | changes)
+    if "tensors" in changes:
+        other = {name: tensor[..., :2] for name, tensor in state["tensors"].items()}
+        with pytest.raises(ValueError, match="^the state is damaged: its tensors are others"):
+            HolographicSynthesis(network()).load_state_dict(state | {"tensors": other})
+
+
 def test_what_is_said_in_warnings():
     model = network()
     with pytest.warns(UserWarning, match="not a descent direction"):

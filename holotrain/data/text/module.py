@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from holotrain.data.hub import writing
-from holotrain.data.loader import Loader, LoadingModule, ResumableLoader, StreamLoader
+from holotrain.data.loader import Loader, LoadingModule, ResumableLoader, StreamLoader, digest, in_places
 from holotrain.data.sampler import FixedBatches
 from holotrain.data.text.documents import BucketBatchSampler, Pieces, by_length, padded, padding
 from holotrain.data.text.packed import PackedBlocks, PackedInOrder, PackedStream, held_out_of
@@ -183,6 +183,15 @@ class TextDataModule(LoadingModule):
         """Opens what ``prepare_data`` wrote, here or in another process."""
         if self._corpora is None:
             self.prepare_data()
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The number of documents and tokens of each part, and hashes of the tokenizer and of some of the tokens."""
+        found: dict[str, Any] = {"tokenizer": digest([self.tokenizer.to_json()])}
+        for part, corpus in (self._corpora or {}).items():
+            size = len(corpus.tokens)
+            found |= {f"documents of {part}": len(corpus.offsets) - 1, f"tokens of {part}": size}
+            found[f"content of {part}"] = digest(corpus.tokens[place : place + 1024] for place in in_places(size))
+        return found
 
     def part(self, name: str) -> Corpus:
         """The tokens of ``train``, ``val`` or ``test``."""

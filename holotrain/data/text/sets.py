@@ -94,6 +94,7 @@ class TextFiles(TextInColumns):
         files: glob of files or list of globs: plain text, .jsonl, .parquet, .csv or .tsv; ** matches folders of any depth
         val_files: the same for the validation set; []: use val_fraction
         test_files: the same for the test set; []: use test_fraction
+        max_expansion: how many times as large as the files what is read from them may be, beyond 1 GiB
     """
 
     def __init__(
@@ -101,9 +102,12 @@ class TextFiles(TextInColumns):
         files: str | Sequence[str],
         val_files: str | Sequence[str] = (),
         test_files: str | Sequence[str] = (),
+        max_expansion: float = 100.0,
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        require_at_least(1, max_expansion=max_expansion)
+        self.expansion = max_expansion
         self.patterns = {"test_files": test_files, "val_files": val_files, "files": files}
 
     def files(self) -> list[TextFile]:
@@ -122,12 +126,12 @@ class TextFiles(TextInColumns):
     def rows(self) -> list[Rows]:
         label, files = None if self.label == "folder" else self.label, self.files()
         if self.skip:
-            found = searched(files, self.cache, self.columns(label))
+            found = searched(files, self.cache, self.columns(label), self.expansion)
             files = [file for file, empty in found.items() if empty is not None]
             named = sorted((str(file.path), empty) for file, empty in found.items())
             warn_of_left_out("file", "that cannot be read", [name for name, empty in named if empty is None])
             warn_of_left_out("row", WITHOUT, [f"{name}:{row}" for name, empty in named for row in empty or []])
-        return rows_of(files, self.reading(label=label), self.cache, self.streaming, self.num_proc)
+        return rows_of(files, self.reading(label=label), self.cache, self.streaming, self.num_proc, self.expansion)
 
 
 class HubText(FromHub, TextInColumns):

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from holotrain.data import hub
-from holotrain.data.hub import KINDS, files_read, fingerprint_of, rows_without
+from holotrain.data.hub import EXPANSION, KINDS, files_read, fingerprint_of, rows_without
 from holotrain.data.loader import Loader
 from holotrain.data.text.tokenise import Batch, Reading, Rows, as_it_is, fraction_of
 from holotrain.data.tokenizers import Tokenizer
@@ -75,9 +75,17 @@ def matches(option: str, patterns: str | Sequence[str], part: str | None = None)
 
 
 def rows_of(
-    files: Sequence[TextFile], reading: Reading, cache: Path, streaming: bool = False, num_proc: int | None = None
+    files: Sequence[TextFile],
+    reading: Reading,
+    cache: Path,
+    streaming: bool = False,
+    num_proc: int | None = None,
+    expansion: float = EXPANSION,
 ) -> list[Rows]:
     """Files, in groups of one part and label each. With enough files, whole ones are held out; else documents.
+
+    Args:
+        streaming, num_proc, expansion: see :func:`~holotrain.data.hub.files_read`.
 
     Raises:
         UserError: one cannot be read.
@@ -96,9 +104,9 @@ def rows_of(
         options = {"sample_by": SAMPLES[reading.unit], "encoding": "utf-8-sig"} if kind == "text" else {}
         names = {f"group_{number}": paths for number, paths in enumerate(members.values())}
         try:
-            read = files_read(kind, names, cache, streaming, num_proc, **options)
+            read = files_read(kind, names, cache, streaming, num_proc, expansion, **options)
         except UserError:
-            for error in (_search(file, cache) for file in files):
+            for error in (_search(file, cache, expansion=expansion) for file in files):
                 if isinstance(error, UserError):
                     raise UserError(f"{error}; data.on_error=skip leaves it out") from None
             raise
@@ -120,18 +128,20 @@ def held_out_files(names: Sequence[str], val_fraction: float, test_fraction: flo
     return dict.fromkeys(names, "train") | held
 
 
-def searched(files: Sequence[TextFile], cache: Path, columns: Sequence[str] = ()) -> dict[TextFile, list[int] | None]:
+def searched(
+    files: Sequence[TextFile], cache: Path, columns: Sequence[str] = (), expansion: float = EXPANSION
+) -> dict[TextFile, list[int] | None]:
     """The rows of each file that have nothing in one of the columns; None: the file cannot be read.
 
     Each file is read once for it: what is found is kept in ``cache`` until a file changes.
     """
     there = [file for file in files if os.access(file.path, os.R_OK)]
-    known = cache / f"damaged-{fingerprint_of((file.path for file in there), *columns)}.json"
+    known = cache / f"damaged-{fingerprint_of((file.path for file in there), str(expansion), *columns)}.json"
     try:
         kept = [None if rows is None else [int(row) for row in rows] for rows in read_json(known)]
         return dict.fromkeys(files) | dict(zip(there, kept, strict=True))
     except (OSError, ValueError, TypeError, OverflowError):  # not there, or no list of rows for each file
-        found = {file: _search(file, cache, columns) for file in there}
+        found = {file: _search(file, cache, columns, expansion) for file in there}
     rows = {file: None if isinstance(each, UserError) else each for file, each in found.items()}
     if not any(isinstance(each, UserError) and isinstance(each.__cause__, OSError) for each in found.values()):  # may pass
         with hub.writing(cache), replacing(known) as temporary:
@@ -139,12 +149,13 @@ def searched(files: Sequence[TextFile], cache: Path, columns: Sequence[str] = ()
     return dict.fromkeys(files) | rows
 
 
-def _search(file: TextFile, cache: Path, columns: Sequence[str] = ()) -> list[int] | UserError:
+def _search(file: TextFile, cache: Path, columns: Sequence[str] = (), expansion: float = EXPANSION) -> list[int] | UserError:
     """The rows that have nothing in one of the columns, or why the file cannot be read."""
     try:
         with hub.reading(str(file.path)):
             if file.kind != "text":
-                return rows_without(files_read(file.kind, {"a": [file.path]}, cache, True)["a"], columns)
+                return rows_without(files_read(file.kind, {"a": [file.path]}, cache, True, expansion=expansion)["a"], columns)
+            hub.require_plain(file.path)
             with file.path.open(encoding="utf-8-sig") as text:
                 while text.read(2**24):
                     pass
@@ -168,7 +179,7 @@ class LooseFiles(Dataset):
         return {"tokens": tokens, "lengths": torch.tensor([*map(len, rows)]), "names": [self.paths[key] for key in keys]}
 
 
-def texts_at(path: Path, text: str) -> list[tuple[str, str]]:
+def texts_at(path: Path, text: str, expansion: float = EXPANSION) -> list[tuple[str, str]]:
     """Name and text of the file at a path, or of all files below it; for files of rows, of each row that is not blank."""
     if not path.exists():
         raise UserError(f"texts: there is no file or folder {path}")
@@ -176,7 +187,8 @@ def texts_at(path: Path, text: str) -> list[tuple[str, str]]:
     for each in [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file()):
         try:
             with TemporaryDirectory() as cache:  # the library keeps its locks there
-                (rows,) = rows_of([TextFile(each, each.name, "test")], Reading(text=text), Path(cache), streaming=True)
+                file = TextFile(each, each.name, "test")
+                (rows,) = rows_of([file], Reading(text=text), Path(cache), streaming=True, expansion=expansion)
                 numbered = [(number, one) for number, row in enumerate(rows.batches("test", 1), 1) for one in row]
         except UserError as error:  # whose advice is for data
             raise UserError(f"texts: {str(error).removeprefix('data: ').partition('; data.on_error')[0]}") from error
@@ -187,7 +199,14 @@ def texts_at(path: Path, text: str) -> list[tuple[str, str]]:
 
 
 def text_files(
-    path: Path, tokenizer: Tokenizer, context: int, packed: bool, batch_size: int, text: str = "text", **loading: Any
+    path: Path,
+    tokenizer: Tokenizer,
+    context: int,
+    packed: bool,
+    batch_size: int,
+    text: str = "text",
+    expansion: float = EXPANSION,
+    **loading: Any,
 ) -> Loader:
     """Text files, each a document, sorted by name: ``tokens`` (B, T), ``lengths`` (B,), ``names``.
 
@@ -197,13 +216,14 @@ def text_files(
         packed: all tokens of a text are targets, in blocks of at most ``context + 1`` that begin with an end token; False: a
             text is cut short between start and end token, as for classification.
         text: column that holds the text, in files of rows.
+        expansion: see :func:`~holotrain.data.hub.files_read`.
         loading: options of DataLoader, such as ``num_workers``.
 
     Raises:
         UserError: there is no text at ``path``, or it cannot be read.
     """
     end, rows, names = tokenizer.end_id, [], []
-    for name, written in texts_at(path, text):
+    for name, written in texts_at(path, text, expansion):
         ids = tokenizer.encode(written)
         if packed:
             whole = np.concatenate([[end], ids, [end]])

@@ -102,6 +102,8 @@ class Rows:
         if self.reading.label:
             names = class_names(self.dataset, self.reading.label, self.source)
             object.__setattr__(self, "reading", replace(self.reading, names=names))
+        columns = filter(None, (self.reading.text, self.reading.label))
+        object.__setattr__(self, "dataset", self.dataset.select_columns([*columns]))  # to decode others may ask a server
 
     def may_be_in(self, part: str) -> bool:
         return self.reading.part in (None, part)

@@ -1,0 +1,136 @@
+"""What happens to a run from outside, in one line: a data worker dies, a disk is full, the run's folder is gone."""
+
+import os
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from errno import EDQUOT, EFBIG, EIO, EMFILE, ENFILE, ENOSPC, EROFS
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any
+
+import lightning.pytorch as pl
+from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
+
+from holotrain.commands.run_folder import Run
+from holotrain.errors import MachineFailure, UserError
+
+FREE = "free some, or name another folder"
+
+LIMITS = {
+    EMFILE: "raise the limit with ulimit -n, or lower data.num_workers",
+    ENFILE: "lower data.num_workers",
+    EFBIG: "raise the limit with ulimit -f",
+    ENOSPC: FREE,
+    EDQUOT: FREE,
+    EIO: "look at the disk",
+    EROFS: "name another folder",
+}
+"""Errors of the system that are no mistake of a program's, and what helps."""
+
+WORKER = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? (?P<pid>[\d, ]+)\) (?:is )?(?P<how>killed by signal: [\w ]+|exited unexpectedly)"
+)
+"""What torch says of a worker that died. Its handler of SIGCHLD may raise that anywhere."""
+
+
+@contextmanager
+def machine_failures(run: Run) -> Generator[None]:
+    """
+    Raises:
+        MachineFailure: a data worker died, or a limit of the system or a disk's failure ended the run, maybe in a library's
+            thread. It says how to resume.
+    """
+    hooks = threading.excepthook, sys.unraisablehook
+    threading.excepthook = _all_but_writers(threading.excepthook)
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if dead := dead_worker(error):
+            likely = "probably for lack of memory; fewer data.num_workers or smaller batches need less"
+            raise MachineFailure(f"{dead}, {likely}{run.hint()}") from error
+        reached = _limit(error)
+        if reached is None:
+            raise
+        sys.unraisablehook = lambda one: None  # of objects that are half made
+        for each in (error, reached):
+            traceback.clear_frames(each.__traceback__)  # they hold those, and open files
+        raise MachineFailure(f"{_in_words(reached, run.folder)}{run.hint()}") from None
+    finally:
+        threading.excepthook, sys.unraisablehook = hooks
+
+
+def _all_but_writers(shown: Callable[[threading.ExceptHookArgs], Any]) -> Callable[[threading.ExceptHookArgs], None]:
+    def show(failed: threading.ExceptHookArgs) -> None:
+        if not (isinstance(failed.thread, _AsyncWriterThread) or _limit(failed.exc_value)):  # the main thread gets those, too
+            shown(failed)
+
+    return show
+
+
+def _limit(error: BaseException | None) -> BaseException | None:
+    """The error of the system that led to this one, which may be a library's with its words; None: none did."""
+    while error is not None:
+        if isinstance(error, OSError | RuntimeError) and any(os.strerror(code) in str(error) for code in LIMITS):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _in_words(reached: BaseException, folder: Path) -> str:
+    code = next(code for code in LIMITS if os.strerror(code) in str(reached))
+    name = getattr(reached, "filename", None)
+    where = os.fsdecode(name) if isinstance(name, str | bytes) else folder
+    return f"{where}: {os.strerror(code)}; {LIMITS[code]}"
+
+
+def dead_worker(error: Exception) -> str | None:
+    """Which data worker died, and how, if that led to the error."""
+    if isinstance(error, RuntimeError) and (found := WORKER.search(str(error))):
+        return f"data worker {found['pid']} died ({found['how']})"
+    if not isinstance(error, ConnectionError | EOFError):  # in the middle of a batch from a worker
+        return None
+    for frame, _ in walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "_try_get_data":
+            dead = [worker.pid for worker in frame.f_locals["self"]._workers if worker.exitcode not in (None, 0)]
+            return f"data worker {', '.join(map(str, dead))} died (exited unexpectedly)"
+    return None
+
+
+def of_the_system(error: BaseException | None) -> OSError | None:
+    """The OSError that this error is, or that led to it: Lightning raises a ValueError for what TensorBoard cannot write."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+class SameFolder(pl.Callback):
+    """Ends a training whose folder was renamed or removed, before a checkpoint makes a new one there.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.found = folder.stat() if folder.is_dir() else None  # which another machine need not have
+
+    def check(self) -> None:
+        """
+        Raises:
+            UserError: the folder has another name, or is gone.
+        """
+        with suppress(OSError):
+            if self.found is not None and os.path.samestat(self.found, self.folder.stat()):
+                return
+        again = "if it was renamed, resume with resume=true hydra.run.dir=<its new name>"
+        raise UserError(f"{self.folder}: the folder was renamed or removed during the training, which ends; {again}")
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.is_global_zero:
+            self.check()
