@@ -82,6 +82,16 @@ def test_links_lead_somewhere(readme):
     assert not missing
 
 
+def test_promises_name_tests_that_are_there():
+    text = (ROOT / "SECURITY.md").read_text()
+    files = dict(re.findall(r"^\[(\d+)\]: (\S+)$", text, re.MULTILINE))
+    tests = re.findall(r"\[`?(\w+)`?\]\[(\d+)\]", text)
+    assert len(tests) > 20
+    for name, number in tests:
+        content = (ROOT / files[number]).read_text()
+        assert f"def {name}(" in content if name.startswith("test_") else files[number].endswith(f"_{name}.py")
+
+
 @pytest.mark.parametrize("readme", READMES)
 def test_every_block_says_what_it_is_and_yaml_can_be_read(readme):
     for block in blocks(ROOT / readme):
