@@ -74,8 +74,8 @@ def _all_but_writers(shown: Callable[[threading.ExceptHookArgs], Any]) -> Callab
     return show
 
 
-def _all_but_workers(shown: Callable[[sys.UnraisableHookArgs], Any]) -> Callable[[sys.UnraisableHookArgs], None]:
-    def show(failed: sys.UnraisableHookArgs) -> None:
+def _all_but_workers(shown: Callable[[Any], Any]) -> Callable[[Any], None]:
+    def show(failed: Any) -> None:
         if not (isinstance(failed.exc_value, Exception) and dead_worker(failed.exc_value)):  # torch says it anywhere, and again
             shown(failed)
 
