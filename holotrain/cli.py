@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     status, error = _main(argv), output_error()
     if error is None or status:
         return status
-    if argv[0] == "fit" and not {word.partition("=")[0] for word in argv} & SHOWS:
+    if argv[:1] == ["fit"] and not {word.partition("=")[0] for word in argv} & SHOWS:
         print(f"holotrain: not all was printed ({error.strerror}); the files of the training are complete", file=sys.stderr)
         return status
     if isinstance(error, BrokenPipeError):

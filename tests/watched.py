@@ -1,5 +1,6 @@
 """Notes and refuses what leaves this process: addresses that are asked, programs that are started, a file that is secret."""
 
+import os
 import socket
 import sys
 from collections.abc import Generator
@@ -20,7 +21,8 @@ def _hook(event: str, arguments: tuple) -> None:
         return
     noted, secret = _watching
     local = getattr(next(iter(arguments), None), "family", None) == socket.AF_UNIX
-    if (event in OUTSIDE and not local) or (event == "open" and str(arguments[0]) == secret):
+    opened = os.fsdecode(arguments[0]) if event == "open" and isinstance(arguments[0], str | bytes) else ""
+    if (event in OUTSIDE and not local) or (opened and os.path.realpath(opened) == secret):
         noted.append(f"{event} {arguments[1:] if event.startswith('socket.c') else arguments}")
         raise OSError("refused by the test")
 
@@ -32,7 +34,7 @@ sys.addaudithook(_hook)
 def watched(secret: Path) -> Generator[list[str]]:
     """Yields what is noted; ``secret`` is a file that nothing may open."""
     global _watching
-    _watching = [], str(secret)
+    _watching = [], os.path.realpath(secret)
     try:
         yield _watching[0]
     finally:

@@ -112,13 +112,18 @@ def can_test(task: pl.LightningModule, data: pl.LightningDataModule) -> bool:
     return is_overridden("test_step", task) and is_overridden("test_dataloader", data)
 
 
-def check_not_empty(data: pl.LightningDataModule, split: str) -> None:
+def check_not_empty(data: pl.LightningDataModule, split: str, instead: str = "") -> None:
     """
+    Args:
+        instead: what else helps.
+
     Raises:
         UserError: the data have no image to validate or test with; Lightning would warn, and go on without metrics.
     """
-    if isinstance(data, ImageDataModule) and not len(data.split(split)):  # ty: ignore[invalid-argument-type]: torch declares none
-        raise UserError(f"data: no image is left for {split}; raise data.val_fraction, or set trainer.limit_{split}_batches=0")
+    if not isinstance(data, ImageDataModule) or is_overridden(f"{split}_dataloader", data, ImageDataModule):
+        return
+    if not len(data.split(split)):  # ty: ignore[invalid-argument-type]: torch declares none
+        raise UserError(f"data: no image is left for {split}; raise data.val_fraction{instead}")
 
 
 def prepared(command: str, config: CheckpointConfig, run: Run) -> tuple[pl.LightningDataModule, pl.LightningModule]:

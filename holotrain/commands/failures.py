@@ -45,22 +45,23 @@ def machine_failures(run: Run) -> Generator[None]:
             thread. It says how to resume.
     """
     hooks = threading.excepthook, sys.unraisablehook
-    threading.excepthook = _all_but_writers(threading.excepthook)
+    threading.excepthook, sys.unraisablehook = _all_but_writers(hooks[0]), _all_but_workers(hooks[1])
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        if dead := dead_worker(error):
-            likely = "probably for lack of memory; fewer data.num_workers or smaller batches need less"
-            raise MachineFailure(f"{dead}, {likely}{run.hint()}") from error
-        reached = _limit(error)
-        if reached is None:
+        dead, reached = dead_worker(error), _limit(error)
+        if dead:
+            said = f"{dead}, probably for lack of memory; fewer data.num_workers or smaller batches need less"
+        elif reached:
+            said = _in_words(reached, run.folder)
+        else:
             raise
-        sys.unraisablehook = lambda one: None  # of objects that are half made
-        for each in (error, reached):
+        sys.unraisablehook = lambda one: None  # of objects that are half made, or wait for the dead
+        for each in (error, reached or error):
             traceback.clear_frames(each.__traceback__)  # they hold those, and open files
-        raise MachineFailure(f"{_in_words(reached, run.folder)}{run.hint()}") from None
+        raise MachineFailure(f"{said}{run.hint()}") from None
     finally:
         threading.excepthook, sys.unraisablehook = hooks
 
@@ -68,6 +69,14 @@ def machine_failures(run: Run) -> Generator[None]:
 def _all_but_writers(shown: Callable[[threading.ExceptHookArgs], Any]) -> Callable[[threading.ExceptHookArgs], None]:
     def show(failed: threading.ExceptHookArgs) -> None:
         if not (isinstance(failed.thread, _AsyncWriterThread) or _limit(failed.exc_value)):  # the main thread gets those, too
+            shown(failed)
+
+    return show
+
+
+def _all_but_workers(shown: Callable[[Any], Any]) -> Callable[[Any], None]:
+    def show(failed: Any) -> None:
+        if not (isinstance(failed.exc_value, Exception) and dead_worker(failed.exc_value)):  # torch says it anywhere, and again
             shown(failed)
 
     return show

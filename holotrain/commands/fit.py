@@ -55,9 +55,9 @@ def run(config: FitConfig, run: Run) -> int:
         config = chosen_before(config, start_checkpoint)
     data = shared_data("fit", smallest_batch(config) if config.batch_is_open else config, start_checkpoint, run)
     if config.trainer.limit_val_batches != 0:
-        check_not_empty(data, "val")
+        check_not_empty(data, "val", ", or set trainer.limit_val_batches=0")
     if config.test and config.trainer.limit_test_batches != 0:
-        check_not_empty(data, "test")
+        check_not_empty(data, "test", ", or set test=false")
     config = _chosen(config, data, run)
     pl.seed_everything(config.seed, verbose=False)
     task = build_task(config, data, begin=start_checkpoint is None)

@@ -1,4 +1,4 @@
-"""The standard streams: open, even if the shell has closed them, and no end of a run, even if nobody reads them any more."""
+"""Standard streams that stay open: if the shell has closed them, or nobody reads them any more, a run goes on."""
 
 import io
 import os
@@ -31,8 +31,10 @@ def open_streams() -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         buffer = io.BufferedWriter(Unbreakable(number, "w", closefd=False))
         encoding = getattr(getattr(sys, name), "encoding", "utf-8")
-        by_line = number == 2 or buffer.isatty()
-        text = io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=by_line)  # names need not be UTF-8
+        at_once = getattr(getattr(sys, name), "write_through", False)  # python -u
+        by_line = at_once or number == 2 or buffer.isatty()
+        # Names need not be UTF-8.
+        text = io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=by_line, write_through=at_once)
         setattr(sys, name, text)
 
 

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from holotrain.callbacks.exact_resume import KEY
 from holotrain.config import checkpointed
 from holotrain.errors import UserError
-from holotrain.optimizers.restored import LARGEST, require_like
+from holotrain.optimizers.restored import MOST_COUNTED, require_like
 from holotrain.targets import is_of
 
 STEPS = ("epoch_loop.automatic_optimization.optim_progress", "epoch_loop.manual_optimization.optim_step_progress")
@@ -21,7 +21,7 @@ SCORE = torch.tensor(0.0)
 
 
 def check_taken_over(trainer: pl.Trainer, path: Path) -> None:
-    """Raises a UserError if a count is none, or if a callback of holotrain's or Lightning's finds other kinds of values."""
+    """Raises a UserError if a count is not one, or if a callback of holotrain's or Lightning's finds other kinds of values."""
     checkpoint = checkpointed.load(path)
     try:
         _check_loops(checkpoint["loops"]["fit_loop"], trainer.fit_loop.state_dict(), checkpoint["global_step"])
@@ -49,8 +49,8 @@ def _check_counts(what: str, kept: Any, fresh: Any) -> None:
     if isinstance(fresh, dict) and isinstance(kept, dict) and kept.keys() <= fresh.keys():
         for name, value in kept.items():
             _check_counts(f"{what}.{name}", value, fresh[name])
-    elif type(kept) is not type(fresh) or isinstance(kept, dict) or not 0 <= kept <= LARGEST:
-        raise ValueError(f"{what} is {kept!r:.60}, and no count")
+    elif type(kept) is not type(fresh) or isinstance(kept, dict) or not 0 <= kept <= MOST_COUNTED:
+        raise ValueError(f"{what} is {kept!r:.60}, which is not a count")
 
 
 def _positions(checkpoint: dict[str, Any]) -> list[Any]:

@@ -28,7 +28,7 @@ from holotrain.config.structured import structured, to_container
 from holotrain.errors import UserError, did_you_mean, naming_group
 from holotrain.models import checkpoint_files
 from holotrain.models.saved import read_config
-from holotrain.optimizers.restored import LARGEST
+from holotrain.optimizers.restored import MOST_COUNTED
 from holotrain.targets import TARGET, first_line, missing_package, targets
 
 KEY = "holotrain"
@@ -186,8 +186,8 @@ def _described(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
                 if not isinstance(name, str) or not isinstance(weight, Tensor):
                     raise ValueError(f"{name!r} in {part} is not a tensor")
         for count in ("epoch", "global_step"):
-            if not 0 <= checkpoint.get(count, 0) <= LARGEST:
-                raise ValueError(f"{count} is {checkpoint[count]}, and no count")
+            if not 0 <= checkpoint.get(count, 0) <= MOST_COUNTED:
+                raise ValueError(f"{count} is {checkpoint[count]}, which is not a count")
         if not re.fullmatch(r"[2-9](\.\w+)*", checkpoint.get("pytorch-lightning_version", "2")):
             raise ValueError(f"it was written by Lightning {checkpoint['pytorch-lightning_version']!r}")
     except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:  # the last of what lacks a part

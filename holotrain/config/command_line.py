@@ -272,6 +272,8 @@ def explained(error: Exception, arguments: Arguments) -> UserError:
     if isinstance(error, OverrideParseException):
         quoted = "close all brackets, and quote a value with special characters, such as \"key='a{b'\""
         return UserError(f"{error.override}: write key=value without spaces around =; {quoted}")
+    if "Ambiguous value" in str(error):
+        return UserError(f"{first_line(error)}; --cfg shows one job of a sweep, and a list has brackets: key=[a,b]")
     if unknown := re.search(r"Could not (?:override|delete from config\.) '([\w./@-]+)'", str(error)):
         return _unknown_key(unknown[1], arguments)
     key, text = getattr(cause, "full_key", None) or "", first_line(cause)

@@ -44,7 +44,7 @@ def read_events(folder: Path) -> EventAccumulator:
             readable = not size or next(iter(EventFileLoader(str(path)).Load()), None) is not None
         except (OSError, ValueError) as error:
             raise UserError(f"{path} is not a readable event file: {getattr(error, 'strerror', None) or error}") from error
-        except (DecodeError, MemoryError):  # an event may claim any size
+        except (DecodeError, MemoryError, OverflowError):  # an event may claim any size
             readable = False
         if not readable:
             raise UserError(f"{path} is not a readable event file")
@@ -99,12 +99,15 @@ def _csv(folder: Path) -> dict[str, Curve]:
         try:
             regular_size(path, MOST_ROWS)
             with path.open(newline="", encoding="utf-8") as file:
-                for row in csv.DictReader(file):
-                    for tag in row.keys() - {"step"}:
-                        if row[tag]:
-                            steps, values = found.setdefault(tag, ([], []))
-                            steps.append(int(row["step"]))
-                            values.append(float(row[tag]))
+                rows = csv.reader(file)
+                tags = next(rows, [])
+                for row in rows:
+                    values = dict(zip(tags, row, strict=False))
+                    for tag in values.keys() - {"step"}:
+                        if values[tag]:
+                            curve = found.setdefault(tag, ([], []))
+                            curve[0].append(int(values["step"]))
+                            curve[1].append(float(values[tag]))
         except (OSError, ValueError, TypeError, KeyError, csv.Error) as error:
             raise UserError(f"{path} is not a readable csv log") from error
     return {tag: _curve(*columns) for tag, columns in found.items()}

@@ -245,7 +245,7 @@ def read(path: str | Path, only: Iterable[str] | None = None, like: Mapping[KeyP
 def warn_of_non_finite(weights: Mapping[str, Tensor], path: str | Path) -> None:
     """Warns, by its name, of the first tensor with a NaN or an infinity."""
     for name, tensor in weights.items():
-        if tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.isfinite().all():  # not of 8 bits: torch cannot
+        if tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.isfinite().all():  # torch does not tell of 8 bits
             warnings.warn(f"{path}: {name} holds NaN or infinity", stacklevel=3)
             return
 
@@ -287,6 +287,8 @@ def _read(path: Path) -> dict[str, Tensor]:
         if not found:
             raise ValueError(f"{path} holds none of {', '.join(IN_A_FOLDER)}")
         path = found[0]
+        if not _is_beside(path):
+            raise ValueError(f"{path} is a link that leads out of its folder")
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     return _sharded(path) if path.name.endswith(".index.json") else _whole(path)

@@ -43,11 +43,17 @@ TRANSFORMERS = ("transformers", "this model needs transformers", "huggingface")
 FILES = ("*.json", "*.txt", "*.model", "*.safetensors")
 """What is downloaded of a repository: no code, and no pickled weights."""
 
-OF_A_FILE = ("_name_or_path", "architectures", "auto_map", "dtype", "pretrained_cfg", "torch_dtype", "transformers_version")
+OF_A_FILE = (
+    *("_name_or_path", "architectures", "auto_map", "dtype", "pretrained_cfg", "torch_dtype"),
+    *("transformers_version", "transformers_weights"),
+)
 """What a config.json says of its own weights, or of code beside it."""
 
 ELSEWHERE = ("backbone", "use_pretrained_backbone", *NOT_OURS)
 """Entries that name another model or file, which transformers or timm would download or open."""
+
+LABELS = ("id2label", "label2id")
+"""Entries whose names are those of classes."""
 
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 """Implementations of attention that are installed with their libraries; other names stand for code on the Hub."""
@@ -159,7 +165,7 @@ class HuggingFace(Foreign):
             )
         return "\n".join(said) or None
 
-    def _check(self, given: Mapping[str, Tensor], source: str) -> None:
+    def _require_floats(self, given: Mapping[str, Tensor], source: str) -> None:
         """Raises a ValueError for weights that transformers would convert to floating-point numbers, whatever they are."""
         prefix = f"{self.model.base_model_prefix}."
         shorter = {name.removeprefix(prefix): tensor for name, tensor in given.items()}
@@ -173,7 +179,7 @@ class HuggingFace(Foreign):
         theirs, own = network_of(str(folder)), self.model.config
         if theirs["model_type"] != own.model_type:
             raise ValueError(f"{source} is of type {theirs['model_type']}, not {own.model_type}")
-        self._check(read_weights(folder), source)
+        self._require_floats(read_weights(folder), source)
         network = copy.deepcopy(own)
         for name in ("vocab_size", "image_size"):
             if name in theirs and hasattr(network, name):
@@ -450,6 +456,8 @@ def _check_entries(node: Any) -> None:
                 raise ValueError(f"{key}: {value!r} is not one of {', '.join(ATTENTION)}")
             if value and value.startswith("flash") and find_spec("flash_attn") is None:
                 raise ValueError(f"{key}: {value} needs the package flash-attn")
+        elif key in LABELS:
+            continue
         elif (key in ELSEWHERE and value) or (key == "architecture" and re.search(r"[:/\\]", str(value))):
             raise ValueError(f"{key}: {value!r} names a model or a file elsewhere, which is not opened")
         else:
@@ -464,7 +472,8 @@ def _require_own_tokenizer(folder: Path) -> None:
     """
     for path in (folder / name for name in ("tokenizer_config.json", "special_tokens_map.json")):
         for text in _texts(read_json(path)) if path.is_file() else ():
-            if os.path.isfile(text) or (os.sep in text and os.path.isfile(folder / text)):
+            elsewhere = os.path.isfile(text) and Path(text).resolve().parent != folder.resolve()
+            if elsewhere or (os.sep in text and os.path.isfile(folder / text)):
                 raise ValueError(f"{path} names the file {text!r}, which is not opened")
 
 

@@ -310,7 +310,7 @@ def require_floats(given: Weights, own: Mapping[str, Tensor], source: str) -> No
     """Raises a ValueError if weights are not floating-point numbers where those of the model are; torch would convert them."""
     for name, tensor in own.items():
         if name in given and tensor.is_floating_point() and not given[name].is_floating_point():
-            raise ValueError(f"the weights of {source} do not fit: {name} is {given[name].dtype}, and no floating-point number")
+            raise ValueError(f"the weights of {source} do not fit: {name} is {given[name].dtype}, not a floating-point type")
 
 
 def require_half(missing: Collection[str], own: Mapping[str, Tensor], source: str) -> None:

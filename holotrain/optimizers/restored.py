@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from holotrain.optimizers.low_bit import UnfitState
 from holotrain.optimizers.stepping import CombinedOptimizer, InBackward
 
-LARGEST = 2**53
+MOST_COUNTED = 2**53
 """Counts up to here are exact as floating-point numbers."""
 
 
@@ -89,7 +89,7 @@ def _alike(value: Any, fresh: Any) -> bool:
         return _fits(value, fresh, fresh.shape)
     if not isinstance(fresh, int | float):
         return type(value) is type(fresh) and not (isinstance(fresh, list | tuple) and fresh)  # one of another length
-    if type(value) not in (int, float) or (math.isfinite(fresh) and not -LARGEST <= value <= LARGEST):
+    if type(value) not in (int, float) or (math.isfinite(fresh) and not -MOST_COUNTED <= value <= MOST_COUNTED):
         return False
     return not math.isnan(value) and (value >= 0 or fresh < 0 or isinstance(fresh, float))
 
@@ -119,9 +119,12 @@ def _require_state(state: Any, made: dict[str, Any], of: Sequence[int]) -> None:
             require_like(f"the optimizer's {name}", value, like)
         elif (shape := _shape(like, of)) is not None and not _fits(value, like, shape):
             raise UnfitState(f"the optimizer's state does not fit: {name} is {_shown(value)}, not {like.dtype} {shape}")
-        if name == "step" and isinstance(value, Tensor) and not 0 <= value.item() <= LARGEST:
+        if name == "step" and isinstance(value, Tensor) and not 0 <= value.item() <= MOST_COUNTED:
             raise UnfitState(f"the optimizer's state does not fit: its step is {value.item()}")
 
+
+KNOWN = ("torch", "holotrain")
+"""Packages whose optimizers keep states of the shapes of parameters. Those of others may keep anything, such as lists."""
 
 SIDE = 2
 """The sides of the parameter that stands for others."""
@@ -138,9 +141,11 @@ def _made(part: Any, group: dict[str, Any], fresh: dict[str, Any], ndim: int) ->
     """The state of a small parameter after a step; what cannot be told is left out."""
     if hasattr(part, "fresh_state"):  # low_bit has compared the rest
         return {"step": torch.tensor(0.0)}
+    if type(part).__module__.partition(".")[0] not in KNOWN:
+        return {}
     try:
         _stepped(part, fresh, ndim)
-    except Exception:  # an optimizer of others, or one that needs more than a gradient
+    except Exception:  # one that needs more than a gradient
         return {}
     try:
         return _stepped(part, group, ndim)

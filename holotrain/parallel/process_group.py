@@ -58,18 +58,19 @@ class Processes:
         """Calls ``act`` in one process per machine, and after that in the others.
 
         Raises:
-            UserError: ``act`` raised it on this machine.
+            UserError: a mistake in the first of them.
+            RuntimeError: another error in the first of them.
         """
         name = f"{name}/{self.process.node}"
         if self.process.local_rank == 0:
             try:
                 act()
-            except UserError as mistake:
-                self.post(name, str(mistake))
+            except Exception as error:
+                self.post(name, told(error, self.process.rank))
                 raise
             self.post(name, None)
-        elif (mistake := self.read(name)) is not None:
-            raise UserError(mistake)
+        elif failed := self.read(name):
+            raise KINDS[failed[0]](failed[1])
         else:
             act()
 

@@ -175,7 +175,7 @@ class HolographicSynthesis:
                 raise ValueError(f"the state belongs to another synthesis: {name} is {there} there, not {here}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over a state; raises as :meth:`check_state`, and a ValueError if its tensors or counts are none."""
+        """Takes over a state; raises as :meth:`check_state`, and a ValueError if its tensors or counts are not valid."""
         self.check_state(state, self._processes)
         counts = [state.get(name) for name in ("steps", "skipped")]
         if any(type(count) is not int or count < 0 for count in counts):

@@ -1,5 +1,8 @@
 """Curves: read back from what runs left, thinned, smoothed."""
 
+import struct
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +61,26 @@ def test_a_file_cut_off_is_read_as_far_as_it_goes_and_another_is_refused(tmp_pat
         read_scalars(tmp_path)
     path.write_bytes(b"")
     assert read_scalars(tmp_path) == {}
+
+
+def test_an_event_that_claims_any_size_is_refused(tmp_path):
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+    path = logged(tmp_path, [(0, 1.0)])
+    for size in (2**34, 2**63):
+        claimed = struct.pack("<Q", size)
+        path.write_bytes(claimed + struct.pack("<I", masked_crc32c(claimed)) + b"0123456789")
+        with suppress(UserError):  # an event that is cut off is left out
+            assert read_scalars(tmp_path) == {}
+
+
+def test_a_csv_log_with_many_names_is_read_as_fast_as_its_rows(tmp_path):
+    """Its 10^5 names times 10^4 rows would take minutes."""
+    path = tmp_path / "csv/version_0/metrics.csv"
+    path.parent.mkdir(parents=True)
+    path.write_text(f"step,{','.join(map(str, range(10**5)))}\n" + "1,2\n" * 10**4)
+    begun = time.monotonic()
+    assert read_scalars(tmp_path)["0"].values.tolist() == [2.0] and time.monotonic() - begun < 60
 
 
 def test_csv_logs_are_read_too(tmp_path):

@@ -320,10 +320,22 @@ def shard_that_is_a_link(folder: Path) -> None:
     index_of_shards(folder, "a.safetensors")
 
 
+def weights_that_are_a_link(folder: Path) -> None:
+    (folder / "model.safetensors").symlink_to(Path("other/model.safetensors").absolute())
+
+
+def weights_of_another_name(folder: Path) -> None:
+    """Those that ``from_pretrained`` would read by its configuration; beside them are sound ones."""
+    shutil.copy("other/model.safetensors", folder)
+    (folder / "evil.safetensors").symlink_to("/dev/zero")
+    write_network(folder, VIT | {"transformers_weights": "evil.safetensors"})
+
+
 FOLDERS_OF_WEIGHTS = {
     "a shard elsewhere": lambda folder: index_of_shards(folder, "../other/model.safetensors"),
     "a shard by its whole path": lambda folder: index_of_shards(folder, str(Path("other/model.safetensors").absolute())),
     "a shard that is a link": shard_that_is_a_link,
+    "weights that are a link": weights_that_are_a_link,
     "an adapter of another model": adapter_of_another,
 }
 
@@ -336,7 +348,23 @@ def test_no_folder_of_weights_leads_elsewhere(holotrain, of_transformers, kind, 
     write_network(Path("crafted"), VIT)
     FOLDERS_OF_WEIGHTS[kind](Path("crafted"))
     err = holotrain.refused("fit", *QUICK, *NETWORK, f"{option}=crafted")
-    assert "which is not in the same folder" in err or "crafted holds an adapter of another model" in err
+    assert re.search("which is not in the same folder|a link that leads out|crafted holds an adapter of another model", err)
+
+
+@pytest.mark.parametrize("option", ["model.name", "model.pretrained"])
+def test_a_configuration_does_not_choose_the_weights(holotrain, of_transformers, option):
+    run_in(Path("."), "export", f"ckpt_path={of_transformers / 'vit.ckpt'}", "to=other")
+    write_network(Path("network"), VIT)
+    write_network(Path("crafted"), VIT)
+    weights_of_another_name(Path("crafted"))
+    status, _, err = holotrain("fit", *QUICK, *NETWORK, f"{option}=crafted")
+    assert (status, err) == (0, "24 tensors of crafted\n")
+
+
+def test_classes_may_have_any_name(holotrain):
+    names = {name: index for index, name in enumerate(["pretrained", "backbone", "cache_dir", *"abcdefg"])}
+    write_network(Path("network"), VIT | {"label2id": names, "id2label": {index: name for name, index in names.items()}})
+    holotrain.done("fit", *QUICK, *NETWORK)
 
 
 GPT = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 260, "n_positions": 32}

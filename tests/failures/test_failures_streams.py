@@ -48,15 +48,16 @@ def test_a_training_needs_no_reader(tmp_path, redirected, said):
 
 @linux
 @pytest.mark.parametrize(
-    ("redirected", "status", "said"),
+    ("words", "redirected", "status", "said"),
     [
-        ("| (exec <&-)", 141, ""),
-        ("> /dev/full", 2, "holotrain: cannot write to the standard output: No space left on device\n"),
-        slow(">&-", 0, ""),
+        ("fit --help", "| (exec <&-)", 141, ""),
+        ("fit --help", "> /dev/full", 2, "holotrain: cannot write to the standard output: No space left on device\n"),
+        ("", "> /dev/full", 2, "holotrain: cannot write to the standard output: No space left on device\n"),
+        slow("fit --help", ">&-", 0, ""),
     ],
 )
-def test_a_command_that_prints_ends_without_a_reader(tmp_path, redirected, status, said):
-    ended = started(tmp_path, redirected, "fit", "--help")
+def test_a_command_that_prints_ends_without_a_reader(tmp_path, words, redirected, status, said):
+    ended = started(tmp_path, redirected, *words.split())
     assert (ended.returncode, ended.stderr) == (status, said)
 
 

@@ -34,6 +34,16 @@ def combined(parameters, **options):
     return CombinedOptimizer([torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)])
 
 
+class Preconditioned(torch.optim.Optimizer):
+    """Keeps a matrix for each side of a parameter, as Shampoo does."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["preconditioners"] = [torch.eye(side) for side in parameter.shape]
+            state["first"] = state["preconditioners"][0]
+
+
 OPTIMIZERS = TORCHS | {
     "SGD with momentum": partial(torch.optim.SGD, momentum=0.9, nesterov=True),
     "AdamW with amsgrad": partial(torch.optim.AdamW, amsgrad=True, foreach=False),
@@ -41,6 +51,7 @@ OPTIMIZERS = TORCHS | {
     "AdamW with tensors": lambda parameters, lr: torch.optim.AdamW(parameters, lr=torch.tensor(lr), foreach=False),
     "RMSprop with all": partial(torch.optim.RMSprop, momentum=0.9, centered=True),
     "of a user": lambda parameters, lr: NeedsMore(parameters, 3),
+    "of a user, with lists": lambda parameters, lr: Preconditioned(parameters, {"lr": lr}),
     "combined": combined,
     "in the backward": lambda parameters, lr: InBackward(combined(parameters)),
     "8 bits": partial(low_bit, "AdamW8bit"),
