@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from holotrain.files import read_json, read_text, write_json
 from holotrain.models.checkpoint_files import CONFIG, IN_A_FOLDER, read_weights
 from holotrain.models.foreign import NOT_OURS, Foreign, foreign_weights
 from holotrain.models.pretrained import image_positions, require_floats, require_half, take_over
+from holotrain.reversible.tiled_loss import tiled_cross_entropy
 from holotrain.targets import first_line, needed, targets
 
 HEADS = {
@@ -130,16 +130,16 @@ class HuggingFace(Foreign):
                 Of a classifier of texts: a mask. All may be left out. Targets of -100 are ignored.
 
         Returns:
-            logits, (B, T, V) or (B, classes); with targets their mean cross-entropy.
+            logits, (B, T, V) or (B, classes); with targets their mean cross-entropy, for which the logits are never whole.
         """
         if self.kind == "image_classification":
             return self.model(pixel_values=inputs).logits
         mask, targets = (None, *others, None)[:2] if self.kind == "causal_lm" else (*others, None, None)[:2]
         attended = {} if mask is None else {"attention_mask": mask.to(inputs.dtype)}
-        logits = self.model(input_ids=inputs, use_cache=False, **attended).logits
+        given = {"input_ids": inputs, "use_cache": False, **attended}
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            return self.model(**given).logits
+        return tiled_cross_entropy(self.model, targets, **given)
 
     @property
     def head(self) -> nn.Module | None:
