@@ -31,9 +31,9 @@ MOST_LOGITS = {"cuda": 2**27, "cpu": 2**23}
 def tile_loss(model: nn.Module, logits: int | None = None) -> nn.Module:
     """Makes the loss of a language model of transformers tile by tile, in place: ``model(input_ids, labels=labels).loss``.
 
-    All that follows the hidden states is the model's own: head, scaling, soft-capping, shift of the labels, and loss. In training
-    with labels ``logits`` is None. At the first call it is tried on a short piece; where the loss is no mean over tokens, it is
-    taken whole, with a warning.
+    All that follows the hidden states is the model's own: head, scaling, soft-capping, shift of the labels, and loss. With
+    gradients and labels ``logits`` is None. At the first call it is tried on a short piece; where the loss is no mean over
+    tokens, it is taken whole, with a warning.
 
     Args:
         model: the model, or one that holds it, as those of peft do.
@@ -63,7 +63,7 @@ def untile_loss(model: nn.Module) -> None:
                 module.forward = tiled.before
 
 
-def language_model(model: nn.Module) -> nn.Module | None:
+def language_model(model: nn.Module) -> Any:
     """The part of a model that has a base and a head for words, as transformers names them."""
     return next(filter(_has_a_head, model.modules()), None)
 
@@ -75,7 +75,7 @@ def _has_a_head(module: nn.Module) -> bool:
     return _base_of(module) not in (None, module) and head is not None
 
 
-def _base_of(module: nn.Module) -> nn.Module | None:
+def _base_of(module: nn.Module) -> Any:
     """What gives the hidden states of a model: its base, or, in an OPT, the decoder in it."""
     base = getattr(module, getattr(module, "base_model_prefix", None) or "-", None)
     if isinstance(base, nn.Module) and len(children := [*base.children()]) == 1 and base is not module:
@@ -91,7 +91,6 @@ def tiled_cross_entropy(model: nn.Module, targets: Tensor, **inputs: Any) -> Ten
         targets: (B, T) of words; -100 is ignored.
     """
     found = language_model(model)
-    assert found is not None
     with _Base(found, targets.shape[1]) as base, _Sums(found, base) as sums:
         for piece in _pieces(targets.shape[1], _tile(found, targets, None)):
             logits = base.piece(piece, partial(model, **inputs)).logits
@@ -100,7 +99,7 @@ def tiled_cross_entropy(model: nn.Module, targets: Tensor, **inputs: Any) -> Ten
         return sums.loss((targets != IGNORED).sum())
 
 
-def _tile(model: nn.Module, labels: Tensor, most: int | None) -> int:
+def _tile(model: Any, labels: Tensor, most: int | None) -> int:
     """Tokens of each row that a tile holds."""
     row = len(labels) * model.get_output_embeddings().weight.shape[0]
     return max((most or MOST_LOGITS.get(labels.device.type, 2**27)) // row, 1)
@@ -116,11 +115,11 @@ class TiledLoss:
     """The forward of a language model, which makes its loss tile by tile where labels are given and gradients computed.
 
     Attributes:
-        shift: 1 where a label belongs to the token before its place, as in causal models; 0 where to its own; None: not known yet.
+        shift: 1 where a label belongs to the token before its place, as in causal models, 0 where to its own; None: not known.
         whole: the loss cannot be made in tiles.
     """
 
-    def __init__(self, model: nn.Module, most: int | None) -> None:
+    def __init__(self, model: Any, most: int | None) -> None:
         self.model, self.most, self.before = model, most, vars(model).get("forward")
         self.shift: int | None = None
         self.whole = False
@@ -135,7 +134,7 @@ class TiledLoss:
                 try:
                     self._try(run, base, labels, mean)
                 except (IndexError, RuntimeError, TypeError, ValueError):
-                    if base.given is not None:
+                    if base.given:
                         raise
                     self._take_whole("does not call its base")
             if self.whole:
@@ -186,14 +185,13 @@ class _Base:
     """The base of a model in a context in which it runs once. Each call gives what it returned, cut to a piece of the tokens.
 
     Attributes:
-        given: what it returned, flat.
+        given: what it returned, flat; empty before its run.
         leaves: the pieces of the last call that need a gradient, by their place in ``given``.
     """
 
-    given: list[Any] | None = None
-
     def __init__(self, model: nn.Module, tokens: int) -> None:
         self.module, self.tokens = _base_of(model), tokens
+        self.given: list[Any] = []
         self.leaves: dict[int, Tensor] = {}
         self._detached = False
 
@@ -229,7 +227,7 @@ class _Base:
         return value.ndim > 1 and value.shape[1] == self.tokens
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.given is None:
+        if not self.given:
             self.given, self._structure = tree_flatten(self._own(*args, **kwargs))
         pieces, self.leaves = list(self.given), {}
         for place, value in enumerate(self.given):
@@ -247,7 +245,7 @@ class _Sums:
     In its context a head that is one linear layer adds the gradients of its weight to their sum in place.
     """
 
-    def __init__(self, model: nn.Module, base: _Base) -> None:
+    def __init__(self, model: Any, base: _Base) -> None:
         self._base, self._head = base, _Head.of(model.get_output_embeddings())
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._gradients: list[Tensor] = []
@@ -306,7 +304,7 @@ class _Head:
         sums: its parameters with their gradients so far.
     """
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: Any) -> None:
         self.layer = layer
         own = [parameter for parameter in layer.parameters() if parameter.requires_grad and torch.is_grad_enabled()]
         accumulated = [torch.promote_types(parameter.dtype, torch.float32) for parameter in own]
@@ -342,7 +340,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:  # ty: ignore[invalid-method-override]
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         flat = gradient.flatten(0, -2)
         for total in ctx.sums:
@@ -365,7 +363,7 @@ class _Made(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:  # ty: ignore[invalid-method-override]
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("the gradients of a loss in tiles are given once; a second backward needs a second forward")
         gradients, ctx.gradients = ctx.gradients, None
