@@ -8,8 +8,7 @@ sums.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Self
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from holotrain.reversible.reads import is_sharded
 from holotrain.reversible.replay import has_no_data
 from holotrain.reversible.tiles import PROBED, without_dropout
 
@@ -91,6 +91,8 @@ def tiled_cross_entropy(model: nn.Module, targets: Tensor, **inputs: Any) -> Ten
         targets: (B, T) of words; -100 is ignored.
     """
     found = language_model(model)
+    if is_sharded(type(found.get_output_embeddings())):  # it would be gathered for each tile
+        return F.cross_entropy(model(**inputs).logits.flatten(0, 1).float(), targets.flatten())
     with _Base(found, targets.shape[1]) as base, _Sums(found, base) as sums:
         for piece in _pieces(targets.shape[1], _tile(found, targets, None)):
             logits = base.piece(piece, partial(model, **inputs)).logits
@@ -126,6 +128,8 @@ class TiledLoss:
 
     def __call__(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
         run = partial(self.before or partial(type(self.model).forward, self.model), *args, **kwargs)
+        if is_sharded(type(self.model.get_output_embeddings())):  # it would be gathered for each tile
+            self._take_whole("is not in tiles, since its head is sharded by itself")
         if labels is None or labels.ndim != 2 or not torch.is_grad_enabled() or self.whole or "shift_labels" in kwargs:
             return run(labels=labels)
         mean = kwargs.get("num_items_in_batch") is None
@@ -136,7 +140,7 @@ class TiledLoss:
                 except (IndexError, RuntimeError, TypeError, ValueError):
                     if base.given:
                         raise
-                    self._take_whole("does not call its base")
+                    self._take_whole("is taken whole: its base is not called")
             if self.whole:
                 return base.piece(slice(None), partial(run, labels=labels))
             return self._made(run, base, labels, _tile(self.model, labels, self.most), mean)
@@ -148,7 +152,7 @@ class TiledLoss:
         one = torch.full_like(short, IGNORED)
         one[:, 2:3] = short[:, 2:3]
         base.piece(piece, partial(run, labels=one))  # runs the base, once, as the model is
-        with without_dropout(self.model), base.detached():
+        with without_dropout(self.model):
             (reached,) = torch.autograd.grad(base.piece(piece, partial(run, labels=one)).loss, base.first)
             if has_no_data(reached):
                 self.shift = int(any(kind in type(self.model).__name__ for kind in ("CausalLM", "LMHead")))
@@ -159,11 +163,13 @@ class TiledLoss:
                 whole = base.piece(piece, partial(run, labels=short)).loss
                 tiles = self._made(run, base, short, 3, mean).loss
             if self.shift is None or not torch.allclose(whole, tiles, rtol=1e-2):
-                self._take_whole("is no mean over tokens")
+                self._take_whole("is no mean over tokens, so it is taken whole")
 
     def _take_whole(self, why: str) -> None:
+        if self.whole:
+            return
         self.whole = True
-        warnings.warn(f"the loss of {type(self.model).__name__} {why}, so it is taken whole", stacklevel=5)
+        warnings.warn(f"the loss of {type(self.model).__name__} {why}", stacklevel=5)
 
     def _made(self, run: Callable, base: _Base, labels: Tensor, tile: int, mean: bool) -> Any:
         """What the model returns, with a loss whose gradients are made."""
@@ -186,14 +192,13 @@ class _Base:
 
     Attributes:
         given: what it returned, flat; empty before its run.
-        leaves: the pieces of the last call that need a gradient, by their place in ``given``.
+        leaves: the pieces of the last call, with gradients of their own, by their place in ``given``.
     """
 
     def __init__(self, model: nn.Module, tokens: int) -> None:
         self.module, self.tokens = _base_of(model), tokens
         self.given: list[Any] = []
         self.leaves: dict[int, Tensor] = {}
-        self._detached = False
 
     def __enter__(self) -> Self:
         self._before = vars(self.module).get("forward")
@@ -204,15 +209,6 @@ class _Base:
         del self.module.forward
         if self._before is not None:
             self.module.forward = self._before
-
-    @contextmanager
-    def detached(self) -> Generator[None]:
-        """Inside, all that it returned has gradients of its own, also where the base is frozen."""
-        self._detached = True
-        try:
-            yield
-        finally:
-            self._detached = False
 
     @property
     def first(self) -> Tensor:
@@ -233,7 +229,7 @@ class _Base:
         for place, value in enumerate(self.given):
             if isinstance(value, Tensor):
                 piece = value[:, self._piece] if self.of_tokens(value) else value
-                if value.requires_grad or (self._detached and value.is_floating_point()):
+                if value.is_floating_point():  # also where the base is frozen
                     piece = self.leaves[place] = piece.detach().requires_grad_()
                 pieces[place] = piece
         return tree_unflatten(pieces, self._structure)
@@ -272,8 +268,9 @@ class _Sums:
             found = torch.autograd.grad(loss, [*leaves.values(), *self._parameters], allow_unused=True)
         for place, gradient in zip(leaves, found, strict=False):
             value = self._base.given[place]
-            total = self._states.setdefault(place, torch.zeros_like(value))
-            if gradient is not None:
+            if value.requires_grad:
+                total = self._states.setdefault(place, torch.zeros_like(value))
+            if value.requires_grad and gradient is not None:
                 (total[:, piece] if self._base.of_tokens(value) else total).add_(gradient)
         of_parameters = found[len(leaves) :]
         if self._loss is None:
@@ -293,8 +290,8 @@ class _Sums:
             for parameter, total in self._head.sums:
                 inputs.append(parameter)
                 gradients.append(total)
-        scale = self._loss.new_ones(()) if count is None else 1 / count
-        return _Made.apply(self._loss, scale, gradients, *inputs)
+        one = self._loss.new_ones(())
+        return _Made.apply(self._loss, one if count is None else one / count, gradients, *inputs)
 
 
 class _Head:
@@ -334,9 +331,10 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, sums: list[Tensor]) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        flat = x.flatten(0, -2)
+        ctx.save_for_backward(flat, weight)
         ctx.sums = sums
-        return F.linear(x, weight, bias)
+        return F.linear(flat, weight, bias).unflatten(0, x.shape[:-1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -347,10 +345,10 @@ class _Linear(torch.autograd.Function):
             if total.ndim == 1:
                 total += flat.sum(0, dtype=total.dtype)
             elif total.dtype == flat.dtype:
-                total.addmm_(flat.T, x.flatten(0, -2))
+                total.addmm_(flat.T, x)
             else:
-                total += flat.T @ x.flatten(0, -2)
-        return gradient @ weight, None, None, None
+                total += flat.T @ x
+        return (flat @ weight).unflatten(0, gradient.shape[:-1]), None, None, None
 
 
 class _Made(torch.autograd.Function):
