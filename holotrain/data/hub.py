@@ -9,20 +9,22 @@ import sys
 import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from errno import EDQUOT, ENOSPC, EROFS
 from functools import partial
 from glob import escape, glob
+from lzma import LZMAError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
+from zipfile import BadZipFile
 
 import numpy as np
 
 from holotrain.data.decoding import EXTENSIONS
+from holotrain.data.limits import ALWAYS, EXPANSION, Expanding, limited, memory_up_to, most_of
 from holotrain.errors import UserError, did_you_mean, one_of
 from holotrain.files import open_regular, read_json, require_inside
-from holotrain.numeric import require_at_least
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -47,17 +49,11 @@ NO_ROWS = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_inf
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 """What names the columns of a folder of images."""
 
-EXPANSION = 100.0
-"""What is read may be so many times as large as the files: a Parquet file of 300 kB can repeat a text until a disk is full."""
-
-ALWAYS = 2**30
-"""Bytes that files of any size may become."""
-
 ROWS = 1000
 """Rows of a Parquet file that are decoded at once; the library decodes a whole group, of any size."""
 
-COMPRESSED = (b"\x1f\x8b", b"BZh", b"PK\x03\x04", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18")
-"""How files of gzip, bzip2, zip, xz, zstd and lz4 begin. The library unpacks them into memory, whatever they are called."""
+RAISED = (OSError, ValueError, RuntimeError, EOFError, MemoryError, BadZipFile, LZMAError, zlib.error)
+"""What the library raises besides its own exceptions and Arrow's."""
 
 SHARDS = 64
 """A saved data set is streamed in up to so many shards, which are divided among processes and workers."""
@@ -109,11 +105,13 @@ def reading(what: str) -> Generator[None]:
     try:
         with shown:
             yield
-    except (OSError, ValueError, RuntimeError, EOFError, zlib.error, ArrowException, DatasetsError, HTTPError) as error:
-        while error.__cause__ is not None:
+    except (*RAISED, ArrowException, DatasetsError, HTTPError) as error:
+        while error.__cause__ is not None and not isinstance(error, UserError):
             error = error.__cause__
-        if isinstance(error, (UserError, MemoryError)):  # the library wraps whatever ends its reading
+        if isinstance(error, UserError):  # the library wraps whatever ends its reading
             raise error
+        if isinstance(error, MemoryError):
+            raise UserError(f"data: cannot read {what} (it needs too much memory)") from error
         if isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT, EROFS):  # nothing else is written while it reads
             raise UserError(f"data.cache_dir: cannot write the cache of {what} ({os.strerror(error.errno)})") from error
         said = str(error).strip() or type(error).__name__
@@ -150,33 +148,37 @@ def files_read(
     Raises:
         UserError: one cannot be read, or they become too large.
     """
-    if kind == "tsv":
-        kind, options = "csv", options | {"sep": "\t"}
-    if kind == "parquet":
-        options["batch_size"] = ROWS
-    if streaming and kind in ("json", "text"):
-        options["chunksize"] = CHUNK
     paths = [Path(each) for group in files.values() for each in group]
     others = f" or one of {len(paths) - 1} other files" if len(paths) > 1 else ""
     with reading(f"{paths[0]}{others}"):
         for path in paths:
-            require_plain(path)
-        builder = _builder(kind, files, cache / fingerprint_of(paths), **options)
-        most = max(expansion * sum(path.stat().st_size for path in paths), ALWAYS)
+            require_uncompressed(path)
+        version = fingerprint_of(paths)
+        builder = _builder(kind, files, cache / version, **_options(kind, streaming), **options)
         refusal = f"data: {paths[0]}{others} becomes larger than data.max_expansion={expansion:g} times its size"
-        if kind != "imagefolder":  # which does not copy what it reads
-            builder._generate_tables = partial(_up_to, most, refusal, builder._generate_tables)
+        tables = "_read_metadata" if kind == "imagefolder" else "_generate_tables"
+        setattr(builder, tables, partial(limited, most_of(paths, expansion), refusal, getattr(builder, tables)))
         if streaming:
             return {group: resolved(dataset) for group, dataset in builder.as_streaming_dataset().items()}
         builder.download_and_prepare(num_proc=num_proc)
-        return {group: _anew(dataset, paths) for group, dataset in builder.as_dataset().items()}
+        return {group: _with_fingerprint(dataset, version) for group, dataset in builder.as_dataset().items()}
 
 
-def require_plain(path: Path) -> None:
-    """Raises a UserError if a file is compressed, and an OSError if it is no regular file."""
-    with open_regular(path) as file:
-        if file.read(6).startswith(COMPRESSED):
-            raise UserError(f"data: {path} is compressed; unpack it")
+def _options(kind: str, streaming: bool) -> dict[str, Any]:
+    """The library's options for a kind of files."""
+    if kind == "parquet":
+        return {"batch_size": ROWS}
+    chunks = {"chunksize": CHUNK} if streaming and kind in ("json", "text") else {}
+    return chunks | ({"sep": "\t"} if kind == "tsv" else {})
+
+
+def require_uncompressed(path: Path) -> None:
+    """Raises a UserError if the library would unpack a file, whatever it is called, and an OSError if it is no regular file."""
+    from datasets.utils.extract import Extractor
+
+    open_regular(path).close()
+    if path.suffix.lower() not in EXTENSIONS and Extractor.infer_extractor_format(path):
+        raise UserError(f"data: {path} is compressed; unpack it")
 
 
 def _builder(kind: str, files: Mapping[str, Sequence[Path | str]], cache: Path, **options: Any) -> Any:
@@ -184,26 +186,17 @@ def _builder(kind: str, files: Mapping[str, Sequence[Path | str]], cache: Path, 
     from datasets import load_dataset_builder
 
     named = {group: [escape(str(Path(each).absolute())) for each in paths] for group, paths in files.items()}
-    return load_dataset_builder(kind, data_files=named, cache_dir=str(cache), **options)
+    return load_dataset_builder("csv" if kind == "tsv" else kind, data_files=named, cache_dir=str(cache), **options)
 
 
-def _up_to(most: float, refusal: str, tables: Callable[..., Iterator], *args: Any, **kwargs: Any) -> Iterator:
-    size = 0
-    for key, table in tables(*args, **kwargs):
-        size += table.nbytes
-        if size > most:
-            raise UserError(refusal)
-        yield key, table
-
-
-def _anew(dataset: "Dataset", paths: Iterable[Path]) -> "Dataset":
+def _with_fingerprint(dataset: "Dataset", version: str) -> "Dataset":
     """The same rows under another fingerprint, after which their tokens are named, if the size or the time of a file changes.
 
     The library looks at the times alone, rounded, and some tools keep the time of a file that they change.
     """
     from datasets.fingerprint import Hasher
 
-    dataset._fingerprint = Hasher.hash([dataset._fingerprint, fingerprint_of(paths)])
+    dataset._fingerprint = Hasher.hash([dataset._fingerprint, version])
     return dataset
 
 
@@ -225,7 +218,7 @@ def rows_without(dataset: "Dataset | IterableDataset", columns: Sequence[str]) -
     return sorted({*found})
 
 
-class FromHub:
+class FromHub(Expanding):
     """What data modules that read with the datasets library have in common.
 
     Args:
@@ -234,7 +227,6 @@ class FromHub:
         split: split for the training set, and for the sets that have no split of their own
         val_split: split for the validation set; null: use val_fraction
         test_split: split for the test set; null: text uses test_fraction, images the validation set
-        max_expansion: how many times as large as your files what is read from them may be, beyond 1 GiB
         options: those of the next class
     """
 
@@ -248,12 +240,10 @@ class FromHub:
         split: str = "train",
         val_split: str | None = None,
         test_split: str | None = None,
-        max_expansion: float = 100.0,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        require_at_least(1, max_expansion=max_expansion)
-        self.name, self.config, self.expansion = name, config, max_expansion
+        self.name, self.config = name, config
         self.splits = {"train": split, "val": val_split, "test": test_split}
 
     def opened(self, streaming: bool = False) -> "dict[str, Dataset | IterableDataset]":
@@ -323,7 +313,8 @@ def saved(folder: Path) -> "dict[str, Dataset]":
         for state in (folder / name / "state.json" for name in names):
             for each in read_json(state)["_data_files"] if state.is_file() else ():
                 require_inside(folder, state.parent / each["filename"])
-        found = load_from_disk(str(folder))
+        with memory_up_to(ALWAYS):  # its files are mapped, but for what is compressed in them
+            found = load_from_disk(str(folder))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("it does not list its files") from error
     splits = found if isinstance(found, DatasetDict) else {"train": found}

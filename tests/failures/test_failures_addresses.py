@@ -25,7 +25,7 @@ from PIL import Image
 from small_run import SMALL, fit_in, run_in
 from watched import watched
 
-from holotrain.data import hub
+from holotrain.data import limits
 
 SIZES = [word for word in SMALL if word.startswith("model.")]
 QUICK = [word for word in SMALL if word not in SIZES]
@@ -438,7 +438,7 @@ def test_no_special_file_is_waited_for_in_a_saved_data_set(holotrain, kind):
 @pytest.mark.parametrize("workers", ["null", slow(2)])
 def test_a_small_file_does_not_fill_the_disk(holotrain, monkeypatch, data, workers):
     """A Parquet file repeats a text without end. What the user allows is read."""
-    monkeypatch.setattr(hub, "ALWAYS", 2**20)
+    monkeypatch.setattr(limits, "ALWAYS", 2**20)
     Path("in").mkdir()
     pq.write_table(pa.table({"text": [f"{number % 20} {'some text ' * 999}" for number in range(2000)]}), "in/a.parquet")
     assert Path("in/a.parquet").stat().st_size < 20_000
@@ -475,7 +475,7 @@ def test_texts_to_predict_are_read_alike(holotrain, of_text, monkeypatch):
     pq.write_table(table_of({"bytes": None, "path": HERE}, text=[f"some text {row}" for row in range(20)]), "in/a.parquet")
     os.mkfifo("in/b.parquet")
     assert holotrain("predict", f"ckpt_path={of_text}", "texts=in")[::2] == (0, "")
-    monkeypatch.setattr(hub, "ALWAYS", 2**20)
+    monkeypatch.setattr(limits, "ALWAYS", 2**20)
     pq.write_table(pa.table({"text": ["some text " * 999] * 2000}), "in/c.parquet")
     err = holotrain.refused("predict", f"ckpt_path={of_text}", "texts=in")
     assert err.startswith("holotrain: texts: ") and "becomes larger than data.max_expansion=100 times its size" in err
@@ -487,7 +487,7 @@ def test_no_checkpoint_raises_a_limit(holotrain, image_run, of_text, monkeypatch
     crafted = torch.load(folder / "checkpoints/last.ckpt", weights_only=True)
     crafted["holotrain"]["config"]["data"][option] = 1e5
     torch.save(crafted, "crafted.ckpt")
-    monkeypatch.setattr(hub, "ALWAYS", 2**20)
+    monkeypatch.setattr(limits, "ALWAYS", 2**20)
     IMAGE_FILES["a bomb"](Path("a.png"))
     pq.write_table(pa.table({"text": ["some text " * 999] * 2000}), "a.parquet")
     words = ["predict", "ckpt_path=crafted.ckpt", "images=a.png" if option == "max_megapixels" else "texts=a.parquet"]
