@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+import warnings
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -22,9 +23,10 @@ from zipfile import BadZipFile
 import numpy as np
 
 from holotrain.data.decoding import EXTENSIONS
-from holotrain.data.limits import ALWAYS, EXPANSION, Expanding, limited, memory_up_to, most_of
+from holotrain.data.limits import EXPANSION, Expanding, limited, memory_up_to, most_of
 from holotrain.errors import UserError, did_you_mean, one_of
 from holotrain.files import open_regular, read_json, require_inside
+from holotrain.numeric import counted
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -43,6 +45,9 @@ SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
 SPLITS |= dict.fromkeys(("test", "testing", "eval", "evaluation"), "test")
 """Words in the names of files and folders, and the splits that they stand for, as for the library."""
 
+SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")
+"""How a file is called that is one of several of a split; the library looks for it before those words."""
+
 NO_ROWS = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json")
 """Files that describe others."""
 
@@ -54,6 +59,9 @@ ROWS = 1000
 
 RAISED = (OSError, ValueError, RuntimeError, EOFError, MemoryError, BadZipFile, LZMAError, zlib.error)
 """What the library raises besides its own exceptions and Arrow's."""
+
+NAMED = 5
+"""So many of the files or rows that are left out are named."""
 
 SHARDS = 64
 """A saved data set is streamed in up to so many shards, which are divided among processes and workers."""
@@ -218,6 +226,13 @@ def rows_without(dataset: "Dataset | IterableDataset", columns: Sequence[str]) -
     return sorted({*found})
 
 
+def warn_of_left_out(noun: str, which: str, names: Sequence[str]) -> None:
+    """Says what is left out of the data, and names the first ``NAMED`` of it."""
+    if names:
+        others = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        warnings.warn(f"data: left out {counted(len(names), noun)} {which}: {', '.join(names[:NAMED])}{others}", stacklevel=2)
+
+
 class FromHub(Expanding):
     """What data modules that read with the datasets library have in common.
 
@@ -310,10 +325,11 @@ def saved(folder: Path) -> "dict[str, Dataset]":
     try:
         listed = folder / "dataset_dict.json"
         names = [".", *(read_json(listed)["splits"] if listed.is_file() else ())]
-        for state in (folder / name / "state.json" for name in names):
-            for each in read_json(state)["_data_files"] if state.is_file() else ():
-                require_inside(folder, state.parent / each["filename"])
-        with memory_up_to(ALWAYS):  # its files are mapped, but for what is compressed in them
+        states = [state for name in names if (state := folder / name / "state.json").is_file()]
+        files = [state.parent / each["filename"] for state in states for each in read_json(state)["_data_files"]]
+        for file in files:
+            require_inside(folder, file)
+        with memory_up_to(sum(file.stat().st_size for file in files)):  # they are mapped, but for what is compressed in them
             found = load_from_disk(str(folder))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("it does not list its files") from error
@@ -324,15 +340,15 @@ def saved(folder: Path) -> "dict[str, Dataset]":
 def files_within(folder: Path, cache: Path) -> tuple[str, dict[str, list[Path]]]:
     """How the files in a folder are read, and the files of each split that a file or folder is named after; else all are train.
 
-    What a README.md says of the files is not followed: it may name others, also of other machines.
+    What a README.md says of the files is not followed: it may name others, also of other machines. Warns of what is left out.
 
     Raises:
         UserError: there are none.
         ValueError: one is a link that leads out of the folder.
     """
     root, own = folder.resolve(), cache.resolve()
-    known = (path for path in sorted(root.rglob("*")) if _kind(path) and path.is_file() and not path.is_relative_to(own))
-    found = [path for path in known if not any(part.startswith((".", "__")) for part in path.relative_to(root).parts)]
+    shown = [path for path in sorted(root.rglob("*")) if not (path.is_relative_to(own) or _is_hidden(path.relative_to(root)))]
+    found = [path for path in shown if _kind(path) and path.is_file()]
     if not found:
         raise UserError(f"data.name: {folder} has no files of {', '.join(sorted(OF_FOLDERS))}")
     kind = Counter(map(_kind, found)).most_common(1)[0][0]
@@ -341,7 +357,16 @@ def files_within(folder: Path, cache: Path) -> tuple[str, dict[str, list[Path]]]
         if _kind(path) == kind or (kind == "imagefolder" and path.name in METADATA):
             require_inside(root, path)
             parts[_split_of(path.relative_to(root))].append(path)
-    return kind, {split: files for split, files in parts.items() if split} or {"train": parts[""]}
+    splits = {split: files for split, files in parts.items() if split} or {"train": parts[""]}
+    others = sorted({*found}.difference(*splits.values()))
+    warn_of_left_out("file", "of another kind or of no split", [str(path.relative_to(root)) for path in others])
+    links = [str(path.relative_to(root)) for path in shown if path.is_symlink() and path.is_dir()]
+    warn_of_left_out("folder", "that is a link" if len(links) == 1 else "that are links", links)
+    return kind, splits
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith((".", "__")) for part in path.parts)
 
 
 def _kind(path: Path) -> str:
@@ -349,6 +374,8 @@ def _kind(path: Path) -> str:
 
 
 def _split_of(path: Path) -> str:
+    if shard := SHARD.match(path.name):
+        return shard[1]
     words = re.split(r"[^a-z]+", path.as_posix().lower())
     return next((SPLITS[word] for word in words if word in SPLITS), "")
 

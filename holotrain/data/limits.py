@@ -48,7 +48,7 @@ def limited(most: int, refusal: str, tables: Callable[..., Iterator], *args: Any
     size, found = 0, tables(*args, **kwargs)
     while True:
         try:
-            with memory_up_to(most + SPARE):
+            with memory_up_to(most):
                 each = next(found, None)
         except MemoryError as error:
             raise UserError(refusal) from error
@@ -62,7 +62,7 @@ def limited(most: int, refusal: str, tables: Callable[..., Iterator], *args: Any
 
 @contextmanager
 def memory_up_to(more: int) -> Generator[None]:
-    """Within it, on Linux, this process gets no more than so many bytes of memory: what asks for more raises a MemoryError.
+    """Within it, on Linux, this process gets so many bytes of memory and ``SPARE``: what asks for more raises a MemoryError.
 
     A batch of rows is decoded in one call of a library, and only the system can stop it. Mapped files do not count.
     """
@@ -73,7 +73,7 @@ def memory_up_to(more: int) -> Generator[None]:
 
     soft, hard = _limits()
     page, used = resource.getpagesize(), int(Path("/proc/self/statm").read_text().split()[5])
-    limit = used * page + more
+    limit = used * page + more + SPARE
     resource.setrlimit(resource.RLIMIT_DATA, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
     try:
         yield

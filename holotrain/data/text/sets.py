@@ -1,7 +1,6 @@
 """Text of files, Python's standard library, and the Hugging Face Hub."""
 
 import sysconfig
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,16 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from holotrain.data import hub
-from holotrain.data.hub import FromHub, rows_without
+from holotrain.data.hub import FromHub, rows_without, warn_of_left_out
 from holotrain.data.limits import Expanding
 from holotrain.data.text.module import TextDataModule
 from holotrain.data.text.sources import TextFile, matches, rows_of, searched
 from holotrain.data.text.tokenise import Reading, Rows
 from holotrain.errors import UserError
-from holotrain.numeric import counted, require_at_least, require_one_of
-
-NAMED = 5
-"""So many of the files or rows that are left out are named."""
+from holotrain.numeric import require_at_least, require_one_of
 
 WITHOUT = "without text or class"
 
@@ -79,13 +75,6 @@ class TextInColumns(TextDataModule):
 
     def reading(self, label: str | None = None, **options: Any) -> Reading:
         return super().reading(text=self.text_column, label=label, skip=self.skip, **options)
-
-
-def warn_of_left_out(noun: str, which: str, names: Sequence[str]) -> None:
-    """Says what ``data.on_error=skip`` leaves out, and names the first ``NAMED`` of it."""
-    if names:
-        others = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        warnings.warn(f"data: left out {counted(len(names), noun)} {which}: {', '.join(names[:NAMED])}{others}", stacklevel=2)
 
 
 class TextFiles(Expanding, TextInColumns):
