@@ -16,6 +16,9 @@ EXPANSION = 100.0
 ALWAYS = 2**30
 """Bytes that files of any size may become."""
 
+WHOLE = 2**60
+"""More bytes than any machine has; an expansion may be any number."""
+
 SPARE = 2**29
 """Bytes of memory that reading needs besides what is read."""
 
@@ -36,7 +39,7 @@ class Expanding:
 
 def most_of(paths: Iterable[Path], expansion: float) -> int:
     """The bytes that files may become."""
-    return max(int(expansion * sum(path.stat().st_size for path in paths)), ALWAYS)
+    return int(min(max(expansion * sum(path.stat().st_size for path in paths), ALWAYS), WHOLE))
 
 
 def limited(most: int, refusal: str, tables: Callable[..., Iterator], *args: Any, **kwargs: Any) -> Iterator:
