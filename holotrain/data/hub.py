@@ -160,7 +160,7 @@ def files_read(
     others = f" or one of {len(paths) - 1} other files" if len(paths) > 1 else ""
     with reading(f"{paths[0]}{others}"):
         for path in paths:
-            require_uncompressed(path)
+            open_regular(path).close() if kind == "imagefolder" else require_uncompressed(path)
         version = fingerprint_of(paths)
         builder = _builder(kind, files, cache / version, **_options(kind, streaming), **options)
         refusal = f"data: {paths[0]}{others} becomes larger than data.max_expansion={expansion:g} times its size"
@@ -185,7 +185,9 @@ def require_uncompressed(path: Path) -> None:
     from datasets.utils.extract import Extractor
 
     open_regular(path).close()
-    if path.suffix.lower() not in EXTENSIONS and Extractor.infer_extractor_format(path):
+    with memory_up_to(0):  # it unpacks the beginning, to look for an archive within
+        packed = Extractor.infer_extractor_format(path)
+    if packed:
         raise UserError(f"data: {path} is compressed; unpack it")
 
 
@@ -326,7 +328,7 @@ def saved(folder: Path) -> "dict[str, Dataset]":
         listed = folder / "dataset_dict.json"
         names = [".", *(read_json(listed)["splits"] if listed.is_file() else ())]
         states = [state for name in names if (state := folder / name / "state.json").is_file()]
-        files = [state.parent / each["filename"] for state in states for each in read_json(state)["_data_files"]]
+        files = {state.parent / each["filename"] for state in states for each in read_json(state)["_data_files"]}
         for file in files:
             require_inside(folder, file)
         with memory_up_to(sum(file.stat().st_size for file in files)):  # they are mapped, but for what is compressed in them

@@ -558,9 +558,19 @@ ARCHIVES = {
 @pytest.mark.parametrize("streaming", ["false", slow("true")])
 @pytest.mark.parametrize("kind", ARCHIVES)
 def test_no_archive_is_unpacked(holotrain, kind, streaming):
-    ARCHIVES[kind](Path("a.txt"))
-    words = ["data=text_files", "data.files=a.txt", f"data.streaming={streaming}"]
-    assert "a.txt is compressed; unpack it" in holotrain.refused("fit", *QUICK, *TEXT, *words)
+    """Whatever it is called."""
+    name = "a.png" if kind == "zip" else "a.txt"
+    ARCHIVES[kind](Path(name))
+    words = ["data=text_files", f"data.files={name}", f"data.streaming={streaming}"]
+    assert f"{name} is compressed; unpack it" in holotrain.refused("fit", *QUICK, *TEXT, *words)
+
+
+@pytest.mark.parametrize("ending", ["zip", "gz", slow("bz2"), "xz", slow("tar"), slow("zst")])
+def test_a_text_that_is_called_an_archive_is_read_or_refused(holotrain, ending):
+    Path(f"a.{ending}").write_text(LINES)
+    words = ["data=text_files", f"data.files=a.{ending}", "data.streaming=true", "data.epoch_batches=2"]
+    status, _, err = holotrain("fit", *QUICK, *TEXT, *words)
+    assert status in (0, 2) and err.count("\n") <= 1, err
 
 
 def test_damaged_exif_data_of_a_photograph_do_not_end_a_run(holotrain):
