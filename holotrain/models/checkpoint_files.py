@@ -287,7 +287,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         if not found:
             raise ValueError(f"{path} holds none of {', '.join(IN_A_FOLDER)}")
         path = found[0]
-        if not _is_beside(path):
+        if not is_inside(path.parent, path):
             raise ValueError(f"{path} is a link that leads out of its folder")
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
