@@ -114,12 +114,23 @@ def require_shallow(value: Any) -> None:
             raise ValueError(f"it is nested more than {DEEPEST} levels deep, or holds more than {MOST} values")
 
 
+def is_inside(folder: Path, path: Path) -> bool:
+    """Whether a regular file is at the path, or where a link there leads, and in the folder.
+
+    In the cache of Hugging Face, the files of ``snapshots/<revision>`` are links into ``blobs``, which count as inside.
+    """
+    root, file = folder.resolve(), path.resolve()
+    snapshot = next((each for each in (root, *root.parents) if each.parent.name == "snapshots"), None)
+    in_cache = snapshot is not None and file.parent == snapshot.parent.parent / "blobs"
+    return path.is_file() and (file.is_relative_to(root) or in_cache)
+
+
 def require_inside(folder: Path, path: Path) -> None:
     """
     Raises:
-        ValueError: what is at the path, or where a link there leads, is no regular file in the folder.
+        ValueError: what is at the path is not inside, see :func:`is_inside`.
     """
-    if not (path.is_file() and path.resolve().is_relative_to(folder.resolve())):
+    if not is_inside(folder, path):
         raise ValueError(f"{path} is no file in {folder}")
 
 

@@ -38,7 +38,7 @@ from holotrain.config.option_groups import (
 from holotrain.config.signatures import REQUIRED
 from holotrain.data import ByteTokenizer, tokenizer_from_json
 from holotrain.data.decoding import MEGAPIXELS
-from holotrain.data.hub import EXPANSION
+from holotrain.data.limits import EXPANSION
 from holotrain.errors import UserError, naming_group
 from holotrain.models import compile_blocks
 from holotrain.models.adapters import PEFT, add_adapters, add_peft, freeze

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import BinaryIO
 from warnings import catch_warnings
 
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from holotrain.errors import UserError
 from holotrain.files import open_regular
@@ -17,6 +17,9 @@ EXTENSIONS = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", 
 
 UNREADABLE = (OSError, SyntaxError, ValueError)
 """What :func:`decoded` raises for a file that is no image, damaged or too large."""
+
+TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+"""How photographs are turned whose orientation, in their EXIF data, is 2, 3, ... 8."""
 
 MEGAPIXELS = 89.5
 """Pillow warns of images with more; a file of 20 kB may claim to be one."""
@@ -64,3 +67,12 @@ def _grey_or_rgb(image: Image.Image) -> Image.Image:
     if "transparency" in image.info:  # else Pillow warns about palettes with several transparent colours
         image = image.convert("RGBA")
     return image.convert("RGB")
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """The image as its EXIF data say that it was held; as it is where they are damaged."""
+    try:
+        turn = dict(enumerate(TURNS, 2)).get(image.getexif().get(ExifTags.Base.Orientation))
+    except Exception:  # Pillow parses them with few checks, and raises anything
+        turn = None
+    return image.transpose(Image.Transpose[turn]) if turn else image

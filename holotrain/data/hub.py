@@ -7,22 +7,26 @@ import os
 import re
 import sys
 import time
+import warnings
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from errno import EDQUOT, ENOSPC, EROFS
 from functools import partial
 from glob import escape, glob
+from lzma import LZMAError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
+from zipfile import BadZipFile
 
 import numpy as np
 
 from holotrain.data.decoding import EXTENSIONS
+from holotrain.data.limits import EXPANSION, Expanding, limited, memory_up_to, most_of
 from holotrain.errors import UserError, did_you_mean, one_of
 from holotrain.files import open_regular, read_json, require_inside
-from holotrain.numeric import require_at_least
+from holotrain.numeric import counted
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -41,23 +45,23 @@ SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
 SPLITS |= dict.fromkeys(("test", "testing", "eval", "evaluation"), "test")
 """Words in the names of files and folders, and the splits that they stand for, as for the library."""
 
+SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")
+"""How a file is called that is one of several of a split; the library looks for it before those words."""
+
 NO_ROWS = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json")
 """Files that describe others."""
 
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 """What names the columns of a folder of images."""
 
-EXPANSION = 100.0
-"""What is read may be so many times as large as the files: a Parquet file of 300 kB can repeat a text until a disk is full."""
-
-ALWAYS = 2**30
-"""Bytes that files of any size may become."""
-
 ROWS = 1000
 """Rows of a Parquet file that are decoded at once; the library decodes a whole group, of any size."""
 
-COMPRESSED = (b"\x1f\x8b", b"BZh", b"PK\x03\x04", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18")
-"""How files of gzip, bzip2, zip, xz, zstd and lz4 begin. The library unpacks them into memory, whatever they are called."""
+RAISED = (OSError, ValueError, RuntimeError, EOFError, MemoryError, BadZipFile, LZMAError, zlib.error)
+"""What the library raises besides its own exceptions and Arrow's."""
+
+NAMED = 5
+"""So many of the files or rows that are left out are named."""
 
 SHARDS = 64
 """A saved data set is streamed in up to so many shards, which are divided among processes and workers."""
@@ -109,11 +113,13 @@ def reading(what: str) -> Generator[None]:
     try:
         with shown:
             yield
-    except (OSError, ValueError, RuntimeError, EOFError, zlib.error, ArrowException, DatasetsError, HTTPError) as error:
-        while error.__cause__ is not None:
+    except (*RAISED, ArrowException, DatasetsError, HTTPError) as error:
+        while error.__cause__ is not None and not isinstance(error, UserError):
             error = error.__cause__
-        if isinstance(error, (UserError, MemoryError)):  # the library wraps whatever ends its reading
+        if isinstance(error, UserError):  # the library wraps whatever ends its reading
             raise error
+        if isinstance(error, MemoryError):
+            raise UserError(f"data: cannot read {what} (it needs too much memory)") from error
         if isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT, EROFS):  # nothing else is written while it reads
             raise UserError(f"data.cache_dir: cannot write the cache of {what} ({os.strerror(error.errno)})") from error
         said = str(error).strip() or type(error).__name__
@@ -150,33 +156,39 @@ def files_read(
     Raises:
         UserError: one cannot be read, or they become too large.
     """
-    if kind == "tsv":
-        kind, options = "csv", options | {"sep": "\t"}
-    if kind == "parquet":
-        options["batch_size"] = ROWS
-    if streaming and kind in ("json", "text"):
-        options["chunksize"] = CHUNK
     paths = [Path(each) for group in files.values() for each in group]
     others = f" or one of {len(paths) - 1} other files" if len(paths) > 1 else ""
     with reading(f"{paths[0]}{others}"):
         for path in paths:
-            require_plain(path)
-        builder = _builder(kind, files, cache / fingerprint_of(paths), **options)
-        most = max(expansion * sum(path.stat().st_size for path in paths), ALWAYS)
+            open_regular(path).close() if kind == "imagefolder" else require_uncompressed(path)
+        version = fingerprint_of(paths)
+        builder = _builder(kind, files, cache / version, **_options(kind, streaming), **options)
         refusal = f"data: {paths[0]}{others} becomes larger than data.max_expansion={expansion:g} times its size"
-        if kind != "imagefolder":  # which does not copy what it reads
-            builder._generate_tables = partial(_up_to, most, refusal, builder._generate_tables)
+        tables = "_read_metadata" if kind == "imagefolder" else "_generate_tables"
+        setattr(builder, tables, partial(limited, most_of(paths, expansion), refusal, getattr(builder, tables)))
         if streaming:
             return {group: resolved(dataset) for group, dataset in builder.as_streaming_dataset().items()}
         builder.download_and_prepare(num_proc=num_proc)
-        return {group: _anew(dataset, paths) for group, dataset in builder.as_dataset().items()}
+        return {group: _with_fingerprint(dataset, version) for group, dataset in builder.as_dataset().items()}
 
 
-def require_plain(path: Path) -> None:
-    """Raises a UserError if a file is compressed, and an OSError if it is no regular file."""
-    with open_regular(path) as file:
-        if file.read(6).startswith(COMPRESSED):
-            raise UserError(f"data: {path} is compressed; unpack it")
+def _options(kind: str, streaming: bool) -> dict[str, Any]:
+    """The library's options for a kind of files."""
+    if kind == "parquet":
+        return {"batch_size": ROWS}
+    chunks = {"chunksize": CHUNK} if streaming and kind in ("json", "text") else {}
+    return chunks | ({"sep": "\t"} if kind == "tsv" else {})
+
+
+def require_uncompressed(path: Path) -> None:
+    """Raises a UserError if the library would unpack a file, whatever it is called, and an OSError if it is no regular file."""
+    from datasets.utils.extract import Extractor
+
+    open_regular(path).close()
+    with memory_up_to(0):  # it unpacks the beginning, to look for an archive within
+        packed = Extractor.infer_extractor_format(path)
+    if packed:
+        raise UserError(f"data: {path} is compressed; unpack it")
 
 
 def _builder(kind: str, files: Mapping[str, Sequence[Path | str]], cache: Path, **options: Any) -> Any:
@@ -184,26 +196,17 @@ def _builder(kind: str, files: Mapping[str, Sequence[Path | str]], cache: Path, 
     from datasets import load_dataset_builder
 
     named = {group: [escape(str(Path(each).absolute())) for each in paths] for group, paths in files.items()}
-    return load_dataset_builder(kind, data_files=named, cache_dir=str(cache), **options)
+    return load_dataset_builder("csv" if kind == "tsv" else kind, data_files=named, cache_dir=str(cache), **options)
 
 
-def _up_to(most: float, refusal: str, tables: Callable[..., Iterator], *args: Any, **kwargs: Any) -> Iterator:
-    size = 0
-    for key, table in tables(*args, **kwargs):
-        size += table.nbytes
-        if size > most:
-            raise UserError(refusal)
-        yield key, table
-
-
-def _anew(dataset: "Dataset", paths: Iterable[Path]) -> "Dataset":
+def _with_fingerprint(dataset: "Dataset", version: str) -> "Dataset":
     """The same rows under another fingerprint, after which their tokens are named, if the size or the time of a file changes.
 
     The library looks at the times alone, rounded, and some tools keep the time of a file that they change.
     """
     from datasets.fingerprint import Hasher
 
-    dataset._fingerprint = Hasher.hash([dataset._fingerprint, fingerprint_of(paths)])
+    dataset._fingerprint = Hasher.hash([dataset._fingerprint, version])
     return dataset
 
 
@@ -225,7 +228,14 @@ def rows_without(dataset: "Dataset | IterableDataset", columns: Sequence[str]) -
     return sorted({*found})
 
 
-class FromHub:
+def warn_of_left_out(noun: str, which: str, names: Sequence[str]) -> None:
+    """Says what is left out of the data, and names the first ``NAMED`` of it."""
+    if names:
+        others = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        warnings.warn(f"data: left out {counted(len(names), noun)} {which}: {', '.join(names[:NAMED])}{others}", stacklevel=2)
+
+
+class FromHub(Expanding):
     """What data modules that read with the datasets library have in common.
 
     Args:
@@ -234,7 +244,6 @@ class FromHub:
         split: split for the training set, and for the sets that have no split of their own
         val_split: split for the validation set; null: use val_fraction
         test_split: split for the test set; null: text uses test_fraction, images the validation set
-        max_expansion: how many times as large as your files what is read from them may be, beyond 1 GiB
         options: those of the next class
     """
 
@@ -248,12 +257,10 @@ class FromHub:
         split: str = "train",
         val_split: str | None = None,
         test_split: str | None = None,
-        max_expansion: float = 100.0,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        require_at_least(1, max_expansion=max_expansion)
-        self.name, self.config, self.expansion = name, config, max_expansion
+        self.name, self.config = name, config
         self.splits = {"train": split, "val": val_split, "test": test_split}
 
     def opened(self, streaming: bool = False) -> "dict[str, Dataset | IterableDataset]":
@@ -320,10 +327,12 @@ def saved(folder: Path) -> "dict[str, Dataset]":
     try:
         listed = folder / "dataset_dict.json"
         names = [".", *(read_json(listed)["splits"] if listed.is_file() else ())]
-        for state in (folder / name / "state.json" for name in names):
-            for each in read_json(state)["_data_files"] if state.is_file() else ():
-                require_inside(folder, state.parent / each["filename"])
-        found = load_from_disk(str(folder))
+        states = [state for name in names if (state := folder / name / "state.json").is_file()]
+        files = {state.parent / each["filename"] for state in states for each in read_json(state)["_data_files"]}
+        for file in files:
+            require_inside(folder, file)
+        with memory_up_to(sum(file.stat().st_size for file in files)):  # they are mapped, but for what is compressed in them
+            found = load_from_disk(str(folder))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("it does not list its files") from error
     splits = found if isinstance(found, DatasetDict) else {"train": found}
@@ -333,15 +342,15 @@ def saved(folder: Path) -> "dict[str, Dataset]":
 def files_within(folder: Path, cache: Path) -> tuple[str, dict[str, list[Path]]]:
     """How the files in a folder are read, and the files of each split that a file or folder is named after; else all are train.
 
-    What a README.md says of the files is not followed: it may name others, also of other machines.
+    What a README.md says of the files is not followed: it may name others, also of other machines. Warns of what is left out.
 
     Raises:
         UserError: there are none.
         ValueError: one is a link that leads out of the folder.
     """
     root, own = folder.resolve(), cache.resolve()
-    known = (path for path in sorted(root.rglob("*")) if _kind(path) and path.is_file() and not path.is_relative_to(own))
-    found = [path for path in known if not any(part.startswith((".", "__")) for part in path.relative_to(root).parts)]
+    shown = [path for path in sorted(root.rglob("*")) if not (path.is_relative_to(own) or _is_hidden(path.relative_to(root)))]
+    found = [path for path in shown if _kind(path) and path.is_file()]
     if not found:
         raise UserError(f"data.name: {folder} has no files of {', '.join(sorted(OF_FOLDERS))}")
     kind = Counter(map(_kind, found)).most_common(1)[0][0]
@@ -350,7 +359,16 @@ def files_within(folder: Path, cache: Path) -> tuple[str, dict[str, list[Path]]]
         if _kind(path) == kind or (kind == "imagefolder" and path.name in METADATA):
             require_inside(root, path)
             parts[_split_of(path.relative_to(root))].append(path)
-    return kind, {split: files for split, files in parts.items() if split} or {"train": parts[""]}
+    splits = {split: files for split, files in parts.items() if split} or {"train": parts[""]}
+    others = sorted({*found}.difference(*splits.values()))
+    warn_of_left_out("file", "of another kind or of no split", [str(path.relative_to(root)) for path in others])
+    links = [str(path.relative_to(root)) for path in shown if path.is_symlink() and path.is_dir()]
+    warn_of_left_out("folder", "that is a link" if len(links) == 1 else "that are links", links)
+    return kind, splits
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith((".", "__")) for part in path.parts)
 
 
 def _kind(path: Path) -> str:
@@ -358,6 +376,8 @@ def _kind(path: Path) -> str:
 
 
 def _split_of(path: Path) -> str:
+    if shard := SHARD.match(path.name):
+        return shard[1]
     words = re.split(r"[^a-z]+", path.as_posix().lower())
     return next((SPLITS[word] for word in words if word in SPLITS), "")
 

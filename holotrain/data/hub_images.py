@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch.utils.data import Dataset
 
-from holotrain.data.decoding import UNREADABLE, decoded
+from holotrain.data.decoding import UNREADABLE, decoded, upright
 from holotrain.data.hub import FromHub, class_names, column
 from holotrain.data.images import ChosenClasses, SizedImages
 from holotrain.errors import UserError
@@ -99,8 +99,7 @@ class HubRows(Dataset):
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         try:
             with self._file(self.rows[index][self.image] or {}) as file:
-                image = decoded(file, self.megapixels)
-            return ImageOps.exif_transpose(image), int(self.labels[index])
+                return upright(decoded(file, self.megapixels)), int(self.labels[index])
         except UNREADABLE as error:
             raise UserError(f"data: row {index} holds no readable image ({error})") from error
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, default_collate
 from torchvision.transforms import v2
 
+from holotrain.data.decoding import MEGAPIXELS
 from holotrain.data.loader import (
     Loader,
     LoadingModule,
@@ -16,7 +17,7 @@ from holotrain.data.loader import (
     SeededDataset,
     TransformedDataset,
     digest,
-    in_places,
+    digest_of_samples,
 )
 from holotrain.errors import UserError, naming_group, one_of
 from holotrain.files import read_json
@@ -193,7 +194,7 @@ class ImageDataModule(LoadingModule):
         randaugment_magnitude: int = 9,
         mixup_alpha: float = 0.0,
         cutmix_alpha: float = 0.0,
-        max_megapixels: float = 89.5,
+        max_megapixels: float = MEGAPIXELS,
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -233,12 +234,14 @@ class ImageDataModule(LoadingModule):
     def fingerprint(self) -> dict[str, Any]:
         """The classes, the number of samples of each part, and a hash of a few of them."""
         names = list(map(str, self.class_names))
-        found: dict[str, Any] = {"classes": len(names), "names of classes": digest(["\n".join(names)])}
+        found: dict[str, Any] = {"classes": len(names), "names of classes": digest(names)}
         for part in ("train", "val", "test"):
-            samples = self.split(part)
-            size = len(samples)  # ty: ignore[invalid-argument-type]: torch declares no length
-            found[f"samples of {part}"] = size
-            found[f"content of {part}"] = digest(value for place in in_places(size) for value in samples[place])
+            try:
+                samples = self.split(part)
+            except KeyError:  # a user's class needs no part that is not asked for
+                continue
+            found[f"samples of {part}"] = len(samples)  # ty: ignore[invalid-argument-type]: torch declares no length
+            found[f"content of {part}"] = digest_of_samples(samples)
         return found
 
     def train_dataloader(self) -> ResumableLoader:

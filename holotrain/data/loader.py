@@ -1,16 +1,20 @@
 """Loaders that leave the global random state alone and can be resumed in mid-epoch, and augmentation that is seeded."""
 
 import hashlib
+import random
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from PIL.Image import Image
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -122,6 +126,10 @@ class ResumableLoader(OwnGenerator, StatefulDataLoader):
         self.batch_sampler.load_state_dict(state_dict)
 
 
+READINGS = 3
+"""Readings of a sample that show whether it is always the same."""
+
+
 class LoadingModule(ShowsInherited, pl.LightningDataModule):
     """What the loaders of a data module take.
 
@@ -151,12 +159,44 @@ def in_places(size: int) -> list[int]:
     return sorted({place * (size - 1) // 4 for place in range(5)}) if size else []
 
 
-def digest(parts: Iterable[Any]) -> str:
-    """A short hash of arrays, images, numbers and texts."""
+def digest(value: Any) -> str:
+    """A short hash of the arrays, images, numbers and texts in lists, tuples and mappings. Other objects are passed over."""
     found = hashlib.sha256()
-    for part in parts:
-        found.update(part.encode() if isinstance(part, str) else np.ascontiguousarray(part).tobytes())
+    for leaf in _leaves(value):
+        found.update(leaf)
     return found.hexdigest()[:12]
+
+
+def _leaves(value: Any) -> Iterator[bytes]:
+    if isinstance(value, dict | list | tuple):
+        for each in chain(value, value.values()) if isinstance(value, dict) else value:
+            yield from _leaves(each)
+        yield b";"
+    elif isinstance(value, str | bytes | int | float | complex):
+        yield f"{value!r},".encode(errors="replace")
+    elif isinstance(value, Tensor):
+        yield f"{[*value.shape]}{value.dtype},".encode()
+        yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, np.ndarray | np.generic | Image):
+        array = np.asarray(value)
+        yield f"{array.shape}{array.dtype},".encode() + (b"" if array.dtype.hasobject else array.tobytes())
+
+
+def digest_of_samples(dataset: Any) -> str:
+    """A short hash of a few samples, of what in them is the same whenever they are read.
+
+    A data set may draw at random: from the global random state, which is put back, or from a generator of its own.
+    """
+    readings = []
+    with isolate_rng(include_cuda=False):
+        for _ in range(READINGS):
+            random.seed(0)
+            np.random.seed(0)
+            torch.random.default_generator.manual_seed(0)
+            samples = [dataset[place] for place in in_places(len(dataset))]
+            parts = zip(*(each if isinstance(each, tuple | list) else (each,) for each in samples), strict=False)
+            readings.append([digest(part) for part in parts])
+    return digest([part[0] for part in zip(*readings, strict=False) if len({*part}) == 1])
 
 
 class StreamLoader:

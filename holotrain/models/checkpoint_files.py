@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import KeyPath, tree_leaves, tree_leaves_with_path, tree_map_with_path
 
-from holotrain.files import read_json, replacing, require_shallow
+from holotrain.files import is_inside, read_json, replacing, require_shallow
 from holotrain.models.plain_tensors import named, require_plain
 
 CHECKPOINT = "checkpoint.pt"
@@ -287,7 +287,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         if not found:
             raise ValueError(f"{path} holds none of {', '.join(IN_A_FOLDER)}")
         path = found[0]
-        if not _is_beside(path):
+        if not is_inside(path.parent, path):
             raise ValueError(f"{path} is a link that leads out of its folder")
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
@@ -357,15 +357,9 @@ def _shards(path: Path) -> list[str]:
         raise ValueError(f"{path} is not an index of weights: it does not map names to files") from error
     beside = {each.name for each in path.parent.iterdir() if each.is_file()}
     for shard in shards:
-        if shard not in beside or not _is_beside(path.parent / shard):
+        if shard not in beside or not is_inside(path.parent, path.parent / shard):
             raise ValueError(f"{path} names {shard!r}, which is not in the same folder")
     return shards
-
-
-def _is_beside(path: Path) -> bool:
-    """Whether a file is in its folder, and no link elsewhere. In the cache of Hugging Face, all are links into ``blobs``."""
-    folder = path.parent.resolve()
-    return path.resolve().parent in (folder, folder.parent.parent / "blobs")
 
 
 def _torch_file(path: Path) -> dict[str, Tensor]:

@@ -10,14 +10,17 @@ from itertools import chain
 from unittest.mock import Mock
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from data_files import documents_of, write_folder, write_saved_images
+from PIL import ExifTags, Image, ImageOps
 from resumed_loaders import same, stream
 
 from holotrain.callbacks import ExactResume
 from holotrain.callbacks.exact_resume import KEY
 from holotrain.data import HubImages, HubText, hub
+from holotrain.data.decoding import upright
 from holotrain.data.sampler import set_data_shard
 from holotrain.data.text import packed
 from holotrain.errors import UserError
@@ -289,6 +292,69 @@ def test_a_folder_of_images_is_read_too(tmp_path):
     assert data.class_names == ["cat", "dog"] and [len(data.split(part)) for part in ("train", "val", "test")] == [8, 4, 12]
 
 
+@pytest.mark.parametrize("orientation", range(10))
+def test_an_image_is_shown_as_it_was_held(orientation):
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    held = Image.fromarray(np.random.default_rng(0).integers(0, 255, (4, 6, 3), dtype="uint8"))
+    held.info["exif"] = exif.tobytes()
+    assert np.array_equal(np.asarray(upright(held)), np.asarray(ImageOps.exif_transpose(held)))
+
+
+def write_lines(folder, *names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"{name}\n")
+
+
+@pytest.mark.parametrize(
+    ("names", "splits"),
+    [
+        (["train_sft-00000-of-00002.txt", "train_sft-00001-of-00002.txt", "data/gen-00000-of-00001.txt"], ["train_sft", "gen"]),
+        (["train-00000-of-00001.txt", "unsupervised-00000-of-00001.txt", "x/test.txt"], ["train", "unsupervised", "test"]),
+        (["my-val-00000-of-00001.txt", "training/a.txt"], ["validation", "train"]),
+        (["a.txt", "b.txt"], ["train"]),
+    ],
+)
+def test_files_of_a_folder_belong_to_the_splits_that_they_name(tmp_path, names, splits):
+    write_lines(tmp_path / "in", *names)
+    kind, found = hub.files_within(tmp_path / "in", tmp_path / "cache")
+    assert kind == "text" and {*found} == {*splits} and sum(map(len, found.values())) == len(names)
+
+
+def test_files_and_links_that_are_left_out_are_named(tmp_path):
+    write_lines(tmp_path / "in", "train/a.txt", "b.txt", "c.csv", "test/d.txt", "README.md")
+    (tmp_path / "in/more").symlink_to(tmp_path)
+    with pytest.warns(UserWarning) as warned:
+        _, found = hub.files_within(tmp_path / "in", tmp_path / "cache")
+    assert [path.name for files in found.values() for path in files] == ["d.txt", "a.txt"]
+    assert [str(each.message) for each in warned] == [
+        "data: left out 2 files of another kind or of no split: b.txt, c.csv",
+        "data: left out 1 folder that is a link: more",
+    ]
+
+
+@pytest.mark.parametrize("name", [".", "data", "data/*.txt"])
+def test_a_snapshot_of_the_hub_is_read(tmp_path, name):
+    """Its files are links into the ``blobs`` beside it."""
+    snapshot = tmp_path / "datasets--a--b/snapshots/1234"
+    write_lines(tmp_path / "datasets--a--b/blobs", "5678")
+    (snapshot / "data").mkdir(parents=True)
+    (snapshot / "data/train-00000-of-00001.txt").symlink_to("../../../blobs/5678")
+    rows = HubText(str(snapshot / name), cache_dir=str(tmp_path / "cache")).opened()["train"]
+    assert rows["text"][:] == ["5678"]
+
+
+@pytest.mark.parametrize("target", ["../blobs/5678", "../../elsewhere/5678", "../../datasets--c--d/blobs/5678"])
+def test_what_is_no_blob_of_a_snapshot_is_refused(tmp_path, target):
+    snapshot = tmp_path / "datasets--a--b/snapshots/1234"
+    snapshot.mkdir(parents=True)
+    (snapshot / "a.txt").symlink_to(target)
+    write_lines(snapshot / target.rpartition("/")[0], "5678")
+    with pytest.raises(UserError, match=r"is no file in .*1234\)$"):
+        HubText(str(snapshot), cache_dir=str(tmp_path / "cache")).opened()
+
+
 def test_a_damaged_image_is_named_by_its_row(images, tmp_path):
     rows = datasets.load_from_disk(str(images)).cast_column("image", datasets.Image(decode=False)).to_list()
     rows[7]["image"]["bytes"] = b"no image"
@@ -324,12 +390,20 @@ def test_mistakes_are_said_in_one_line(saved, tmp_path, monkeypatch, kind, optio
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("raised", [KeyError("a bug of ours"), MemoryError()])
-def test_only_what_reading_raises_is_a_mistake_of_the_user(raised):
-    with pytest.raises(type(raised)), hub.reading("the text"):
+def test_only_what_reading_raises_is_a_mistake_of_the_user():
+    raised = KeyError("a bug of ours")
+    with pytest.raises(KeyError), hub.reading("the text"):
         raise raised
-    with pytest.raises(type(raised) if isinstance(raised, MemoryError) else UserError), hub.reading("the text"):
+    with pytest.raises(UserError), hub.reading("the text"):
         raise datasets.exceptions.DatasetGenerationError("reading failed") from raised
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_what_needs_too_much_memory_is_said_in_one_line(wrapped):
+    with pytest.raises(UserError, match=r"cannot read the text \(it needs too much memory\)$"), hub.reading("the text"):
+        if wrapped:
+            raise datasets.exceptions.DatasetGenerationError("reading failed") from MemoryError()
+        raise MemoryError
 
 
 def test_the_library_logs_as_before_between_the_batches(saved):

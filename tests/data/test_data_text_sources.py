@@ -12,7 +12,7 @@ import pytest
 from data_files import documents_of
 
 from holotrain.data import StdlibText, TextFiles, hub
-from holotrain.data.text import sets, sources
+from holotrain.data.text import sources
 from holotrain.data.text.sources import TextFile, held_out_files, matches, rows_of, searched
 from holotrain.data.text.tokenise import Reading
 from holotrain.errors import UserError
@@ -140,7 +140,7 @@ def test_damaged_files_are_left_out_and_counted(tmp_path, tokenizer):
 
 @pytest.mark.parametrize(("streaming", "named", "more"), [(False, 5, ""), (True, 5, ""), (False, 4, " and 1 more")])
 def test_what_is_left_out_is_named(tmp_path, monkeypatch, streaming, named, more):
-    monkeypatch.setattr(sets, "NAMED", named)
+    monkeypatch.setattr(hub, "NAMED", named)
     rows = [{"text": f"row {number}"} if number % 300 else {"n": number} for number in range(1200)]
     a = write(tmp_path, "a.jsonl", b"\n".join(json.dumps(row).encode() for row in rows))
     b = write(tmp_path, "b.csv", b"n,text\n1,first\n2,\n3,third\n")

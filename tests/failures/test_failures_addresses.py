@@ -10,6 +10,9 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
+import tarfile
+import zipfile
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -21,11 +24,11 @@ import torch
 from covering import slow, thinned
 from data_files import write_folder
 from made_once import made_once
-from PIL import Image
+from PIL import ExifTags, Image
 from small_run import SMALL, fit_in, run_in
 from watched import watched
 
-from holotrain.data import hub
+from holotrain.data import limits
 
 SIZES = [word for word in SMALL if word.startswith("model.")]
 QUICK = [word for word in SMALL if word not in SIZES]
@@ -466,7 +469,7 @@ def test_no_special_file_is_waited_for_in_a_saved_data_set(holotrain, kind):
 @pytest.mark.parametrize("workers", ["null", slow(2)])
 def test_a_small_file_does_not_fill_the_disk(holotrain, monkeypatch, data, workers):
     """A Parquet file repeats a text without end. What the user allows is read."""
-    monkeypatch.setattr(hub, "ALWAYS", 2**20)
+    monkeypatch.setattr(limits, "ALWAYS", 2**20)
     Path("in").mkdir()
     pq.write_table(pa.table({"text": [f"{number % 20} {'some text ' * 999}" for number in range(2000)]}), "in/a.parquet")
     assert Path("in/a.parquet").stat().st_size < 20_000
@@ -487,6 +490,129 @@ def test_no_text_is_unpacked(holotrain, packed, streaming):
     assert "a.txt is compressed; unpack it" in holotrain.refused("fit", *QUICK, *TEXT, *words)
 
 
+def repeated(path: Path, times: int = 1000, **columns) -> None:
+    """A Parquet file in which one megabyte of text is repeated, as a row, in a list of one row, or beside other columns."""
+    text = pa.DictionaryArray.from_arrays(pa.array([0] * times, pa.int32()), pa.array(["ab" * 500_000]))
+    table = pa.table({"text": text, **columns})
+    if path.stem == "list":
+        table = pa.table({"text": ["a"], "list": pa.ListArray.from_arrays(pa.array([0, times], pa.int32()), text)})
+    pq.write_table(table, path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 20_000
+
+
+LIMITED = pytest.mark.usefixtures("little_memory")
+
+
+@pytest.fixture
+def little_memory(monkeypatch):
+    """Reading has 256 MiB, without what Arrow keeps of other tests, and takes no more than that and what the test holds."""
+    if sys.platform != "linux":
+        pytest.skip("other systems have no such limit")
+    monkeypatch.setattr(limits, "ALWAYS", 2**20)
+    monkeypatch.setattr(limits, "SPARE", 2**28)
+    usual, system = pa.default_memory_pool(), pa.system_memory_pool()
+    pa.set_memory_pool(system)
+    before = system.max_memory()
+    yield
+    pa.set_memory_pool(usual)
+    assert system.max_memory() <= before + 2**29
+
+
+@LIMITED
+@pytest.mark.parametrize(("name", "streaming"), [("row", "false"), ("row", "true"), ("list", "true")])
+def test_a_small_file_does_not_fill_the_memory(holotrain, name, streaming):
+    Path("in").mkdir()
+    repeated(Path(f"in/{name}.parquet"))
+    err = holotrain.refused("fit", *QUICK, *TEXT, "data=hub", "data.name=in", f"data.streaming={streaming}")
+    assert "becomes larger than data.max_expansion=100 times its size" in err
+
+
+@LIMITED
+def test_what_describes_images_does_not_fill_the_memory(holotrain):
+    Path("in").mkdir()
+    for number in range(4):
+        Path(f"in/{number}.png").write_bytes(picture(Path(".")))
+    names = [f"{row % 4}.png" for row in range(1000)]
+    repeated(Path("in/metadata.parquet"), file_name=names, label=["a", "b"] * 500)
+    err = holotrain.refused("fit", *QUICK, *IMAGES, "data.name=in")
+    assert "becomes larger than data.max_expansion=100 times its size" in err
+
+
+@LIMITED
+def test_a_saved_data_set_does_not_fill_the_memory(holotrain):
+    table = pa.table({"text": ["a" * 1_000_000] * 100})
+    write_saved(Path("in"), table)
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.OSFile("in/data.arrow", "wb") as file, pa.ipc.new_stream(file, table.schema, options=options) as stream:
+        for _ in range(10):
+            stream.write_table(table)
+    assert Path("in/data.arrow").stat().st_size < 100_000
+    err = holotrain.refused("fit", *QUICK, *TEXT, "data=hub", "data.name=in")
+    assert "data: cannot read in (it needs too much memory)" in err
+
+
+def zipped(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x.txt", LINES)
+
+
+def zipped_after_a_text(path: Path) -> None:
+    path.write_text(LINES)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("x.txt", LINES)
+
+
+def zipped_in_parts(path: Path) -> None:
+    zipped(path)
+    path.write_bytes(b"PK\x07\x08" + path.read_bytes())
+
+
+def archived(path: Path) -> None:
+    Path("x.text").write_text(LINES)
+    with tarfile.open(path, "w") as archive:
+        archive.add("x.text")
+
+
+ARCHIVES = {
+    "zip": zipped,
+    "zip after a text": zipped_after_a_text,
+    "zip in parts": zipped_in_parts,
+    "tar": archived,
+    "7z": lambda path: path.write_bytes(b"7z\xbc\xaf\x27\x1c" + LINES.encode()),
+    "rar": lambda path: path.write_bytes(b"Rar!\x1a\x07\x00" + LINES.encode()),
+}
+
+
+@pytest.mark.parametrize("streaming", ["false", slow("true")])
+@pytest.mark.parametrize("kind", ARCHIVES)
+def test_no_archive_is_unpacked(holotrain, kind, streaming):
+    """Whatever it is called."""
+    name = "a.png" if kind == "zip" else "a.txt"
+    ARCHIVES[kind](Path(name))
+    words = ["data=text_files", f"data.files={name}", f"data.streaming={streaming}"]
+    assert f"{name} is compressed; unpack it" in holotrain.refused("fit", *QUICK, *TEXT, *words)
+
+
+@pytest.mark.parametrize("ending", ["zip", "gz", slow("bz2"), "xz", slow("tar"), slow("zst")])
+def test_a_text_that_is_called_an_archive_is_read_or_refused(holotrain, ending):
+    Path(f"a.{ending}").write_text(LINES)
+    words = ["data=text_files", f"data.files=a.{ending}", "data.streaming=true", "data.epoch_batches=2"]
+    status, _, err = holotrain("fit", *QUICK, *TEXT, *words)
+    assert status in (0, 2) and err.count("\n") <= 1, err
+
+
+def test_damaged_exif_data_of_a_photograph_do_not_end_a_run(holotrain):
+    """A description in place of the height, which Pillow reads and cannot write again."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation], exif[ExifTags.Base.ImageDescription] = 6, "hello"
+    Image.new("RGB", (8, 8)).save("a.jpg", exif=exif)
+    content = Path("a.jpg").read_bytes()
+    crafted = content.replace(b"\x01\x0e\x00\x02", b"\x01\x01\x00\x02")
+    assert crafted != content
+    pq.write_table(table_of({"bytes": crafted, "path": None}), "a.parquet")
+    holotrain.done("fit", *QUICK, *IMAGES, "data.name=a.parquet", "trainer.limit_train_batches=1.0")
+
+
 @pytest.fixture(scope="session")
 def of_text(tmp_path_factory) -> Path:
     """The folder of a finished training on text."""
@@ -503,7 +629,7 @@ def test_texts_to_predict_are_read_alike(holotrain, of_text, monkeypatch):
     pq.write_table(table_of({"bytes": None, "path": HERE}, text=[f"some text {row}" for row in range(20)]), "in/a.parquet")
     os.mkfifo("in/b.parquet")
     assert holotrain("predict", f"ckpt_path={of_text}", "texts=in")[::2] == (0, "")
-    monkeypatch.setattr(hub, "ALWAYS", 2**20)
+    monkeypatch.setattr(limits, "ALWAYS", 2**20)
     pq.write_table(pa.table({"text": ["some text " * 999] * 2000}), "in/c.parquet")
     err = holotrain.refused("predict", f"ckpt_path={of_text}", "texts=in")
     assert err.startswith("holotrain: texts: ") and "becomes larger than data.max_expansion=100 times its size" in err
@@ -515,7 +641,7 @@ def test_no_checkpoint_raises_a_limit(holotrain, image_run, of_text, monkeypatch
     crafted = torch.load(folder / "checkpoints/last.ckpt", weights_only=True)
     crafted["holotrain"]["config"]["data"][option] = 1e5
     torch.save(crafted, "crafted.ckpt")
-    monkeypatch.setattr(hub, "ALWAYS", 2**20)
+    monkeypatch.setattr(limits, "ALWAYS", 2**20)
     IMAGE_FILES["a bomb"](Path("a.png"))
     pq.write_table(pa.table({"text": ["some text " * 999] * 2000}), "a.parquet")
     words = ["predict", "ckpt_path=crafted.ckpt", "images=a.png" if option == "max_megapixels" else "texts=a.parquet"]

@@ -320,6 +320,17 @@ def test_an_index_names_files_of_its_own_folder_only(tmp_path, shard):
         read_weights(folder)
 
 
+def test_shards_of_a_snapshot_of_the_hub_are_read(tmp_path):
+    """They are links into the ``blobs`` beside it."""
+    snapshot, blobs = tmp_path / "models--a--b/snapshots/1234", tmp_path / "models--a--b/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    save_file({"a": torch.ones(2)}, blobs / "5678")
+    (snapshot / "model-0.safetensors").symlink_to("../../blobs/5678")
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-0.safetensors"}}))
+    assert_equal(read_weights(snapshot), {"a": torch.ones(2)})
+
+
 def test_the_checksum_is_computed_if_one_is_recorded(tmp_path, monkeypatch):
     """A pipe in the place of what may record it is not waited for."""
     path = written(tmp_path, {"a": torch.ones(2)}, "safetensors")

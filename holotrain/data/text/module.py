@@ -186,11 +186,11 @@ class TextDataModule(LoadingModule):
 
     def fingerprint(self) -> dict[str, Any]:
         """The number of documents and tokens of each part, and hashes of the tokenizer and of some of the tokens."""
-        found: dict[str, Any] = {"tokenizer": digest([self.tokenizer.to_json()])}
+        found: dict[str, Any] = {"tokenizer": digest(self.tokenizer.to_json())}
         for part, corpus in (self._corpora or {}).items():
             size = len(corpus.tokens)
             found |= {f"documents of {part}": len(corpus.offsets) - 1, f"tokens of {part}": size}
-            found[f"content of {part}"] = digest(corpus.tokens[place : place + 1024] for place in in_places(size))
+            found[f"content of {part}"] = digest([corpus.tokens[place : place + 1024] for place in in_places(size)])
         return found
 
     def part(self, name: str) -> Corpus:

@@ -1,7 +1,6 @@
 """Text of files, Python's standard library, and the Hugging Face Hub."""
 
 import sysconfig
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,15 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from holotrain.data import hub
-from holotrain.data.hub import FromHub, rows_without
+from holotrain.data.hub import FromHub, rows_without, warn_of_left_out
+from holotrain.data.limits import Expanding
 from holotrain.data.text.module import TextDataModule
 from holotrain.data.text.sources import TextFile, matches, rows_of, searched
 from holotrain.data.text.tokenise import Reading, Rows
 from holotrain.errors import UserError
-from holotrain.numeric import counted, require_at_least, require_one_of
-
-NAMED = 5
-"""So many of the files or rows that are left out are named."""
+from holotrain.numeric import require_at_least, require_one_of
 
 WITHOUT = "without text or class"
 
@@ -80,21 +77,13 @@ class TextInColumns(TextDataModule):
         return super().reading(text=self.text_column, label=label, skip=self.skip, **options)
 
 
-def warn_of_left_out(noun: str, which: str, names: Sequence[str]) -> None:
-    """Says what ``data.on_error=skip`` leaves out, and names the first ``NAMED`` of it."""
-    if names:
-        others = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        warnings.warn(f"data: left out {counted(len(names), noun)} {which}: {', '.join(names[:NAMED])}{others}", stacklevel=2)
-
-
-class TextFiles(TextInColumns):
+class TextFiles(Expanding, TextInColumns):
     """Text files: plain ones, and files of rows: .jsonl (a JSON object a line), .parquet, .csv and .tsv.
 
     Args:
         files: glob of files or list of globs: plain text, .jsonl, .parquet, .csv or .tsv; ** matches folders of any depth
         val_files: the same for the validation set; []: use val_fraction
         test_files: the same for the test set; []: use test_fraction
-        max_expansion: how many times as large as the files what is read from them may be, beyond 1 GiB
     """
 
     def __init__(
@@ -102,12 +91,9 @@ class TextFiles(TextInColumns):
         files: str | Sequence[str],
         val_files: str | Sequence[str] = (),
         test_files: str | Sequence[str] = (),
-        max_expansion: float = 100.0,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        require_at_least(1, max_expansion=max_expansion)
-        self.expansion = max_expansion
         self.patterns = {"test_files": test_files, "val_files": val_files, "files": files}
 
     def files(self) -> list[TextFile]:

@@ -17,7 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from holotrain.data import hub
-from holotrain.data.hub import EXPANSION, KINDS, files_read, fingerprint_of, rows_without
+from holotrain.data.hub import KINDS, files_read, fingerprint_of, rows_without
+from holotrain.data.limits import EXPANSION
 from holotrain.data.loader import Loader
 from holotrain.data.text.tokenise import Batch, Reading, Rows, as_it_is, fraction_of
 from holotrain.data.tokenizers import Tokenizer
@@ -155,7 +156,7 @@ def _search(file: TextFile, cache: Path, columns: Sequence[str] = (), expansion:
         with hub.reading(str(file.path)):
             if file.kind != "text":
                 return rows_without(files_read(file.kind, {"a": [file.path]}, cache, True, expansion=expansion)["a"], columns)
-            hub.require_plain(file.path)
+            hub.require_uncompressed(file.path)
             with file.path.open(encoding="utf-8-sig") as text:
                 while text.read(2**24):
                     pass
