@@ -256,6 +256,45 @@ class Kept:
         return compute() if value is None else tree_map_only(Tensor, _alias, value)
 
 
+class Casts:
+    """Weights that autocast has cast in one recomputation, for later ones that read the same weights, as those of other tiles do."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], Tensor] = {}
+
+    def shared(self, weights: Collection[int]) -> AbstractContextManager:
+        """The context of a recomputation.
+
+        Args:
+            weights: storages that are the same in each run.
+        """
+        return _Interposed((torch.ops.aten._to_copy.default,), partial(self._once, weights))
+
+    def release(self) -> None:
+        """Lets go of all."""
+        self._known.clear()
+
+    def _once(self, weights: Collection[int], compute: partial, operator: OpOverload, read: list) -> Any:
+        (shape, dtype, storage), (given, *_) = read[0], compute.args
+        if storage not in weights:
+            return compute()
+        key = storage, given.storage_offset(), shape, given.stride(), dtype, str(compute.keywords)
+        if key not in self._known:
+            self._known[key] = _alias(compute())
+        return _alias(self._known[key])
+
+
+def noting_mixtures(found: list[OpOverload]) -> AbstractContextManager:
+    """Inside, the operators that mix what belongs to several tokens are noted: attention, and products of two activations."""
+
+    def note(compute: Callable[[], Any], operator: OpOverload, read: list) -> Any:
+        found.append(operator)
+        return compute()
+
+    aten = torch.ops.aten
+    return _Interposed((*_attention(), aten.bmm.default, aten.baddbmm.default, aten._softmax.default, aten.cumsum.default), note)
+
+
 class _Interposed(TorchDispatchMode):
     """Calls something instead of some operators, with what would compute their result, the operator, and what it reads."""
 

@@ -166,6 +166,11 @@ class _Settings(NamedTuple):
         order, default = torch._C._get_sdp_priority_order(), torch.get_default_dtype()
         return cls(kinds, enabled, dtypes, torch.is_autocast_cache_enabled(), allowed, order, default)
 
+    @property
+    def casts_weights(self) -> bool:
+        """Whether autocast casts weights, each once."""
+        return any(self.enabled) and self.cached
+
     @contextmanager
     def reinstated(self, cached: bool) -> Generator[None]:
         before = [allowed() for allowed, _ in _KERNELS]

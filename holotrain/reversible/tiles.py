@@ -20,18 +20,13 @@ from torch.utils.checkpoint import checkpoint
 
 from holotrain.reversible.make_reversible import is_list_of_blocks, outermost
 from holotrain.reversible.replay import has_no_data
+from holotrain.reversible.tokenwise import PROBED, may_be_tokenwise, same_in_pieces
 
 IGNORED = -100
 """The label of a token to ignore."""
 
-PROBED = 8
-"""Tokens of each part on which is tried, once, whether a module works token by token."""
-
 MOST_LOGITS = {"cuda": 2**27, "cpu": 2**24}
 """Numbers in the logits of a tile, at most."""
-
-NOT_TOKENWISE = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.GroupNorm)
-
 
 def tile_modules(model: nn.Module, tile: int = 512) -> list[str]:
     """Takes the MLPs of a model, and whatever else works token by token, a tile at a time in training, in place.
@@ -54,19 +49,13 @@ def tile_modules(model: nn.Module, tile: int = 512) -> list[str]:
         f"{name}.{inner}": module
         for name, blocks in outermost(model, is_list_of_blocks)
         for inner, module in blocks.named_modules()
-        if "." in inner and _may_be_tokenwise(module)
+        if "." in inner and may_be_tokenwise(module)
     }
     if any(isinstance(vars(module).get("forward"), Tiled) for module in found.values()):
         raise ValueError("the model is in tiles already")
     for module in found.values():
         module.forward = Tiled(module, tile)
     return list(found)
-
-
-def _may_be_tokenwise(module: nn.Module) -> bool:
-    leaves = [part for part in module.modules() if not any(part.children())]
-    products = sum(any(weight.ndim == 2 for weight in leaf.parameters(False)) for leaf in leaves)
-    return products >= 2 and not any(isinstance(leaf, NOT_TOKENWISE) for leaf in leaves)
 
 
 class Tiled:
@@ -91,7 +80,7 @@ class Tiled:
             return run(*args, **kwargs)
         run = partial(self._piece, run, args[1:], kwargs)
         if self.works is None:
-            self.works = self._tried(run, x)
+            self.works = same_in_pieces(self.module, run, x)
             if not self.works:
                 return run(x)
         parts = (part.contiguous() for part in x.split(self.tile, 1))
@@ -104,23 +93,6 @@ class Tiled:
             return run(x, *rest, **named)
         finally:
             Tiled.inside = before
-
-    def _tried(self, run: Callable[[Tensor], Any], x: Tensor) -> bool:
-        """Whether two pieces give together what they give one by one, without dropout."""
-        training = [part for part in self.module.modules() if part.training]
-        pieces = [piece.contiguous() for piece in x.detach()[:, : 2 * PROBED].split(PROBED, 1)]
-        for part in training:
-            part.training = False
-        try:
-            with torch.no_grad():
-                apart, together = [run(piece) for piece in pieces], run(torch.cat(pieces, 1))
-        finally:
-            for part in training:
-                part.training = True
-        if not isinstance(together, Tensor) or together.shape[:2] != torch.cat(pieces, 1).shape[:2]:
-            return False
-        error = (torch.cat(apart, 1).float() - together.float()).abs().amax()
-        return bool(error <= 0.01 * together.float().abs().amax())
 
 
 def tile_loss(model: nn.Module, logits: int | None = None) -> nn.Module:

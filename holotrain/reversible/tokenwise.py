@@ -1,0 +1,140 @@
+"""Modules that work token by token: what they return for a token depends on that token alone. So a sequence can be taken in tiles.
+
+They are found by their structure, and tried once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from holotrain.reversible.backward_schedules import noting_mixtures
+from holotrain.reversible.reads import is_tensor_parallel, parts_of
+from holotrain.reversible.replay import Call, generators_among, generators_unmoved, has_no_data
+
+PROBED = 8
+"""Tokens of each part on which is tried, once, whether a module works token by token."""
+
+NOT_TOKENWISE = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.GroupNorm)
+
+WHOLE_SAMPLES = ("DropPath", "StochasticDepth", "Dropout1d", "Dropout2d", "Dropout3d", "FeatureAlphaDropout")
+"""Ends of the names of classes that draw one random number for all tokens of a sample."""
+
+
+def may_be_tokenwise(module: nn.Module) -> bool:
+    """Whether a module has at least two linear layers, and else only norms, activations and dropout."""
+    leaves = [part for part in module.modules() if not any(part.children())]
+    products = sum(any(weight.ndim == 2 for weight in leaf.parameters(False)) for leaf in leaves)
+    return products >= 2 and not any(isinstance(leaf, NOT_TOKENWISE) for leaf in leaves)
+
+
+def same_in_pieces(module: nn.Module, run: Callable[[Tensor], Any], x: Tensor) -> bool:
+    """Whether two short pieces give together what they give one by one, without dropout.
+
+    Args:
+        run: calls the module; returns a tensor, or a list of tensors, all of (B, T, ...).
+        x: (B, T, ...).
+    """
+    size = min(PROBED, max(x.shape[1] // 2, 1))
+    pieces = [piece.contiguous() for piece in x.detach()[:, : 2 * size].split(size, 1)]
+    whole = torch.cat(pieces, 1)
+    with _without_dropout(module), torch.no_grad():
+        apart, together = [run(piece) for piece in pieces], run(whole)
+    if not isinstance(together, list):
+        apart, together = [[each] for each in apart], [together]
+    if any(len(each) != len(together) for each in apart):
+        return False
+    return all(_agree(each, one, whole.shape[:2]) for one, *each in zip(together, *apart, strict=True))
+
+
+def _agree(apart: Sequence[Tensor], together: Any, shape: torch.Size) -> bool:
+    if not isinstance(together, Tensor) or together.shape[:2] != shape:
+        return False
+    if has_no_data(together):
+        return True
+    error = (torch.cat([*apart], 1).float() - together.float()).abs().amax()
+    return bool(error <= 0.01 * together.float().abs().amax())
+
+
+@contextmanager
+def _without_dropout(module: nn.Module) -> Generator[None]:
+    training = [part for part in module.modules() if part.training]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+_works: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], bool]] = WeakKeyDictionary()
+"""What was found of a branch, by the classes of its parts, so that it is tried again where some are replaced."""
+
+
+def tiles_of(branch: nn.Module, tile: int | None, x: Tensor, keywords: dict[str, Any]) -> list[slice]:
+    """The tiles in which a branch may be taken; none: it is taken whole.
+
+    It is taken whole if it does not work token by token, reads tensors besides the stream, changes a buffer, or has hooks, which
+    would see tiles instead of the stream. The same holds for tensor parallel branches, and for those that drop whole samples.
+
+    Args:
+        tile: tokens of a tile; None: there are no tiles.
+        x: what it reads, (B, T, ...).
+        keywords: its keyword arguments.
+    """
+    if tile is None or x.ndim != 3 or x.shape[1] <= tile or any(isinstance(leaf, Tensor) for leaf in tree_leaves(keywords)):
+        return []
+    parts = parts_of(branch)
+    if any(map(_is_hooked, parts)) or any(map(_drops_samples, parts)):
+        return []
+    found, kinds = _works.setdefault(branch, {}), (has_no_data(x), *map(type, parts))
+    if kinds not in found:
+        plain = getattr(branch, "_orig_mod", branch)
+        found[kinds] = may_be_tokenwise(plain) and not is_tensor_parallel(plain) and _works_on(plain, x, keywords)
+    return [slice(start, start + tile) for start in range(0, x.shape[1], tile)] if found[kinds] else []
+
+
+def _is_hooked(part: nn.Module) -> bool:
+    return bool(part._forward_pre_hooks or part._forward_hooks or part._backward_hooks or part._backward_pre_hooks)
+
+
+def _drops_samples(part: nn.Module) -> bool:
+    rates = (getattr(part, name, None) for name in ("probability", "drop_prob", "p"))
+    return type(part).__name__.endswith(WHOLE_SAMPLES) and next((rate for rate in rates if rate is not None), 1) != 0
+
+
+def _works_on(branch: nn.Module, x: Tensor, keywords: dict[str, Any]) -> bool:
+    """Tries a branch on one sample. All that its layers read is compared, since the last layer may begin with zeros."""
+    mixes, generators = [], generators_among(value for part in branch.modules() for value in vars(part).values())
+    before = [(buffer, buffer._version, buffer.clone()) for buffer in branch.buffers()]
+
+    def run(piece: Tensor) -> list[Tensor]:
+        read: list[Tensor] = []
+        layers = [part for part in branch.modules() if part._parameters]
+        hooks = [part.register_forward_pre_hook(lambda _, given: read.extend(given)) for part in layers]
+        try:
+            with noting_mixtures(mixes) if has_no_data(piece) else nullcontext():
+                output = branch.forward(piece, **keywords)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return [each.reshape(1, piece.shape[1], -1) for each in (output, *read)]
+
+    try:
+        # A weight that is cast without a gradient must not stay in the cache of autocast.
+        with generators_unmoved(x.device, generators), Call(x.device).uncached():
+            works = same_in_pieces(branch, run, x[:1])
+    except Exception:  # it cannot take a short piece
+        return False
+    written = [(buffer, kept) for buffer, version, kept in before if buffer._version != version]
+    for buffer, kept in written:
+        with torch.no_grad():
+            buffer.copy_(kept)
+    return works and not mixes and not written
