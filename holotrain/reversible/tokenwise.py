@@ -94,7 +94,7 @@ def tiles_of(branch: nn.Module, tile: int | None, x: Tensor, keywords: dict[str,
     parts = parts_of(branch)
     if any(map(_is_hooked, parts)) or any(map(_drops_samples, parts)):
         return []
-    found, kinds = _works.setdefault(branch, {}), (has_no_data(x), *map(type, parts))
+    found, kinds = _works.setdefault(branch, {}), (has_no_data(x), branch.training, *map(type, parts))
     if kinds not in found:
         plain = getattr(branch, "_orig_mod", branch)
         found[kinds] = may_be_tokenwise(plain) and not is_tensor_parallel(plain) and _works_on(plain, x, keywords)
@@ -131,6 +131,8 @@ def _works_on(branch: nn.Module, x: Tensor, keywords: dict[str, Any]) -> bool:
         # A weight that is cast without a gradient must not stay in the cache of autocast.
         with generators_unmoved(x.device, generators), Call(x.device).uncached():
             works = same_in_pieces(branch, run, x[:1])
+            with torch.no_grad():
+                run(x[:1, :PROBED].contiguous())  # which may change buffers, in training
     except Exception:  # it cannot take a short piece
         return False
     written = [(buffer, kept) for buffer, version, kept in before if buffer._version != version]

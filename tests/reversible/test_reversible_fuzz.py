@@ -89,6 +89,8 @@ def run(seed: int, plain: bool) -> Found:
     chosen = [dice.choice(SCHEDULES) for _ in blocks]
     net.backward = chosen if dice.random() < 0.8 else chosen[0]
     net.store = [number for number in range(depth) if dice.random() < 0.1]
+    if not dropout:  # with it each tile draws for itself
+        net.tile = random.Random(f"tile {seed}").choice((None, 1, 2))
     if plain:
         net.backward, net.store = "autograd", 0
     return step(net, blocks, outer, dice, retained)
