@@ -76,7 +76,7 @@ def measure(options: argparse.Namespace) -> dict:
     x = torch.randn(options.batch, options.tokens, options.dim, device=DEVICE)
     variants = [(backward, tile) for backward in options.backward for tile in (None, *options.tiles)]
     steps = {name_of(*variant): step_of(options, *variant, x) for variant in variants}
-    peaks = {}
+    peaks: dict[str, int] = {}
     for name, step in steps.items():
         step()  # makes the gradients
         gc.collect()

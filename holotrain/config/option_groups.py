@@ -63,7 +63,7 @@ class BackwardConfig:
         if self.tile is not None:
             require_at_least(1, tile=self.tile)
         if self.tile is not None and self.kind == "autograd":
-            raise UserError("backward.tile: backward=autograd stores every tile; use backward=reversible, pareprop or checkpoint")
+            raise UserError("backward.tile: backward=autograd stores every tile; use backward=reversible or pareprop")
         one_of("backward.on_mismatch", self.on_mismatch, ON_MISMATCH)
         if self.on_mismatch != ON_MISMATCH[0] and self.kind in PLAIN:
             raise UserError(f"backward.on_mismatch: backward={self.kind} rebuilds nothing; use backward=reversible or pareprop")

@@ -63,7 +63,8 @@ def set_backward(
 
     Args:
         backward, store, keep, tile: as :class:`~holotrain.reversible.ReversibleSequence` takes them, with ``store`` counted
-            over all sequences; ``tile`` is for blocks of two streams. Equal blocks in a ModuleList or Sequential of the model's can be checkpointed (``"checkpoint"``).
+            over all sequences; ``tile`` is for blocks of two streams. Equal blocks in a ModuleList or Sequential of the model's
+            can be checkpointed (``"checkpoint"``).
 
     Raises:
         ValueError: the model has no blocks, or they cannot have this schedule.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -257,7 +257,7 @@ class Kept:
 
 
 class Casts:
-    """Weights that autocast has cast in one recomputation, for later ones that read the same weights, as those of other tiles do."""
+    """Weights that autocast has cast in one recomputation, for those of other tiles, which read the same weights."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], Tensor] = {}
@@ -274,11 +274,11 @@ class Casts:
         """Lets go of all."""
         self._known.clear()
 
-    def _once(self, weights: Collection[int], compute: partial, operator: OpOverload, read: list) -> Any:
-        (shape, dtype, storage), (given, *_) = read[0], compute.args
+    def _once(self, weights: Collection[int], compute: Callable[[], Any], operator: OpOverload, read: list) -> Any:
+        (shape, dtype, storage), call = read[0], cast(partial, compute)
         if storage not in weights:
             return compute()
-        key = storage, given.storage_offset(), shape, given.stride(), dtype, str(compute.keywords)
+        key = storage, call.args[0].storage_offset(), shape, call.args[0].stride(), dtype, str(call.keywords)
         if key not in self._known:
             self._known[key] = _alias(compute())
         return _alias(self._known[key])
@@ -291,8 +291,8 @@ def noting_mixtures(found: list[OpOverload]) -> AbstractContextManager:
         found.append(operator)
         return compute()
 
-    aten = torch.ops.aten
-    return _Interposed((*_attention(), aten.bmm.default, aten.baddbmm.default, aten._softmax.default, aten.cumsum.default), note)
+    others = (getattr(torch.ops.aten, name).default for name in ("bmm", "baddbmm", "_softmax", "cumsum"))
+    return _Interposed((*_attention(), *others), note)
 
 
 class _Interposed(TorchDispatchMode):

@@ -48,8 +48,8 @@ class ReversibleSequence(nn.Module):
     ``state_dict``. The first three make ``schedules``, the schedule of each block.
 
     Raises:
-        ValueError: an unknown ``backward``, ``keep``, ``exact``, ``on_mismatch`` or ``tile``, a wrong number of schedules, or no such
-            block to store. At the call: f or g changes shape or dtype, or a block cannot be recomputed correctly.
+        ValueError: an unknown ``backward``, ``keep``, ``exact``, ``on_mismatch`` or ``tile``, a wrong number of schedules, or
+            no such block to store. At the call: f or g changes shape or dtype, or a block cannot be recomputed correctly.
         TypeError: a block is not a ReversibleBlock.
 
     Without gradients (``torch.no_grad``, ``torch.inference_mode``) the blocks just run. Under autocast half precision streams

@@ -26,8 +26,8 @@ from holotrain.reversible.block import Coupling, Run, Storing
 from holotrain.reversible.checks import RebuildChecks, StreamCheck
 from holotrain.reversible.reads import is_sharded, is_tensor_parallel
 from holotrain.reversible.recomputation import Branch, Saved, from_stored
-from holotrain.reversible.replay import Call, has_no_data
-from holotrain.reversible.tokenwise import tiles_of
+from holotrain.reversible.replay import Call, has_no_data, in_graphed_step
+from holotrain.reversible.tokenwise import drops_samples, tiles_of
 
 _no_room: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Branches that found no memory to run ahead, and how many elements a stream had then."""
@@ -197,7 +197,7 @@ class Tape:
         return saved
 
     def _undo(self, branch: _Rebuilt, coupled: Tensor, source: Tensor, output: Any) -> None:
-        """Inverts the coupling of a branch, or of one of its tiles; with the first tile, which comes last, that of the branch."""
+        """Inverts the coupling of a branch or of a tile; the first tile, which comes last, completes that of its branch."""
         target = branch.coupling.undo(branch.part(coupled), branch.part(source), output)
         if branch.tiled:
             self._target = torch.empty_like(coupled) if self._target is None else self._target
@@ -280,7 +280,7 @@ class Recorder:
 
         def run(name: str, module: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
             crossed = tape is not None and self._has_crossed(source, target)
-            if tape is not None and self._halves == 1 and not has_no_data(source):  # a single branch has nothing rebuilt before it
+            if tape is not None and self._halves == 1 and not has_no_data(source):  # one branch has nothing rebuilt before it
                 tape.check = self._checks.of_blocks(self._streams[1], coupling.grid)
             read, outputs = coupling.read(source), []
             for tile, part, casts in self._tiles_of(module, read, keywords):
@@ -303,12 +303,15 @@ class Recorder:
     def _tiles_of(self, module: nn.Module, read: Tensor, keywords: dict) -> Iterator[tuple[slice | None, Tensor, Casts | None]]:
         """The tiles of a branch: their tokens, what they read, and what they share. One of None: all tokens."""
         tiles = tiles_of(module, self._tile, read, keywords)
-        if not tiles:
+        drops_alike = bool(tiles) and drops_samples(module)
+        if not tiles or (drops_alike and in_graphed_step()):
             yield None, read, None
             return
-        casts = Casts() if self.call.settings.casts_weights else None
-        parts = torch.unsafe_split(read, cast(int, self._tile), 1)  # no views, so that a branch that writes to its part is noticed
+        casts, states = Casts() if self.call.settings.casts_weights else None, self.call.states()
+        parts = torch.unsafe_split(read, cast(int, self._tile), 1)  # no views: what a branch writes to its part is noticed
         for tile, part in zip(tiles, parts, strict=True):
+            if drops_alike:
+                self.call.draw_again(states)
             yield tile, part.contiguous(), casts
 
     def _has_crossed(self, first: Tensor, second: Tensor) -> bool:

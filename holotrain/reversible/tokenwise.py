@@ -1,4 +1,4 @@
-"""Modules that work token by token: what they return for a token depends on that token alone. So a sequence can be taken in tiles.
+"""Modules that work token by token, so that a sequence can be taken in tiles: what they return for a token depends on it alone.
 
 They are found by their structure, and tried once.
 """
@@ -21,7 +21,8 @@ from holotrain.reversible.replay import Call, generators_among, generators_unmov
 PROBED = 8
 """Tokens of each part on which is tried, once, whether a module works token by token."""
 
-NOT_TOKENWISE = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.GroupNorm)
+_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm)
+NOT_TOKENWISE = (nn.modules.conv._ConvNd, *_NORMS, nn.Embedding, nn.EmbeddingBag, nn.RNNBase)
 
 WHOLE_SAMPLES = ("DropPath", "StochasticDepth", "Dropout1d", "Dropout2d", "Dropout3d", "FeatureAlphaDropout")
 """Ends of the names of classes that draw one random number for all tokens of a sample."""
@@ -50,11 +51,11 @@ def same_in_pieces(module: nn.Module, run: Callable[[Tensor], Any], x: Tensor) -
         apart, together = [[each] for each in apart], [together]
     if any(len(each) != len(together) for each in apart):
         return False
-    return all(_agree(each, one, whole.shape[:2]) for one, *each in zip(together, *apart, strict=True))
+    return all(_agree(each, one, *whole.shape[:2]) for one, *each in zip(together, *apart, strict=True))
 
 
-def _agree(apart: Sequence[Tensor], together: Any, shape: torch.Size) -> bool:
-    if not isinstance(together, Tensor) or together.shape[:2] != shape:
+def _agree(apart: Sequence[Tensor], together: Any, batch: int, tokens: int) -> bool:
+    if not isinstance(together, Tensor) or together.shape[:2] != (batch, tokens):
         return False
     if has_no_data(together):
         return True
@@ -81,8 +82,8 @@ _works: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], bool]] = WeakKeyDicti
 def tiles_of(branch: nn.Module, tile: int | None, x: Tensor, keywords: dict[str, Any]) -> list[slice]:
     """The tiles in which a branch may be taken; none: it is taken whole.
 
-    It is taken whole if it does not work token by token, reads tensors besides the stream, changes a buffer, or has hooks, which
-    would see tiles instead of the stream. The same holds for tensor parallel branches, and for those that drop whole samples.
+    It is taken whole if it does not work token by token, reads tensors besides the stream, changes a buffer, is tensor parallel,
+    or has hooks, which would see tiles instead of the stream. The same holds if it drops single elements beside whole samples.
 
     Args:
         tile: tokens of a tile; None: there are no tiles.
@@ -92,7 +93,7 @@ def tiles_of(branch: nn.Module, tile: int | None, x: Tensor, keywords: dict[str,
     if tile is None or x.ndim != 3 or x.shape[1] <= tile or any(isinstance(leaf, Tensor) for leaf in tree_leaves(keywords)):
         return []
     parts = parts_of(branch)
-    if any(map(_is_hooked, parts)) or any(map(_drops_samples, parts)):
+    if any(map(_is_hooked, parts)) or (any(map(_drops_samples, parts)) and any(map(_drops_elements, parts))):
         return []
     found, kinds = _works.setdefault(branch, {}), (has_no_data(x), branch.training, *map(type, parts))
     if kinds not in found:
@@ -105,9 +106,20 @@ def _is_hooked(part: nn.Module) -> bool:
     return bool(part._forward_pre_hooks or part._forward_hooks or part._backward_hooks or part._backward_pre_hooks)
 
 
+def drops_samples(branch: nn.Module) -> bool:
+    """Whether it draws random numbers that all tokens of a sample share, so that each of its tiles must draw the same."""
+    return any(map(_drops_samples, parts_of(branch)))
+
+
 def _drops_samples(part: nn.Module) -> bool:
+    if not part.training or not type(part).__name__.endswith(WHOLE_SAMPLES):
+        return False
     rates = (getattr(part, name, None) for name in ("probability", "drop_prob", "p"))
-    return type(part).__name__.endswith(WHOLE_SAMPLES) and next((rate for rate in rates if rate is not None), 1) != 0
+    return next((rate for rate in rates if rate is not None), 1) != 0
+
+
+def _drops_elements(part: nn.Module) -> bool:
+    return isinstance(part, nn.Dropout | nn.AlphaDropout) and part.training and part.p != 0
 
 
 def _works_on(branch: nn.Module, x: Tensor, keywords: dict[str, Any]) -> bool:

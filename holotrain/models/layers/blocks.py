@@ -314,7 +314,8 @@ class Reversible:
         tile: int | None = None,
         **arguments: Any,
     ) -> None:
-        self._engine: dict[str, Any] = {"store": store, "exact": exact, "keep": keep, "tile": tile}  # options of the sequences of blocks
+        # Options of the sequences of blocks.
+        self._engine: dict[str, Any] = {"store": store, "exact": exact, "keep": keep, "tile": tile}
         super().__init__(backward=backward, **arguments)  # ty: ignore[unknown-argument]: the plain model's
 
     def __init_subclass__(cls, **others: Any) -> None:
