@@ -97,11 +97,8 @@ def measure(options: argparse.Namespace) -> dict:
             "times": compared[name],
             "passed": seconds[name],
         }
-        found = results[name]
-        print(
-            f"{name}: {found['peak_bytes'] / 2**20:.1f} MiB ({found['peak_ratio']:.3f}), {found['seconds']:.3f} s "
-            f"({found['time_ratio']:.3f})"
-        )
+        said = " ".join(f"{key} {value:.3f}" for key, value in results[name].items() if isinstance(value, float))
+        print(f"{name}: {peaks[name] / 2**20:.1f} MiB, {said}")
     return results
 
 

@@ -82,8 +82,9 @@ _works: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], bool]] = WeakKeyDicti
 def tiles_of(branch: nn.Module, tile: int | None, x: Tensor, keywords: dict[str, Any]) -> list[slice]:
     """The tiles in which a branch may be taken; none: it is taken whole.
 
-    It is taken whole if it does not work token by token, reads tensors besides the stream, changes a buffer, is tensor parallel,
-    or has hooks, which would see tiles instead of the stream. The same holds if it drops single elements beside whole samples.
+    It is taken whole if it does not work token by token, reads tensors besides the stream, changes a buffer, is tensor
+    parallel, or has hooks, which would see tiles instead of the stream. The same holds if it drops single elements beside whole
+    samples.
 
     Args:
         tile: tokens of a tile; None: there are no tiles.
