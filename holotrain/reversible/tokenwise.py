@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from holotrain.reversible.backward_schedules import noting_mixtures
-from holotrain.reversible.reads import is_tensor_parallel, parts_of
+from holotrain.reversible.reads import is_compiled, is_tensor_parallel, parts_of
 from holotrain.reversible.replay import Call, generators_among, generators_unmoved, has_no_data
 
 PROBED = 8
@@ -84,7 +84,7 @@ def tiles_of(branch: nn.Module, tile: int | None, x: Tensor, keywords: dict[str,
 
     It is taken whole if it does not work token by token, reads tensors besides the stream, changes a buffer, is tensor
     parallel, or has hooks, which would see tiles instead of the stream. The same holds if it drops single elements beside whole
-    samples.
+    samples, or is compiled and the last tile would be shorter.
 
     Args:
         tile: tokens of a tile; None: there are no tiles.
@@ -94,6 +94,8 @@ def tiles_of(branch: nn.Module, tile: int | None, x: Tensor, keywords: dict[str,
     if tile is None or x.ndim != 3 or x.shape[1] <= tile or any(isinstance(leaf, Tensor) for leaf in tree_leaves(keywords)):
         return []
     parts = parts_of(branch)
+    if x.shape[1] % tile and any(map(is_compiled, parts)):
+        return []  # a last tile of another length would have the code of the others compiled anew, before they are recomputed
     if any(map(_is_hooked, parts)) or (any(map(_drops_samples, parts)) and any(map(_drops_elements, parts))):
         return []
     found, kinds = _works.setdefault(branch, {}), (has_no_data(x), branch.training, *map(type, parts))

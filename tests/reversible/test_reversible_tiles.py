@@ -21,7 +21,8 @@ from holotrain.models.layers.blocks import DropPath
 from holotrain.planning import TrainingStep
 from holotrain.planning.fake_tensors import fake_tensors
 from holotrain.planning.training_step import simulate_step
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, recomputing
+from holotrain.reversible import GraphedStep, ReversibleBlock, ReversibleSequence, make_reversible, recomputing
+from holotrain.reversible.graphs import WARM_UPS
 
 B, T, WIDTH, F64 = 2, 11, 8, torch.float64
 RECOMPUTING = ("checkpoint", "reversible", "pareprop")
@@ -491,3 +492,32 @@ def test_tiles_run_ahead_on_a_second_cuda_stream(monkeypatch, late):
         assert any("side" in stream for _, stream in machine.log)
         ours = [x.grad.cpu(), *(parameter.grad.cpu() for parameter in net.parameters())]
     assert error(ours, true) <= 1e-12
+
+
+@pytest.mark.parametrize("backward", RECOMPUTING)
+def test_a_captured_step(monkeypatch, backward):
+    def loss(x):
+        y1, y2 = net(x, x.tanh())
+        return (y1 * y2.sin()).mean()
+
+    with paper_gpu(monkeypatch):
+        net = network(backward, 4, DroppingSamples).to("cuda").eval()
+        step = GraphedStep(loss, net.parameters())
+        for number in range(WARM_UPS + 2):
+            x = torch.linspace(-1, number, B * T * WIDTH, dtype=F64).view(B, T, WIDTH).to("cuda")
+            step(x)
+            due = torch.autograd.grad(loss(x), list(net.parameters()))
+            assert error([parameter.grad for parameter in net.parameters()], due) <= 1e-12
+
+
+def of_tokens(count, net):
+    x = torch.randn(B, count, WIDTH, dtype=F64, generator=torch.Generator().manual_seed(1))
+    return gradients(net, run=lambda *_: net(x, x.sin()))[1:]
+
+
+def test_compiled_branches():
+    net = network("reversible", 4)
+    for block in net.blocks:
+        block.g.compile(backend="aot_eager")
+    for tokens in (8, 8, T, 12):
+        assert error(of_tokens(tokens, net), of_tokens(tokens, network())) <= 1e-12
