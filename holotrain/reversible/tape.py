@@ -307,7 +307,8 @@ class Recorder:
         if not tiles or (drops_alike and in_graphed_step()):
             yield None, read, None
             return
-        casts, states = Casts() if self.call.settings.casts_weights else None, self.call.states()
+        casts = Casts() if self.call.settings.casts_weights else None
+        states = self.call.states() if drops_alike else []
         parts = torch.unsafe_split(read, cast(int, self._tile), 1)  # no views: what a branch writes to its part is noticed
         for tile, part in zip(tiles, parts, strict=True):
             if drops_alike:
