@@ -30,7 +30,8 @@ CASES = {
     "a schedule a block": [*SMALL, "backward=auto", "backward.blocks=[reversible+attention,checkpoint]"],
 }
 SOON = (
-    "images, mixed", "causal_lm, muon", "causal_lm, in tiles", "masked_lm", "with an average", "with a hologram", "adapters alone",
+    "images, mixed", "causal_lm, muon", "causal_lm, in tiles", "masked_lm",
+    "with an average", "with a hologram", "adapters alone",
     "a schedule a block",
 )  # fmt: skip
 """What is planned each time; the others are slow tests."""
