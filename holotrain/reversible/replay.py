@@ -238,6 +238,10 @@ class Call:
         """Those of the sources, now."""
         return self.present or [source.get() for source in self.sources]
 
+    def drew_since(self, states: list[_State]) -> bool:
+        """Whether PyTorch's random numbers were drawn since the sources had these states."""
+        return any(source.get()[2] != mark for source, _, mark in states)
+
     def draw_again(self, states: list[_State]) -> None:
         """What runs next draws the random numbers that were drawn after these states."""
         _exchanged(states)

@@ -82,9 +82,9 @@ _works: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], bool]] = WeakKeyDicti
 def tiles_of(branch: nn.Module, tile: int | None, x: Tensor, keywords: dict[str, Any]) -> list[slice]:
     """The tiles in which a branch may be taken; none: it is taken whole.
 
-    It is taken whole if it does not work token by token, reads tensors besides the stream, changes a buffer, is tensor
-    parallel, or has hooks, which would see tiles instead of the stream. The same holds if it drops single elements beside whole
-    samples, or is compiled and the last tile would be shorter.
+    It is taken whole if it does not work token by token, reads tensors besides the stream, changes a buffer, draws random
+    numbers of Python or NumPy, is tensor parallel, or has hooks, which would see tiles instead of the stream. The same holds if
+    it drops single elements beside whole samples, or is compiled and the last tile would be shorter.
 
     Args:
         tile: tokens of a tile; None: there are no tiles.
@@ -127,7 +127,8 @@ def _drops_elements(part: nn.Module) -> bool:
 
 def _works_on(branch: nn.Module, x: Tensor, keywords: dict[str, Any]) -> bool:
     """Tries a branch on one sample. All that its layers read is compared, since the last layer may begin with zeros."""
-    mixes, generators = [], generators_among(value for part in branch.modules() for value in vars(part).values())
+    attributes = [value for part in branch.modules() for value in vars(part).values()]
+    mixes, generators = [], generators_among([*attributes, *tree_leaves(keywords)])
     before = [(buffer, buffer._version, buffer.clone()) for buffer in branch.buffers()]
 
     def run(piece: Tensor) -> list[Tensor]:
@@ -144,14 +145,16 @@ def _works_on(branch: nn.Module, x: Tensor, keywords: dict[str, Any]) -> bool:
 
     try:
         # A weight that is cast without a gradient must not stay in the cache of autocast.
-        with generators_unmoved(x.device, generators), Call(x.device).uncached():
-            works = same_in_pieces(branch, run, x[:1])
+        with generators_unmoved(x.device, generators), (call := Call(x.device)).uncached():
+            states = call.states()
+            works = same_in_pieces(branch, run, x[:1]) and not call.drew_since(states)
             with torch.no_grad():
                 run(x[:1, :PROBED].contiguous())  # which may change buffers, in training
+            call.end()
     except Exception:  # it cannot take a short piece
         return False
     written = [(buffer, kept) for buffer, version, kept in before if buffer._version != version]
     for buffer, kept in written:
         with torch.no_grad():
             buffer.copy_(kept)
-    return works and not mixes and not written
+    return works and not (mixes or written or call.drew_unexpectedly)
