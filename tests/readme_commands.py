@@ -72,6 +72,7 @@ BENCHES = {
     "bench_make_reversible.py": "--depths 1 2 --tokens 8 --batch 1",
     "bench_optimizers.py": "--tasks causal --methods AdamW associative --steps 2 --seeds 1 --rounds 1",
     "bench_overlap.py": "--groups 1 2 --rounds 1 --tries 1",
+    "bench_tiles.py": "--depth 1 --dim 16 --heads 2 --tokens 16 --tiles 8 --rounds 1",
     "bench_padding.py": "--batch 4 --tokens 8 --rounds 1",
     "bench_plan.py": "--models vit_tiny --precisions fp32 --backwards reversible --batch 1",
     "bench_synthesis.py": "--models tiny --batch 1 --shortest 4 --longest 6 --rounds 1",

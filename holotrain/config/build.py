@@ -130,7 +130,7 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
         elif not takes(config.model, "backward") and backward.kind not in (None, AUTO):
             if backward.exact:
                 raise ValueError(f"{config.model.name} takes no option exact")
-            set_backward(model, backward.kind, backward.store, backward.keep)
+            set_backward(model, backward.kind, backward.store, backward.keep, backward.tile)
     except ValueError as error:
         if backward.blocks:
             raise UserError(f"backward.blocks: {error}; use backward.blocks=[] to choose them again") from error

@@ -44,6 +44,9 @@ class BackwardConfig:
     keep: Sequence[str] = ()
     """results to store instead of recomputing: [attention], [matmul] (with it), or operators such as aten.mm.default"""
 
+    tile: int | None = None
+    """tokens at a time that layers take which work token by token, such as MLPs; null: all tokens at once"""
+
     on_mismatch: str = "store"
     """what follows if activations are rebuilt wrongly: store: a warning, and block inputs are stored from then on; error"""
 
@@ -57,6 +60,10 @@ class BackwardConfig:
         require_at_least(0, store=stored)
         if not isinstance(self.exact, bool):
             require_within(1, 52, closed=True, exact=self.exact)
+        if self.tile is not None:
+            require_at_least(1, tile=self.tile)
+        if self.tile is not None and self.kind == "autograd":
+            raise UserError("backward.tile: backward=autograd stores every tile; use backward=reversible or pareprop")
         one_of("backward.on_mismatch", self.on_mismatch, ON_MISMATCH)
         if self.on_mismatch != ON_MISMATCH[0] and self.kind in PLAIN:
             raise UserError(f"backward.on_mismatch: backward={self.kind} rebuilds nothing; use backward=reversible or pareprop")
@@ -83,7 +90,7 @@ class BackwardConfig:
 
     def engine(self) -> dict[str, Any]:
         """The arguments of a reversible sequence other than the schedule, where they differ from the default."""
-        options = {"store": self.store, "exact": self.exact, "keep": tuple(self.keep)}
+        options = {"store": self.store, "exact": self.exact, "keep": tuple(self.keep), "tile": self.tile}
         return {name: value for name, value in options.items() if value}
 
 
@@ -358,7 +365,7 @@ OBJECT_GROUPS = {
     "task": GroupSchema(("model", "optimizer", "scheduler", "cuda_graph", "token_bytes", "mask_id"), known=FACTS),
     "data": GroupSchema(("seed", "layout", "tokenizer_json", "labels"), or_auto=("batch_size", "max_tokens")),
     "model": GroupSchema(
-        elsewhere={"backward": "backward.kind", "store": "backward.store", "exact": "backward.exact", "keep": "backward.keep"},
+        elsewhere={"backward": "backward.kind", **{name: f"backward.{name}" for name in ("store", "exact", "keep", "tile")}},
         known=(*FACTS, "head"),
         also="holotrain.config.option_groups.model_options",
     ),

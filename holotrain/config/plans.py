@@ -86,7 +86,7 @@ def _task(config: RunConfig, data: pl.LightningDataModule, backward: Backward, d
     if not isinstance(backward, str):
         configured = replace(configured, kind=AUTO, blocks=backward)
     elif backward != configured.kind:
-        configured = BackwardConfig(backward, exact=configured.exact)
+        configured = BackwardConfig(backward, exact=configured.exact, tile=None if backward == PLAIN[0] else configured.tile)
     if depth is not None and takes(model, "depths"):
         stage = model.depths.index(max(model.depths))
         model = model.with_arguments(depths=[*model.depths[:stage], depth, *model.depths[stage + 1 :]])

@@ -56,18 +56,23 @@ def listed_blocks(model: nn.Module) -> list[nn.Module]:
     return list({id(block): block for block in blocks}.values())  # a block may be in a list twice
 
 
-def set_backward(model: nn.Module, backward: str, store: int | Collection[int] = 0, keep: Collection[str] = ()) -> None:
+def set_backward(
+    model: nn.Module, backward: str, store: int | Collection[int] = 0, keep: Collection[str] = (), tile: int | None = None
+) -> None:
     """Sets one schedule for all blocks of a model that has sequences of blocks, or a list of equal blocks, in place.
 
     Args:
-        backward, store, keep: as :class:`~holotrain.reversible.ReversibleSequence` takes them, with ``store`` counted over all
-            sequences. Equal blocks in a ModuleList or Sequential of the model's can be checkpointed (``"checkpoint"``).
+        backward, store, keep, tile: as :class:`~holotrain.reversible.ReversibleSequence` takes them, with ``store`` counted
+            over all sequences; ``tile`` is for blocks of two streams. Equal blocks in a ModuleList or Sequential of the model's
+            can be checkpointed (``"checkpoint"``).
 
     Raises:
         ValueError: the model has no blocks, or they cannot have this schedule.
     """
     runs = sequences(model)
     name = type(model).__name__
+    if tile is not None and not (runs and all(isinstance(run, ReversibleSequence) for run in runs)):
+        raise ValueError(f"{name} has no reversible blocks of two streams, which tiles need; remove tile")
     if not runs:
         if backward not in ("autograd", "checkpoint") or store or keep:
             raise ValueError(f"{name} has no reversible blocks; only autograd and checkpoint are possible")
@@ -78,6 +83,8 @@ def set_backward(model: nn.Module, backward: str, store: int | Collection[int] =
     stored = stored_by_stage(store, [len(run.blocks) for run in runs])
     for run, indices in zip(runs, stored, strict=True):
         run.backward = backward
+        if isinstance(run, ReversibleSequence):
+            run.tile = tile
         if isinstance(run, ReversibleSequence | ReversibleStack):
             run.store, run.keep = indices, tuple(keep)
         elif indices or keep:

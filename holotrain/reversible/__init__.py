@@ -6,6 +6,7 @@ two_step            the coupling that makes any blocks invertible
 stack               the blocks of another model, coupled by two steps
 make_reversible     makes the blocks of another model reversible, and back
 backward_schedules  what each block stores and what it recomputes, and results that a recomputation reuses
+tokenwise           which modules work token by token, so that they can be taken in tiles
 recomputation       a branch that runs again in the backward
 tape                branches in order, whose inputs are rebuilt
 checks              whether what is rebuilt is right, and what follows if not

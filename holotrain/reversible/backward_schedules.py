@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -254,6 +254,45 @@ class Kept:
         if not again:
             result.value = None
         return compute() if value is None else tree_map_only(Tensor, _alias, value)
+
+
+class Casts:
+    """Weights that autocast has cast in one recomputation, for those of other tiles, which read the same weights."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], Tensor] = {}
+
+    def shared(self, weights: Collection[int]) -> AbstractContextManager:
+        """The context of a recomputation.
+
+        Args:
+            weights: storages that are the same in each run.
+        """
+        return _Interposed((torch.ops.aten._to_copy.default,), partial(self._once, weights))
+
+    def release(self) -> None:
+        """Lets go of all."""
+        self._known.clear()
+
+    def _once(self, weights: Collection[int], compute: Callable[[], Any], operator: OpOverload, read: list) -> Any:
+        (shape, dtype, storage), call = read[0], cast(partial, compute)
+        if storage not in weights:
+            return compute()
+        key = storage, call.args[0].storage_offset(), shape, call.args[0].stride(), dtype, str(call.keywords)
+        if key not in self._known:
+            self._known[key] = _alias(compute())
+        return _alias(self._known[key])
+
+
+def noting_mixtures(found: list[OpOverload]) -> AbstractContextManager:
+    """Inside, the operators that mix what belongs to several tokens are noted: attention, and products of two activations."""
+
+    def note(compute: Callable[[], Any], operator: OpOverload, read: list) -> Any:
+        found.append(operator)
+        return compute()
+
+    others = (getattr(torch.ops.aten, name).default for name in ("bmm", "baddbmm", "_softmax", "cumsum"))
+    return _Interposed((*_attention(), *others), note)
 
 
 class _Interposed(TorchDispatchMode):

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from holotrain.numeric import counted
-from holotrain.reversible.backward_schedules import Kept
+from holotrain.reversible.backward_schedules import Casts, Kept
 from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, require_unwrapped
 from holotrain.reversible.replay import Call, Replay, learned_of
 
@@ -42,6 +42,8 @@ class Branch:
         call: what all branches of the forward share.
         keep: results that are kept and not recomputed, as in :class:`~holotrain.reversible.backward_schedules.Kept`.
         forward: what to call instead of the module, without the module's hooks.
+        tile: the tokens that it takes of a stream (B, T, ...); None: all.
+        casts: shared with the other tiles.
 
     Raises:
         ValueError: the branch cannot be repeated.
@@ -55,11 +57,14 @@ class Branch:
         call: Call,
         keep: tuple[str, ...] = (),
         forward: Callable | None = None,
+        tile: slice | None = None,
+        casts: Casts | None = None,
     ) -> None:
         parts = parts_of(module)
         if call.distributed:
             require_unwrapped(frozenset(map(type, parts if forward is None else parts[1:])))
         self.name, self.module, self.call = name, module, call
+        self._tile, self._casts = tile, casts
         self._forward = forward or module
         self._keywords, self._arguments = keywords, Arguments(keywords) if keywords else None
         self._reads, self.learned = Reads(parts), learned_of(module, parts)
@@ -75,6 +80,20 @@ class Branch:
         self._leaves: list[tuple[Tensor, int]] = []
         # What autograd saved in the latest recomputation; None where the backward has taken it.
         self.saved: list[Tensor | None] = []
+
+    @property
+    def tiled(self) -> bool:
+        """Whether it is a tile of a branch."""
+        return self._tile is not None
+
+    @property
+    def begins(self) -> bool:
+        """Whether it is the first tile, which the backward reaches last, or takes all tokens."""
+        return self._tile is None or self._tile.start == 0
+
+    def part(self, stream: Tensor) -> Tensor:
+        """What it takes of a stream."""
+        return stream if self._tile is None else stream[:, self._tile]
 
     def run(self, source: Tensor, supply: Callable[[Self], None]) -> Any:
         """The forward: returns the module's output, with a graph whose saved tensors are discarded.
@@ -141,6 +160,7 @@ class Branch:
         """The recomputation: returns the output, detached, and the tensors that autograd saves.
 
         Args:
+            source: the stream; a tile takes its part.
             output: False: the output may be None, because the branch stops when autograd has saved its last tensor. What comes
                 after that is not done again. The first recomputation of a module, and modules with hooks, do not stop.
             ahead: what it reuses stays until :meth:`release`.
@@ -167,12 +187,16 @@ class Branch:
                 if len(packed) == last:  # an operation saves its inputs before it runs: its product is left out
                     raise _AllSaved
 
+        if self._tile is not None:
+            source = source[:, self._tile].contiguous()
         update, source = None, source.detach().requires_grad_(self._differentiable)
         try:
             self._reads.begin()
             try:
                 self._replay.begin(self.name)
                 around = [] if self._kept is None else [self._kept.reusing(self._reads.storages(), ahead or _retained())]
+                if self._casts is not None:
+                    around.append(self._casts.shared(self._reads.storages()))
                 update = self._called(source, pack, _never, around)
             except _AllSaved:
                 pass
@@ -181,6 +205,8 @@ class Branch:
         finally:
             self._reads.end()
         self._replay.require_known_sources()
+        if self._casts is not None and self.begins:
+            self._casts.release()
         saved = packed.copy()
         packed.clear()  # which their graph holds
         name = type(self.module).__name__
@@ -297,9 +323,13 @@ def checkpointed(module: nn.Module, x: Tensor, *, name: str | None = None, **key
     return output
 
 
-def from_stored(branch: Branch, source: Tensor) -> Any:
-    """The branch's output; the branch is recomputed in the backward from the source, which is kept."""
-    return branch.run(source, partial(_supply_from, Saved(source)))
+def from_stored(branch: Branch, source: Tensor, part: Tensor | None = None) -> Any:
+    """The branch's output; the branch is recomputed in the backward from the source, which is kept.
+
+    Args:
+        part: what a tile takes of the source.
+    """
+    return branch.run(source if part is None else part, partial(_supply_from, Saved(source)))
 
 
 def _supply_from(stored: Saved, branch: Branch) -> None:

@@ -166,6 +166,11 @@ class _Settings(NamedTuple):
         order, default = torch._C._get_sdp_priority_order(), torch.get_default_dtype()
         return cls(kinds, enabled, dtypes, torch.is_autocast_cache_enabled(), allowed, order, default)
 
+    @property
+    def casts_weights(self) -> bool:
+        """Whether autocast casts weights, each once."""
+        return any(self.enabled) and self.cached
+
     @contextmanager
     def reinstated(self, cached: bool) -> Generator[None]:
         before = [allowed() for allowed, _ in _KERNELS]
@@ -229,6 +234,19 @@ class Call:
         self._asked, self._unchanged = -1, False
         self.distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
 
+    def states(self) -> list[_State]:
+        """Those of the sources, now."""
+        return self.present or [source.get() for source in self.sources]
+
+    def drew_since(self, states: list[_State]) -> bool:
+        """Whether PyTorch's random numbers were drawn since the sources had these states."""
+        return any(source.get()[2] != mark for source, _, mark in states)
+
+    def draw_again(self, states: list[_State]) -> None:
+        """What runs next draws the random numbers that were drawn after these states."""
+        _exchanged(states)
+        self.present = states
+
     def end(self) -> None:
         """After the last branch: notices random numbers of Python or NumPy that no branch was known to use."""
         self.drew_unexpectedly = _global_marks() != self._marks
@@ -272,7 +290,7 @@ class Replay:
     def __init__(self, call: Call, branch: nn.Module, learned: Learned, generators: list[Any]) -> None:
         self._call, self._branch, self._training, self._learned = call, branch, branch.training, learned
         self._known = learned.draws.get(branch.training)
-        self._states = call.present or [source.get() for source in call.sources]
+        self._states = call.states()
         if generators or learned.generators or self._known is not False:
             others = [*map(_of_generator, generators + learned.generators), *(_GLOBAL if self._known is not False else ())]
             self._states = self._states + [source.get() for source in others]
@@ -418,6 +436,11 @@ class GraphGenerators:
 
 
 _graph_generators: ContextVar[GraphGenerators | None] = ContextVar("graph generators", default=None)
+
+
+def in_graphed_step() -> bool:
+    """Whether the step is captured as a CUDA graph, or is about to be: each run of a branch then has generators of its own."""
+    return _graph_generators.get() is not None
 
 
 def _captured(device: torch.device) -> bool:

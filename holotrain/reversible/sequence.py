@@ -45,11 +45,11 @@ class ReversibleSequence(nn.Module):
             from the next step on blocks keep their inputs (checkpointing); ``"error"``: a RuntimeError.
 
     ``backward``, ``store`` and ``keep`` are plain attributes: they can be changed between calls and are not in the
-    ``state_dict``. Together they make ``schedules``, the schedule of each block.
+    ``state_dict``. The first three make ``schedules``, the schedule of each block.
 
     Raises:
-        ValueError: an unknown ``backward``, ``keep``, ``exact`` or ``on_mismatch``, a wrong number of schedules, or no such
-            block to store. At the call: f or g changes shape or dtype, or a block cannot be recomputed correctly.
+        ValueError: an unknown ``backward``, ``keep``, ``exact``, ``on_mismatch`` or ``tile``, a wrong number of schedules, or
+            no such block to store. At the call: f or g changes shape or dtype, or a block cannot be recomputed correctly.
         TypeError: a block is not a ReversibleBlock.
 
     Without gradients (``torch.no_grad``, ``torch.inference_mode``) the blocks just run. Under autocast half precision streams
@@ -68,6 +68,7 @@ class ReversibleSequence(nn.Module):
         exact: bool | int = False,
         keep: str | Collection[str] = (),
         on_mismatch: str = "store",
+        tile: int | None = None,
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
@@ -75,6 +76,7 @@ class ReversibleSequence(nn.Module):
             _require_block(block)
         self._shorthands = {"backward": backward, "store": store}
         self.keep = keep
+        self.tile = tile
         self._exact = exact
         if not isinstance(exact, int) or exact < 0:
             raise ValueError(f"exact must be False, True or a number of bits, not {exact!r}")
@@ -148,7 +150,7 @@ class ReversibleSequence(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         self.checks.begin()
         schedules = self.checks.in_force(schedules, self.blocks)
-        recorder, hooked = Recorder(x1.device, self.checks), _has_any_global_hook()
+        recorder, hooked = Recorder(x1.device, self.checks, self.tile), _has_any_global_hook()
         for number, (schedule, block, words) in enumerate(zip(schedules, self.blocks, keywords, strict=False)):
             if hooked or block._forward_pre_hooks or block._forward_hooks:
                 recorder.call.present = None  # a hook may draw random numbers
@@ -182,6 +184,17 @@ class ReversibleSequence(nn.Module):
         grid.choose(largest.item(), x1.dtype)
 
     @property
+    def tile(self) -> int | None:
+        """Tokens of a tile."""
+        return self._tile
+
+    @tile.setter
+    def tile(self, tile: int | None) -> None:
+        if tile is not None and (not isinstance(tile, int) or isinstance(tile, bool) or tile < 1):
+            raise ValueError(f"tile must be a number of tokens or None, not {tile!r}")
+        self._tile = tile
+
+    @property
     def exact(self) -> bool | int:
         """As it was made; a grid cannot be added or taken away later."""
         return self._exact
@@ -193,11 +206,11 @@ class ReversibleSequence(nn.Module):
 
     def again(self, depth: int, backward: str) -> nn.Module:
         """A sequence ``depth`` times the first block, which takes the same arguments."""
-        return type(self)([self.blocks[0]] * depth, backward=[backward] * depth)
+        return type(self)([self.blocks[0]] * depth, backward=[backward] * depth, tile=self.tile)
 
     def part(self, start: int, stop: int) -> ReversibleSequence:
         """A sequence of some of the blocks, which it shares, with their schedules. It has no grid."""
-        found = ReversibleSequence(self.blocks[start:stop])
+        found = ReversibleSequence(self.blocks[start:stop], tile=self.tile)
         found.schedules = self.schedules[start:stop]
         return found
 
@@ -215,7 +228,8 @@ class ReversibleSequence(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self._shorthands.items() if value or name == "backward")
+        said = self._shorthands | {"tile": self.tile}
+        return ", ".join(f"{name}={value!r}" for name, value in said.items() if value or name == "backward")
 
 
 def _require_block(block: nn.Module) -> None:

@@ -10,23 +10,24 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch._C._autograd import _get_current_graph_task_keep_graph
 
-from holotrain.reversible.backward_schedules import Schedule
+from holotrain.reversible.backward_schedules import Casts, Schedule
 from holotrain.reversible.block import Coupling, Run, Storing
 from holotrain.reversible.checks import RebuildChecks, StreamCheck
 from holotrain.reversible.reads import is_sharded, is_tensor_parallel
 from holotrain.reversible.recomputation import Branch, Saved, from_stored
-from holotrain.reversible.replay import Call, has_no_data
+from holotrain.reversible.replay import Call, has_no_data, in_graphed_step
+from holotrain.reversible.tokenwise import drops_samples, tiles_of
 
 _no_room: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Branches that found no memory to run ahead, and how many elements a stream had then."""
@@ -95,11 +96,13 @@ def side_of(stream: Tensor) -> SideStream | _SameStream | None:
 
 
 class _Rebuilt(Branch):
-    """A branch on a tape, the ``place``-th; ``ahead``: it may run ahead of its turn."""
+    """A branch on a tape, or one of its tiles, the ``place``-th; ``ahead``: it may run ahead of its turn."""
 
     coupling: Coupling
     place: int
     ahead: bool
+    first: bool
+    """Whether it is of the first branch, whose target nobody needs."""
     crossed: bool
     """Whether its source is what the branch before it wrote; if not, it is that one's source."""
 
@@ -118,6 +121,7 @@ class Tape:
         self.branches: list[_Rebuilt] = []
         # What ``branches[_position]``, the next to be rebuilt, wrote and read.
         self._streams: tuple[Tensor, ...] = ()
+        self._target: Tensor | None = None  # that of the branch, as far as its tiles have been undone
         self._complete, self._position = False, -1
         self._end: Saved | None = None
         self._task = -1
@@ -176,7 +180,7 @@ class Tape:
         for branch in self.branches:
             branch.saved.clear()
         self._streams, self._position = self._end.tensors(), len(self.branches) - 1
-        self._current, self._early = None, None
+        self._current, self._early, self._target = None, None, None
         self._side = side_of(self._streams[0])
         if task != -1 and not _get_current_graph_task_keep_graph():
             self._end = None
@@ -184,15 +188,24 @@ class Tape:
     def _rebuild(self, ahead: bool = False) -> list[Tensor]:
         """Runs the next branch again and inverts its coupling; returns what it saved."""
         branch, (coupled, source) = self.branches[self._position], self._streams
-        inverted = branch.place > 0
-        if not inverted and self.check is not None:
+        if branch.place == 0 and self.check is not None:
             self.check.compare(source, coupled)
-        output, saved = branch.run_again(branch.coupling.read(source), inverted, ahead)
-        if inverted:
-            target = branch.coupling.undo(coupled, source, output)
-            self._streams = (source, target) if branch.crossed else (target, source)
+        output, saved = branch.run_again(branch.coupling.read(source), not branch.first, ahead)
+        if not branch.first:
+            self._undo(branch, coupled, source, output)
         self._position -= 1
         return saved
+
+    def _undo(self, branch: _Rebuilt, coupled: Tensor, source: Tensor, output: Any) -> None:
+        """Inverts the coupling of a branch or of a tile; the first tile, which comes last, completes that of its branch."""
+        target = branch.coupling.undo(branch.part(coupled), branch.part(source), output)
+        if branch.tiled:
+            self._target = torch.empty_like(coupled) if self._target is None else self._target
+            branch.part(self._target).copy_(target)
+            target = self._target
+        if branch.begins:
+            self._target = None
+            self._streams = (source, target) if branch.crossed else (target, source)
 
     def _run_ahead(self, side: SideStream | _SameStream) -> None:
         """Runs the next branch, if it may run ahead.
@@ -230,10 +243,11 @@ class Recorder:
     Args:
         device: of the streams.
         checks: of what is rebuilt.
+        tile: tokens of a tile, in which branches are taken that work token by token; None: all are taken whole.
     """
 
-    def __init__(self, device: torch.device, checks: RebuildChecks) -> None:
-        self.call, self._checks = Call(device), checks
+    def __init__(self, device: torch.device, checks: RebuildChecks, tile: int | None = None) -> None:
+        self.call, self._checks, self._tile = Call(device), checks, tile
         self._tape: Tape | None = None
         # What the latest rebuilt branch wrote, and what it read.
         self._streams: tuple[Tensor, Tensor]
@@ -265,21 +279,41 @@ class Recorder:
         tape, ahead = self._tape, schedule.ahead and not is_sharded(type(block))
 
         def run(name: str, module: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
-            name = f"{number}.{name}"
-            if tape is None:
-                branch = Branch(name, module, keywords, self.call, (), forward)
-                return coupling.couple(target, source, from_stored(branch, coupling.read(source)))
-            crossed = self._has_crossed(source, target)
-            if len(tape.branches) == 1 and not has_no_data(source):  # a single branch has nothing rebuilt before it
+            crossed = tape is not None and self._has_crossed(source, target)
+            if tape is not None and self._halves == 1 and not has_no_data(source):  # one branch has nothing rebuilt before it
                 tape.check = self._checks.of_blocks(self._streams[1], coupling.grid)
-            branch = _Rebuilt(name, module, keywords, self.call, schedule.keep, forward)
-            branch.coupling, branch.crossed, branch.place, branch.ahead = coupling, crossed, len(tape.branches), ahead
-            coupled = coupling.couple(target, source, branch.run(coupling.read(source), tape.supply))
-            tape.branches.append(branch)
-            self._streams, self._versions = (coupled, source), (coupled._version, source._version)
+            read, outputs = coupling.read(source), []
+            for tile, part, casts in self._tiles_of(module, read, keywords):
+                branch = _Rebuilt(f"{number}.{name}", module, keywords, self.call, schedule.keep, forward, tile, casts)
+                if tape is None:
+                    outputs.append(from_stored(branch, read, part))
+                    continue
+                branch.coupling, branch.crossed, branch.place, branch.ahead = coupling, crossed, len(tape.branches), ahead
+                branch.first = self._halves == 0
+                outputs.append(branch.run(part, tape.supply))
+                tape.branches.append(branch)
+            coupled = coupling.couple(target, source, outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))
+            if tape is not None:
+                self._halves += 1
+                self._streams, self._versions = (coupled, source), (coupled._version, source._version)
             return coupled
 
         return run
+
+    def _tiles_of(self, module: nn.Module, read: Tensor, keywords: dict) -> Iterator[tuple[slice | None, Tensor, Casts | None]]:
+        """The tiles of a branch: their tokens, what they read, and what they share. One of None: all tokens."""
+        tiles = tiles_of(module, self._tile, read, keywords)
+        drops_alike = bool(tiles) and drops_samples(module)
+        if not tiles or (drops_alike and in_graphed_step()):
+            yield None, read, None
+            return
+        casts = Casts() if self.call.settings.casts_weights else None
+        states = self.call.states() if drops_alike else []
+        parts = torch.unsafe_split(read, cast(int, self._tile), 1)  # no views: what a branch writes to its part is noticed
+        for tile, part in zip(tiles, parts, strict=True):
+            if drops_alike:
+                self.call.draw_again(states)
+            yield tile, part.contiguous(), casts
 
     def _has_crossed(self, first: Tensor, second: Tensor) -> bool:
         """Whether two tensors are what the latest branch wrote and what it read; False if the other way round.
@@ -315,6 +349,7 @@ class Recorder:
                 "to 0.3 after 96 blocks); keep the streams in fp32 and train under torch.autocast",
                 stacklevel=5,
             )
+        self._halves = 0  # branches on the tape, each with all its tiles
         self._tape, self._streams, self._versions = Tape(), (x1, x2), (x1._version, x2._version)
 
     def _end_tape(self, y1: Tensor, y2: Tensor) -> None:

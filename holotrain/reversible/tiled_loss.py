@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from holotrain.reversible.reads import is_sharded
 from holotrain.reversible.replay import has_no_data
-from holotrain.reversible.tiles import PROBED, without_dropout
+from holotrain.reversible.tokenwise import PROBED, without_dropout
 
 IGNORED = -100
 """The label of a token to ignore."""

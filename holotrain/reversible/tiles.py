@@ -1,4 +1,4 @@
-"""Tiles of tokens: what works token by token is taken some hundred tokens at a time, so that its memory does not grow with T.
+"""MLPs in the blocks of any model, a tile of tokens at a time, so that their memory does not grow with the sequence.
 
 A tile is recomputed in the backward, by itself. (Tiled MLPs: ALST, arXiv 2506.13996.)
 """
@@ -12,23 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from holotrain.reversible.make_reversible import is_list_of_blocks, outermost
-from holotrain.reversible.replay import has_no_data
-
-PROBED = 8
-"""Tokens of each of the two pieces on which is tried, once, whether a module works token by token."""
-
-NOT_TOKENWISE = (
-    nn.modules.conv._ConvNd,
-    nn.modules.batchnorm._NormBase,
-    nn.Embedding,
-    nn.EmbeddingBag,
-    nn.RNNBase,
-    nn.GroupNorm,
-)
+from holotrain.reversible.tokenwise import drops_samples, may_be_tokenwise, tiles_of
 
 
 def tile_modules(model: nn.Module, tile: int) -> list[str]:
@@ -68,73 +55,41 @@ def untile_modules(model: nn.Module) -> None:
             del module.forward
 
 
-def may_be_tokenwise(module: nn.Module) -> bool:
-    """Whether a module has the parts of an MLP, and none that mixes tokens. What its forward does is not known."""
-    leaves = [part for part in module.modules() if not any(part.children())]
-    products = sum(any(weight.ndim == 2 for weight in leaf.parameters(False)) for leaf in leaves)
-    return products >= 2 and not any(isinstance(leaf, NOT_TOKENWISE) for leaf in leaves)
-
-
 class Tiled:
-    """The forward of a module of (B, T, ...) that is taken a tile at a time where gradients are computed.
-
-    Attributes:
-        works: whether the module works token by token; None: not known yet.
-    """
+    """The forward of a module of (B, T, C), which is taken a tile at a time where gradients are computed."""
 
     inside = False
     """Whether a tile is being computed: the modules in it take it whole."""
 
     def __init__(self, module: nn.Module, tile: int) -> None:
         self.module, self.tile = module, tile
-        self.works: bool | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = partial(type(self.module).forward, self.module)
-        x = args[0] if args else None
-        whole = Tiled.inside or not torch.is_grad_enabled() or self.works is False or not isinstance(x, Tensor) or x.ndim < 3
-        if (
-            whole
-            or x.shape[:2].numel() <= self.tile
-            or any(isinstance(leaf, Tensor) for leaf in tree_leaves((args[1:], kwargs)))
-        ):
-            return run(*args, **kwargs)
-        run = partial(self._piece, run, args[1:], kwargs)
-        if self.works is None:
-            self.works = has_no_data(x) or works_token_by_token(self.module, run, x)
-            if not self.works:
-                return run(x)
-        parts = (part.contiguous() for part in x.split(max(self.tile // len(x), 1), 1))
-        return torch.cat([checkpoint(run, part, use_reentrant=False) for part in parts], 1)
-
-    @staticmethod
-    def _piece(run: Callable, rest: tuple[Any, ...], named: dict[str, Any], x: Tensor) -> Any:
-        before, Tiled.inside = Tiled.inside, True
-        try:
-            return run(x, *rest, **named)
-        finally:
-            Tiled.inside = before
-
-
-def works_token_by_token(module: nn.Module, run: Callable[[Tensor], Any], x: Tensor) -> bool:
-    """Whether the first tokens of ``x`` give in two pieces what they give together, without dropout."""
-    pieces = [piece.contiguous() for piece in x.detach()[:, : 2 * PROBED].split(PROBED, 1)]
-    with torch.no_grad(), without_dropout(module):
-        apart, together = [run(piece) for piece in pieces], run(torch.cat(pieces, 1))
-    if not isinstance(together, Tensor) or together.shape[:2] != torch.cat(pieces, 1).shape[:2]:
-        return False
-    error = (torch.cat(apart, 1).float() - together.float()).abs().amax()
-    return bool(error <= 0.01 * together.float().abs().amax())
+        run: Callable = partial(type(self.module).forward, self.module, **kwargs)
+        x = args[0] if len(args) == 1 else None
+        if Tiled.inside or not torch.is_grad_enabled() or not isinstance(x, Tensor) or drops_samples(self.module):
+            return run(*args)
+        tile = max(self.tile // max(len(x), 1), 1)
+        with _inside():
+            tiles = tiles_of(self.module, tile, x, kwargs)
+        if not tiles:
+            return run(x)
+        parts = (x[:, part].contiguous() for part in tiles)
+        return torch.cat([checkpoint(_within(run), part, use_reentrant=False) for part in parts], 1)
 
 
 @contextmanager
-def without_dropout(model: nn.Module) -> Generator[None]:
-    """Inside, the modules are in evaluation mode."""
-    training = [part for part in model.modules() if part.training]
-    for part in training:
-        part.training = False
+def _inside() -> Generator[None]:
+    before, Tiled.inside = Tiled.inside, True
     try:
         yield
     finally:
-        for part in training:
-            part.training = True
+        Tiled.inside = before
+
+
+def _within(run: Callable) -> Callable:
+    def piece(x: Tensor) -> Any:
+        with _inside():
+            return run(x)
+
+    return piece

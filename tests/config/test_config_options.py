@@ -261,6 +261,9 @@ WRONG = [
     ("backward=checkpoint backward.keep=[attention]", "backward.keep: not supported by backward=checkpoint"),
     ("backward=checkpoint backward.on_mismatch=error", "backward.on_mismatch: backward=checkpoint rebuilds nothing"),
     ("backward.on_mismatch=stop", "backward.on_mismatch"),
+    ("backward=reversible backward.tile=0", "backward: tile must be at least 1, not 0"),
+    ("backward=autograd backward.tile=512", "backward.tile: backward=autograd stores every tile"),
+    ("model=vit_tiny backward=checkpoint backward.tile=512", "backward.tile: ViT is not reversible"),
     ("backward.exact=some", "backward.exact: 'some' is not true or false or a whole number"),
     ("model=vit_tiny backward.exact=true", "backward.exact: ViT is not reversible"),
     ("backward.cuda_graph=true trainer.accumulate_grad_batches=2", "accumulate_grad_batches=1"),
@@ -445,12 +448,13 @@ def test_the_options_of_the_engine_reach_the_model():
         "backward.store=[0,2]",
         "backward.exact=12",
         "backward.keep=[attention]",
+        "backward.tile=16",
         "backward.on_mismatch=error",
     )
     config = configuration("fit", *words)
     blocks = build_task(config, build_data(config)).model.blocks
     assert (blocks.backward, list(blocks.store), blocks.exact, blocks.keep) == ("pareprop", [0, 2], 12, ("attention",))
-    assert blocks.grid.step.item() == 2**-12 and blocks.checks.on_mismatch == "error"
+    assert blocks.tile == 16 and blocks.grid.step.item() == 2**-12 and blocks.checks.on_mismatch == "error"
 
 
 @pytest.mark.parametrize("kind", ["wandb", "mlflow"])

@@ -23,12 +23,15 @@ CASES = {
     "with a hologram": [*SMALL, "synthesis=associative"],
     "with a hologram, split": [*SMALL, "synthesis=associative", "synthesis.split=cpu"],
     "adapters alone": [*SMALL, "model.adapters=8", "model.trained=adapters"],
+    "causal_lm, in tiles": ["task=causal_lm", *SMALL, "data.context=128", "data.batch_size=8", "backward.tile=48"],
+    "masked_lm, in tiles": ["task=masked_lm", *TEXT, "data.max_tokens=2048", "backward=checkpoint", "backward.tile=24"],
     "exact": [*SMALL, "backward.exact=true"],
     "gradients that add up": [*SMALL, "trainer.accumulate_grad_batches=4"],
     "a schedule a block": [*SMALL, "backward=auto", "backward.blocks=[reversible+attention,checkpoint]"],
 }
 SOON = (
-    "images, mixed", "causal_lm, muon", "masked_lm", "with an average", "with a hologram", "adapters alone",
+    "images, mixed", "causal_lm, muon", "causal_lm, in tiles", "masked_lm",
+    "with an average", "with a hologram", "adapters alone",
     "a schedule a block",
 )  # fmt: skip
 """What is planned each time; the others are slow tests."""

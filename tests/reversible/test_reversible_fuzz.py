@@ -57,6 +57,10 @@ class Found:
     buffers: list
 
 
+def tile_of(seed: int) -> int | None:
+    return random.Random(f"tile {seed}").choice((None, 1, 2))
+
+
 def run(seed: int, plain: bool) -> Found:
     """One random case; ``plain`` takes the same random decisions and stores everything."""
     dice = random.Random(seed)
@@ -89,6 +93,8 @@ def run(seed: int, plain: bool) -> Found:
     chosen = [dice.choice(SCHEDULES) for _ in blocks]
     net.backward = chosen if dice.random() < 0.8 else chosen[0]
     net.store = [number for number in range(depth) if dice.random() < 0.1]
+    if not dropout:  # with it each tile draws for itself
+        net.tile = tile_of(seed)
     if plain:
         net.backward, net.store = "autograd", 0
     return step(net, blocks, outer, dice, retained)
@@ -151,7 +157,8 @@ def require_equal(seed: int) -> None:
     assert ours.state == true.state, f"seed {seed}: other random numbers follow"
     for one, other in ((ours.grads, true.grads), (ours.buffers, true.buffers)):
         error = relative_error(one, other) if one else 0.0
-        assert error <= 1e-12, f"seed {seed}: relative error {error:.1e}"
+        # Products of fewer rows round otherwise, which the normalisations of some cases amplify, with stored inputs, too.
+        assert error <= (1e-12 if tile_of(seed) is None else 1e-9), f"seed {seed}: relative error {error:.1e}"
 
 
 @pytest.mark.parametrize("first", range(0, DEFAULT, 10))

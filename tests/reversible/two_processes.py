@@ -89,6 +89,11 @@ def sharded(net, **options):
     return fully_shard(net, **options)
 
 
+def in_tiles(net):
+    net.sequence.tile = 2
+    return net
+
+
 def freeze(net):
     net.stem.requires_grad_(False)
     net.sequence.blocks[1].requires_grad_(False)
@@ -100,7 +105,10 @@ CASES = {
     "ddp, static graph": (lambda net: ddp(net, static_graph=True), 1),
     "ddp, frozen parts": (lambda net: ddp(freeze(net), find_unused_parameters=True), 1),
     "ddp, no_sync": (lambda net: ddp(net, find_unused_parameters=True), 3),
+    "ddp, tiles": (lambda net: ddp(in_tiles(net), find_unused_parameters=True), 1),
+    "ddp, static graph, tiles": (lambda net: ddp(in_tiles(net), static_graph=True), 1),
     "fsdp2": (sharded, 1),
+    "fsdp2, tiles": (lambda net: sharded(in_tiles(net)), 1),
     "fsdp2, kept whole after the forward": (lambda net: sharded(net, reshard_after_forward=False), 1),
     "fsdp2, root alone": (fully_shard, 1),
     "fsdp2, frozen parts": (lambda net: sharded(freeze(net)), 1),

@@ -300,6 +300,7 @@ class Reversible:
         store: blocks that store their activations: a number (the last n blocks) or a list of indices
         exact: recompute activations bit for bit on a fixed-point grid; true: choose its step from the first batch; k: step 2^-k
         keep: results to store instead of recomputing: attention, matmul, or operator names such as aten.mm.default
+        tile: tokens at a time that branches take which work token by token, as MLPs do; null: all tokens
         arguments: those of the plain model
     """
 
@@ -310,9 +311,11 @@ class Reversible:
         store: int | Collection[int] = 0,
         exact: bool | int = False,
         keep: str | Collection[str] = (),
+        tile: int | None = None,
         **arguments: Any,
     ) -> None:
-        self._engine: dict[str, Any] = {"store": store, "exact": exact, "keep": keep}  # options of the sequences of blocks
+        # Options of the sequences of blocks.
+        self._engine: dict[str, Any] = {"store": store, "exact": exact, "keep": keep, "tile": tile}
         super().__init__(backward=backward, **arguments)  # ty: ignore[unknown-argument]: the plain model's
 
     def __init_subclass__(cls, **others: Any) -> None:
