@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,74 +21,14 @@ from torch._C._autograd import _get_current_graph_task_keep_graph
 from holotrain.reversible.backward_schedules import Schedule
 from holotrain.reversible.block import Coupling, Run, Storing
 from holotrain.reversible.checks import RebuildChecks, StreamCheck
+from holotrain.reversible.kept_inputs import Saved
 from holotrain.reversible.reads import is_sharded, is_tensor_parallel
-from holotrain.reversible.recomputation import Branch, Saved, from_stored
+from holotrain.reversible.recomputation import Branch, from_stored
 from holotrain.reversible.replay import Call, has_no_data
+from holotrain.reversible.side_stream import SameStream, SideStream, side_of
 
 _no_room: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Branches that found no memory to run ahead, and how many elements a stream had then."""
-
-
-class SideStream:
-    """A second CUDA stream, on which recomputations run ahead. On the host nothing waits.
-
-    The two streams share tensors without ``record_stream``. The host lets go of what one stream reads only after the other has
-    waited for it, so that the memory can be used again.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def run(self, work: Callable[[], None]) -> torch.cuda.Event:
-        """Runs the work after all that was begun so far; returns what to wait for."""
-        main = torch.cuda.current_stream(self._device)
-        side = _side_stream(self._device, main.cuda_stream)
-        side.wait_stream(main)
-        try:
-            with torch.cuda.stream(side):
-                work()
-        except BaseException:
-            main.wait_stream(side)  # for what it had begun
-            raise
-        return side.record_event()
-
-    def wait(self, done: torch.cuda.Event) -> None:
-        """Makes all work that is submitted from now on wait."""
-        torch.cuda.current_stream(self._device).wait_event(done)
-
-
-@cache
-def _side_stream(device: torch.device, main: int) -> torch.cuda.Stream:
-    """One for every main stream, so that a sequence within a branch of another has a side of its own."""
-    return torch.cuda.Stream(device)
-
-
-class _SameStream:
-    def run(self, work: Callable[[], None]) -> None:
-        work()
-
-    def wait(self, done: None) -> None:
-        pass
-
-
-_assumed_side: ContextVar[bool] = ContextVar("side stream assumed", default=False)
-
-
-@contextmanager
-def assuming_a_side_stream() -> Generator[None]:
-    """Inside, tensors without values are recomputed as early as a CUDA device would, so that a memory plan counts them."""
-    token = _assumed_side.set(True)
-    try:
-        yield
-    finally:
-        _assumed_side.reset(token)
-
-
-def side_of(stream: Tensor) -> SideStream | _SameStream | None:
-    """Where the recomputation of a stream's branches may run ahead; None: nowhere, since a CPU has no second queue of work."""
-    if has_no_data(stream):
-        return _SameStream() if _assumed_side.get() else None
-    return SideStream(stream.device) if stream.is_cuda else None
 
 
 class _Rebuilt(Branch):
@@ -194,7 +131,7 @@ class Tape:
         self._position -= 1
         return saved
 
-    def _run_ahead(self, side: SideStream | _SameStream) -> None:
+    def _run_ahead(self, side: SideStream | SameStream) -> None:
         """Runs the next branch, if it may run ahead.
 
         The side stream waits for the main one first. So the main one has let go of what it used of the side's memory.
@@ -268,7 +205,7 @@ class Recorder:
             name = f"{number}.{name}"
             if tape is None:
                 branch = Branch(name, module, keywords, self.call, (), forward)
-                return coupling.couple(target, source, from_stored(branch, coupling.read(source)))
+                return coupling.couple(target, source, from_stored(branch, coupling.read(source), schedule.input))
             crossed = self._has_crossed(source, target)
             if len(tape.branches) == 1 and not has_no_data(source):  # a single branch has nothing rebuilt before it
                 tape.check = self._checks.of_blocks(self._streams[1], coupling.grid)

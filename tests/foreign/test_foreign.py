@@ -262,7 +262,7 @@ def test_images_of_another_size_and_number_of_classes(tmp_path, capsys):
         ([*TINY[:2], "model.arguments={dept: 2}"], "model: timm: "),
         ([*TINY, "task=causal_lm", *TEXT], "model: CausalLM trains GPT or HuggingFace, not Timm"),
         ([*TINY, "model.blocks=blocks"], "model.blocks: names the blocks to make reversible; give reversible=4bit too"),
-        ([*TINY, "backward=reversible"], "only autograd and checkpoint are possible"),
+        ([*TINY, "backward=reversible"], "only autograd, checkpoint, checkpoint8, offload are possible"),
         ([*TINY, "model.pretrained=nowhere"], "model: there is no file nowhere"),
         (["model=huggingface", "model.name=./nowhere"], "model.name: there is no folder ./nowhere"),
         (["model=huggingface", "model.name=someone/something"], "download=true downloads one from the Hub"),
