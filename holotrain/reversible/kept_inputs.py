@@ -79,8 +79,7 @@ class Rounded(Whole):
 
     def __init__(self, x: Tensor) -> None:
         self._width, self._dtype = x.shape[-1], x.dtype
-        with torch.no_grad():
-            self._saved = Saved(*rounded(x))
+        self._saved = Saved(*rounded(x.detach()))
 
     def restore(self) -> Tensor:
         return unrounded(*self._saved.tensors(), self._dtype)[..., : self._width]
