@@ -78,11 +78,13 @@ class Rounded(Whole):
     """The input in 8 bits; see :func:`rounded`."""
 
     def __init__(self, x: Tensor) -> None:
-        self._width, self._dtype = x.shape[-1], x.dtype
+        self._dtype, self._layout = x.dtype, (x.size(), x.stride())
         self._saved = Saved(*rounded(x.detach()))
 
     def restore(self) -> Tensor:
-        return unrounded(*self._saved.tensors(), self._dtype)[..., : self._width]
+        x = unrounded(*self._saved.tensors(), self._dtype)[..., : self._layout[0][-1]]
+        # The layout decides which operations run, and so what they save.
+        return x if x.stride() == self._layout[1] else x.new_empty_strided(*self._layout).copy_(x)
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,11 +118,9 @@ class Offloaded(Whole):
     """
 
     def __init__(self, x: Tensor, side: SideStream | SameStream) -> None:
-        self._side, self._device, self._dtype = side, x.device, x.dtype
+        self._side, self._device, self._dtype, self._layout = side, x.device, x.dtype, (x.size(), x.stride())
         # A plan counts the memory of the device alone, and has nothing to copy.
         self._host = host = None if has_no_data(x) else torch.empty_like(x, device="cpu", pin_memory=True)
-        like = x if host is None else host
-        self._layout = like.size(), like.stride()
         self._copied: Any = side.run(lambda: None if host is None else _copy(x, host))
         self._fetched: tuple[Tensor, Any] | None = None
         self._earlier, _latest[x.device] = _latest.get(x.device, _nothing), ref(self)
@@ -163,17 +163,22 @@ _latest: dict[torch.device, Callable[[], Offloaded | None]] = {}
 
 
 def _rounded(x: Tensor) -> Whole:
-    return Rounded(x) if x.is_floating_point() and x.dim() and x.numel() else Whole(x)
+    return Rounded(x) if x.is_floating_point() and x.dim() and x.numel() and not _is_repeated(x) else Whole(x)
 
 
 def _offloaded(x: Tensor) -> Whole:
     side = side_of(x)
-    if side is None or is_captured(x.device):
+    if side is None or is_captured(x.device) or _is_repeated(x):
         return Whole(x)
     try:
         return Offloaded(x, side)
     except RuntimeError:  # this system pins no memory
         return Whole(x)
+
+
+def _is_repeated(x: Tensor) -> bool:
+    """Whether a dimension repeats the same memory, as after ``expand``."""
+    return any(stride == 0 and size > 1 for size, stride in zip(x.size(), x.stride(), strict=True))
 
 
 WAYS: dict[str, Callable[[Tensor], Whole]] = {"checkpoint": Whole, "checkpoint8": _rounded, "offload": _offloaded}

@@ -13,7 +13,7 @@ from tracked_memory import TrackedMemory
 
 from holotrain.reversible import kept_inputs, make_reversible, recompute, undo
 from holotrain.reversible.kept_inputs import WAYS, rounded, unrounded
-from holotrain.reversible.recomputed_block import recomputed_forward_of
+from holotrain.reversible.recomputed_block import recompute_block, recomputed_forward_of
 
 
 class Block(nn.Module):
@@ -300,6 +300,25 @@ def test_blocks_of_several_streams(backward):
     true = gradients(plain, x)
     found = gradients(recompute(plain, "stages", backward=backward), x)
     assert_close(found, true, rtol=0.2 if backward == "checkpoint8" else 0, atol=0.01 if backward == "checkpoint8" else 0)
+
+
+LAYOUTS = {
+    "repeated": lambda x: x[:1].expand(2, 3, 64),
+    "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "sliced": lambda x: x.repeat(1, 1, 2)[..., 64:],
+}
+
+
+@pytest.mark.parametrize("backward", WAYS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_input_has_its_layout_again(backward, layout):
+    """A linear layer does other operations with one that is repeated, transposed or sliced, and saves other tensors."""
+    block = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).double()
+    inputs = {"input": LAYOUTS[layout](torch.randn(2, 3, 64, dtype=torch.float64))}
+    true = gradients(block, inputs)
+    recompute_block(block, backward)
+    error = relative_error(gradients(block, inputs), true)
+    assert error < 0.02 if backward == "checkpoint8" else error == 0
 
 
 @pytest.mark.parametrize("backward", ["checkpoint", "offload", "checkpoint8"])
