@@ -114,6 +114,22 @@ def test_a_checkpoint_needs_no_other_file(holotrain, trained, tmp_path, kind, ta
     assert {"autograd", "checkpoint"} <= json.loads(Path("plan/plan.json").read_text())["footprints"].keys()
 
 
+@pytest.mark.parametrize(("kind", "task"), [("gpt2", "causal_lm"), slow("timm", "image_classification")])
+def test_blocks_in_lists_are_recomputed_in_each_way(holotrain, tmp_path, kind, task):
+    """On a CPU, where there is no other memory to offload to."""
+    write_texts(tmp_path)
+    if kind != "timm":
+        write_network(Path("network"), kind)
+    losses = {}
+    for backward in ("autograd", "checkpoint", "checkpoint8", "offload"):
+        holotrain.done("fit", *SHORT, *words_of(kind, task), f"backward={backward}", f"hydra.run.dir={backward}")
+        found = summary(Path(backward))
+        assert found["backward"] == backward
+        losses[backward] = found["metrics"]["val/loss"]
+    assert losses["autograd"] == losses["checkpoint"] == losses["offload"] != losses["checkpoint8"]
+    assert losses["checkpoint8"] == pytest.approx(losses["autograd"], rel=1e-3)
+
+
 OTHER_PROCESS = """
 import json, sys
 sys.modules["holotrain"] = None  # its import would fail

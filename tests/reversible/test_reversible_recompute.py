@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 from tracked_memory import TrackedMemory
 
-from holotrain.reversible import kept_inputs, make_reversible, recompute, undo
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, kept_inputs, make_reversible, recompute, stack_of, undo
 from holotrain.reversible.kept_inputs import WAYS, rounded, unrounded
+from holotrain.reversible.make_reversible import TwoStream
 from holotrain.reversible.recomputed_block import recompute_block, recomputed_forward_of
 
 
@@ -212,6 +213,26 @@ def test_one_schedule_for_each_block_and_single_lists():
     recompute(model, ["a.blocks", "b.blocks[1:]"], backward=["checkpoint", "autograd", "offload", "checkpoint8"])
     found = [recomputed_forward_of(block) for name in "ab" for block in model[name].blocks]
     assert [forward and forward.backward for forward in found] == ["checkpoint", None, None, "offload", "checkpoint8"]
+
+
+@pytest.mark.parametrize("make", [make_reversible, ReversibleSequence])
+def test_reversible_blocks_have_the_same_schedules(make):
+    """Two streams keep the inputs of both halves."""
+    if make is make_reversible:
+        model, inputs = MODELS["stack"]()
+        make_reversible(model)
+        held = stack_of(model.blocks[0])
+        gradients(model, inputs)  # chooses the grid
+    else:
+        held = make([ReversibleBlock(Block(64), Block(64)) for _ in range(3)]).double()
+        model = TwoStream(held, nn.ModuleList())
+        inputs = {"x": torch.randn(2, 6, 64, dtype=torch.float64)}
+    held.backward = "autograd"
+    true = gradients(model, inputs)
+    for backward in WAYS:
+        held.backward = backward
+        error = relative_error(gradients(model, inputs), true)
+        assert 0 < error < 0.05 if backward == "checkpoint8" else error == 0
 
 
 @pytest.mark.parametrize(
