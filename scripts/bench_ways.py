@@ -109,9 +109,9 @@ def planned_peak(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], way: s
         return tracked_peak(make, way)
 
 
-def of_models(rounds: int) -> dict[str, Any]:
+def of_models(names: list[str], rounds: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, (model, inputs) in those_that_work(MODELS)[0].items():
+    for name, (model, inputs) in those_that_work({name: MODELS[name] for name in names})[0].items():
         model, inputs = model.to(DEVICE).train(), {key: value.to(DEVICE) for key, value in inputs.items()}
         losses = {way: loss_with(way, model, inputs) for way in usual_ways()}
         true = gradients(*losses["autograd"])
@@ -337,6 +337,7 @@ def of_fewer_bits(options: argparse.Namespace, begun: Gpt, tuned: Tensor) -> dic
 
 def main() -> None:
     parser = arguments(__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=4, help="timed steps of each way; 0: not these models")
     parser.add_argument("--depth", type=int, default=24)
     parser.add_argument("--dim", type=int, default=64, help="a multiple of 64")
@@ -353,7 +354,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     sys.stdout.reconfigure(line_buffering=True)
     found = begin(options)
-    found["models"] = of_models(options.rounds) if options.rounds else {}
+    found["models"] = of_models(options.models, options.rounds) if options.rounds else {}
     source, tuned, held_out = texts()
     begun = pretrained(options, source)
     found["fewer_bits"] = of_fewer_bits(options, begun, tuned)

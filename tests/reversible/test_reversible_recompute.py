@@ -6,7 +6,8 @@ import pickle
 import pytest
 import torch
 from compared import assert_close, assert_equal
-from paper_gpu import paper_gpu
+from happens_before import Race
+from paper_gpu import Stream, paper_gpu
 from torch import nn
 from torch.nn import functional as F
 from tracked_memory import TrackedMemory
@@ -15,6 +16,7 @@ from holotrain.reversible import ReversibleBlock, ReversibleSequence, kept_input
 from holotrain.reversible.kept_inputs import WAYS, rounded, unrounded
 from holotrain.reversible.make_reversible import TwoStream
 from holotrain.reversible.recomputed_block import recompute_block, recomputed_forward_of
+from holotrain.reversible.side_stream import SameStream
 
 
 class Block(nn.Module):
@@ -427,6 +429,34 @@ def test_offloading_on_a_gpu_on_paper(monkeypatch, late):
 
 
 kind = kept_inputs.Offloaded
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("wait_stream", r"side stream \d (reads|still|overwrites)"),
+        ("wait_event", r"the default stream (reads|overwrites) what side stream|side stream \d still"),
+    ],
+)
+def test_a_wait_that_is_left_out_is_found(monkeypatch, method, words):
+    model, inputs = MODELS["stack"]()
+    with paper_gpu(monkeypatch), pytest.raises(Race, match=words):
+        monkeypatch.setattr(Stream, method, lambda *_: None)
+        gradients(recompute(model.to("cuda"), backward="offload"), {"x": inputs["x"].to("cuda")})
+
+
+def test_where_memory_cannot_be_pinned_the_input_stays(monkeypatch):
+    model, inputs = MODELS["stack"]()
+    true, asked = gradients(model, inputs), []
+
+    def refuse(*given):
+        asked.append(given)
+        raise RuntimeError("out of pinned memory")
+
+    monkeypatch.setattr(kept_inputs, "side_of", lambda x: SameStream())
+    monkeypatch.setattr(kept_inputs, "Offloaded", refuse)
+    assert_equal(gradients(recompute(model, backward="offload"), inputs), true)
+    assert len(asked) == 4
 
 
 @pytest.mark.cuda
