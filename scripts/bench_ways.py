@@ -1,16 +1,17 @@
 """Compares the ways to keep what runs between the blocks of a model: memory, time, gradients, and the loss after fine-tuning.
 
-    python scripts/bench_ways.py --json scripts/results/ways_cpu.json
+    python scripts/bench_ways.py --parts models --json scripts/results/ways_cpu.json
+    python scripts/bench_ways.py --parts fewer tuning --json scripts/results/ways_tuning_cpu.json
 
 The ways: plain autograd, recompute() with each schedule (offload on a GPU alone), make_reversible() with 4 and 2 bits.
 
-Memory: of a forward and a backward of five models, above weights and gradients: the peak by the plan, and as it is; on a CPU
-that of the tensors which operations make. Time: the ways alternate in one process; ratios to checkpoint are medians over
-rounds. Gradient error: of all gradients together, relative, against autograd of the plain model; make_reversible computes
-another recurrence, whose gradients are exact for it. Loss: a GPT of 24 blocks is trained on the source of Python's standard
-library and saved. Then it is fine-tuned on Python's English help texts with each way, from the same weights and on the same
-samples: all weights in fp32 or under bf16 autocast, or LoRA matrices of rank 8. Bits per byte of held-out help texts are
-reported, less those with autograd.
+Memory: of a forward and a backward of five models, above weights and gradients: the peak by the plan, and as it is, on a CPU
+that of the tensors which operations make; and what each block adds from 24 to 48 blocks, by the plan. Time: the ways alternate
+in one process; ratios to checkpoint are medians over rounds. Gradient error: of all gradients together, relative, against
+autograd of the plain model; make_reversible computes another recurrence, whose gradients are exact for it. Loss: a GPT of 24
+blocks is trained on the source of Python's standard library and saved. Then it is fine-tuned on Python's English help texts
+with each way, from the same weights and on the same samples: all weights in fp32 or under bf16 autocast, or LoRA matrices of
+rank 8. Bits per byte of held-out help texts are reported, less those with autograd.
 
 Fewer bits: inputs rounded to 8, 6 and 4 bits, in groups of 64, after a Hadamard rotation of each 64 channels, and with the two
 largest channels kept in 16 bits. The gradient error on that GPT as it is, and with two channels enlarged as large pretrained
@@ -48,29 +49,33 @@ WAYS: dict[str, Callable[..., nn.Module]] = {
 WORD = 100
 
 
-def hugging_face(name: str, config: str, **sizes: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+def hugging_face(name: str, config: str, layers: str, depth: int = 12, **sizes: Any) -> tuple[nn.Module, dict[str, Tensor]]:
     import transformers
 
-    model = getattr(transformers, name)(getattr(transformers, config)(vocab_size=WORD, use_cache=False, **sizes))
+    model = getattr(transformers, name)(getattr(transformers, config)(**{layers: depth}, vocab_size=WORD, **sizes))
     tokens = torch.randint(WORD, (4, 128))
     return model, {"input_ids": tokens, "labels": tokens}
 
 
-def vit() -> tuple[nn.Module, dict[str, Tensor]]:
+def vit(depth: int = 12) -> tuple[nn.Module, dict[str, Tensor]]:
     import timm
 
-    model = timm.models.VisionTransformer(img_size=64, patch_size=6, embed_dim=192, depth=12, num_heads=3, num_classes=10)
+    model = timm.models.VisionTransformer(img_size=64, patch_size=6, embed_dim=192, depth=depth, num_heads=3, num_classes=10)
     return model, {"x": torch.randn(4, 3, 64, 64)}
 
 
-SIZES = {"hidden_size": 192, "num_hidden_layers": 12, "num_attention_heads": 3, "intermediate_size": 512}
+SIZES = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 512}
 TOKENS = {f"{name}_token_id": number for number, name in enumerate(("pad", "bos", "eos", "cls", "sep"))}
-MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
-    "stack": lambda: (Stack(12, SHAPES["narrow"]), {"x": torch.randn(4, 128, 192)}),
-    "gpt2": partial(hugging_face, "GPT2LMHeadModel", "GPT2Config", n_embd=192, n_layer=12, n_head=3, n_positions=128),
-    "llama": partial(hugging_face, "LlamaForCausalLM", "LlamaConfig", **SIZES, max_position_embeddings=128),
+GPT = {"use_cache": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+LAYERS = "num_hidden_layers"
+MODELS: dict[str, Callable[..., tuple[nn.Module, dict[str, Tensor]]]] = {
+    "stack": lambda depth=12: (Stack(depth, SHAPES["narrow"]), {"x": torch.randn(4, 128, 192)}),
+    "gpt2": partial(hugging_face, "GPT2LMHeadModel", "GPT2Config", "n_layer", n_embd=192, n_head=3, n_positions=128, **GPT),
+    "llama": partial(
+        hugging_face, "LlamaForCausalLM", "LlamaConfig", LAYERS, use_cache=False, **SIZES, max_position_embeddings=128
+    ),
     "vit": vit,
-    "modernbert": partial(hugging_face, "ModernBertForMaskedLM", "ModernBertConfig", **SIZES, **TOKENS),
+    "modernbert": partial(hugging_face, "ModernBertForMaskedLM", "ModernBertConfig", LAYERS, **SIZES, **TOKENS),
 }
 
 
@@ -89,11 +94,11 @@ def error_of(found: list[Tensor], true: list[Tensor]) -> float:
     return math.sqrt(off / sum(b.double().square().sum() for b in true))
 
 
-def tracked_peak(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], way: str) -> int:
+def tracked_peak(make: Callable[..., tuple[nn.Module, dict[str, Tensor]]], way: str, depth: int = 12) -> int:
     """Bytes of activations and temporary tensors, as operations make them; in a plan, of fake ones."""
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     with torch.device("meta" if fake else "cpu"):
-        model = WAYS[way](make()[0]).train()
+        model = WAYS[way](make(depth=depth)[0]).train()
     inputs = make()[1]
     if fake:
         fake_parameters(model, torch.device("cpu"))
@@ -104,13 +109,14 @@ def tracked_peak(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], way: s
     return parts["activations"] + parts["temporary"]
 
 
-def planned_peak(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], way: str) -> int:
+def planned_peak(make: Callable[..., tuple[nn.Module, dict[str, Tensor]]], way: str, depth: int = 12) -> int:
     with fake_tensors():
-        return tracked_peak(make, way)
+        return tracked_peak(make, way, depth)
 
 
 def of_models(names: list[str], rounds: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    torch.manual_seed(0)
     for name, (model, inputs) in those_that_work({name: MODELS[name] for name in names})[0].items():
         model, inputs = model.to(DEVICE).train(), {key: value.to(DEVICE) for key, value in inputs.items()}
         losses = {way: loss_with(way, model, inputs) for way in usual_ways()}
@@ -121,10 +127,17 @@ def of_models(names: list[str], rounds: int) -> dict[str, Any]:
         )
         for way, row in rows.items():
             row |= {"seconds": seconds[way], "time_over_checkpoint": median_ratio(seconds[way], seconds["checkpoint"])}
-            sizes = " / ".join(f"{row[key] / 2**20:.2f}" for key in ("planned_bytes", "peak_bytes") if key in row)
+            sizes = " / ".join(
+                f"{row[key] / 2**20:.2f}" for key in ("planned_bytes", "peak_bytes", "each_block_adds") if key in row
+            )
             print(f"{name}, {way}: {sizes} MiB, time {row['time_over_checkpoint']:.3f}, gradients {row['gradient_error']:.4f}")
         found[name] = rows
     return found
+
+
+def growth(make: Callable[..., tuple[nn.Module, dict[str, Tensor]]], way: str) -> float:
+    """Bytes for each block, from 24 to 48 blocks, by the plan."""
+    return (planned_peak(make, way, 48) - planned_peak(make, way, 24)) / 24
 
 
 def loss_with(way: str, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Callable[[], Tensor], nn.Module]:
@@ -138,7 +151,11 @@ def figures(make: Callable, way: str, loss: Callable[[], Tensor], model: nn.Modu
     row = {"gradient_error": error_of(gradients(loss, model), true)}
     if DEVICE == "cuda":
         return row | {"peak_bytes": peak_of(lambda: loss().backward(), torch.device(DEVICE))}
-    return row | {"peak_bytes": tracked_peak(make, way), "planned_bytes": planned_peak(make, way)}
+    return row | {
+        "peak_bytes": tracked_peak(make, way),
+        "planned_bytes": planned_peak(make, way),
+        "each_block_adds": growth(make, way),
+    }
 
 
 def usual_ways() -> list[str]:
@@ -337,8 +354,10 @@ def of_fewer_bits(options: argparse.Namespace, begun: Gpt, tuned: Tensor) -> dic
 
 def main() -> None:
     parser = arguments(__doc__)
+    parts = ["models", "fewer", "tuning"]
+    parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--rounds", type=int, default=4, help="timed steps of each way; 0: not these models")
+    parser.add_argument("--rounds", type=int, default=4, help="timed steps of each way")
     parser.add_argument("--depth", type=int, default=24)
     parser.add_argument("--dim", type=int, default=64, help="a multiple of 64")
     parser.add_argument("--context", type=int, default=64)
@@ -354,11 +373,14 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     sys.stdout.reconfigure(line_buffering=True)
     found = begin(options)
-    found["models"] = of_models(options.models, options.rounds) if options.rounds else {}
+    if "models" in options.parts:
+        found["models"] = of_models(options.models, options.rounds)
     source, tuned, held_out = texts()
-    begun = pretrained(options, source)
-    found["fewer_bits"] = of_fewer_bits(options, begun, tuned)
-    found["tuning"] = of_tuning(options, begun, tuned, held_out)
+    begun = pretrained(options, source) if options.parts != ["models"] else None
+    if "fewer" in options.parts:
+        found["fewer_bits"] = of_fewer_bits(options, begun, tuned)
+    if "tuning" in options.parts:
+        found["tuning"] = of_tuning(options, begun, tuned, held_out)
     save(found, options.json)
 
 

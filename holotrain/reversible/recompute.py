@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from holotrain.numeric import counted
+from holotrain.reversible.block import ReversibleBlock
 from holotrain.reversible.make_reversible import named_blocks
 from holotrain.reversible.recomputed_block import recompute_block, require_way
 
@@ -47,6 +48,8 @@ def recompute(
         raise ValueError(f"backward lists {counted(len(schedules), 'schedule')} for {counted(len(found), 'block')}")
     for schedule in schedules:
         require_way(schedule)
+    if any(isinstance(block, ReversibleBlock) for block in found):
+        raise ValueError("the blocks are those of a ReversibleSequence, which has a backward of its own: set sequence.backward")
     for block, schedule in zip(found, schedules, strict=True):
         recompute_block(block, schedule)
     return model

@@ -246,6 +246,10 @@ def test_reversible_blocks_have_the_same_schedules(make):
         (lambda model: recompute(model, model.blocks), r"recompute takes the name of a list of blocks \('blocks'\)"),
         (lambda model: recompute(nn.Linear(2, 2)), "Linear has no list of at least two equal blocks"),
         (lambda model: recompute(make_reversible(model)), "the blocks 'blocks' are reversible already"),
+        (
+            lambda _: recompute(ReversibleSequence([ReversibleBlock(Block(), Block()) for _ in range(2)])),
+            "the blocks are those of a ReversibleSequence, .* set sequence.backward",
+        ),
         (lambda model: make_reversible(recompute(model)), "the blocks are recomputed already; undo"),
         (lambda model: recompute(model).blocks[0]._replicate_for_data_parallel(), "start one process for each GPU"),
     ],
