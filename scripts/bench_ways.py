@@ -1,17 +1,18 @@
 """Compares the ways to keep what runs between the blocks of a model: memory, time, gradients, and the loss after fine-tuning.
 
     python scripts/bench_ways.py --parts models --json scripts/results/ways_cpu.json
+    python scripts/bench_ways.py --parts growth --json scripts/results/ways_growth_cpu.json
     python scripts/bench_ways.py --parts fewer tuning --json scripts/results/ways_tuning_cpu.json
 
 The ways: plain autograd, recompute() with each schedule (offload on a GPU alone), make_reversible() with 4 and 2 bits.
 
 Memory: of a forward and a backward of five models, above weights and gradients: the peak by the plan, and as it is, on a CPU
-that of the tensors which operations make; and what each block adds from 24 to 48 blocks, by the plan. Time: the ways alternate
-in one process; ratios to checkpoint are medians over rounds. Gradient error: of all gradients together, relative, against
-autograd of the plain model; make_reversible computes another recurrence, whose gradients are exact for it. Loss: a GPT of 24
-blocks is trained on the source of Python's standard library and saved. Then it is fine-tuned on Python's English help texts
-with each way, from the same weights and on the same samples: all weights in fp32 or under bf16 autocast, or LoRA matrices of
-rank 8. Bits per byte of held-out help texts are reported, less those with autograd.
+that of the tensors which operations make; and what one more block keeps after the forward, by the plan. Time: the ways
+alternate in one process; ratios to checkpoint are medians over rounds. Gradient error: of all gradients together, relative,
+against autograd of the plain model; make_reversible computes another recurrence, whose gradients are exact for it. Loss: a GPT
+of 24 blocks is trained on the source of Python's standard library and saved. Then it is fine-tuned on Python's English help
+texts with each way, from the same weights and on the same samples: all weights in fp32 or under bf16 autocast, or LoRA matrices
+of rank 8. Bits per byte of held-out help texts are reported, less those with autograd.
 
 Fewer bits: inputs rounded to 8, 6 and 4 bits, in groups of 64, after a Hadamard rotation of each 64 channels, and with the two
 largest channels kept in 16 bits. The gradient error on that GPT as it is, and with two channels enlarged as large pretrained
@@ -39,6 +40,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from holotrain.planning import TrainingStep, fake_parameters, fake_tensors, simulate_step
+from holotrain.planning.tracker import AllocationTracker
 from holotrain.planning.training_step import peak_of
 from holotrain.reversible import kept_inputs, make_reversible, recompute, undo
 
@@ -98,10 +100,11 @@ def tracked_peak(make: Callable[..., tuple[nn.Module, dict[str, Tensor]]], way: 
     """Bytes of activations and temporary tensors, as operations make them; in a plan, of fake ones."""
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     with torch.device("meta" if fake else "cpu"):
-        model = WAYS[way](make(depth=depth)[0]).train()
-    inputs = make()[1]
+        model, inputs = make(depth=depth)
+        model = WAYS[way](model).train()
     if fake:
         fake_parameters(model, torch.device("cpu"))
+        inputs = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in inputs.items()}
     else:
         loss_of(model(**inputs)).backward()  # chooses the grid
     step = TrainingStep(model, lambda: loss_of(model(**inputs)), torch.optim.SGD(model.parameters(), 0.0))
@@ -110,8 +113,10 @@ def tracked_peak(make: Callable[..., tuple[nn.Module, dict[str, Tensor]]], way: 
 
 
 def planned_peak(make: Callable[..., tuple[nn.Module, dict[str, Tensor]]], way: str, depth: int = 12) -> int:
+    with torch.device("meta"):
+        made = make(depth=depth)
     with fake_tensors():
-        return tracked_peak(make, way, depth)
+        return tracked_peak(lambda depth: made, way, depth)
 
 
 def of_models(names: list[str], rounds: int) -> dict[str, Any]:
@@ -127,17 +132,40 @@ def of_models(names: list[str], rounds: int) -> dict[str, Any]:
         )
         for way, row in rows.items():
             row |= {"seconds": seconds[way], "time_over_checkpoint": median_ratio(seconds[way], seconds["checkpoint"])}
-            sizes = " / ".join(
-                f"{row[key] / 2**20:.2f}" for key in ("planned_bytes", "peak_bytes", "each_block_adds") if key in row
-            )
+            sizes = " / ".join(f"{row[key] / 2**20:.2f}" for key in ("planned_bytes", "peak_bytes") if key in row)
             print(f"{name}, {way}: {sizes} MiB, time {row['time_over_checkpoint']:.3f}, gradients {row['gradient_error']:.4f}")
         found[name] = rows
     return found
 
 
-def growth(make: Callable[..., tuple[nn.Module, dict[str, Tensor]]], way: str) -> float:
-    """Bytes for each block, from 24 to 48 blocks, by the plan."""
-    return (planned_peak(make, way, 48) - planned_peak(make, way, 24)) / 24
+def kept_after_forward(make: Callable[..., tuple[nn.Module, dict[str, Tensor]]], way: str, depth: int) -> int:
+    """Bytes, by the plan."""
+    with torch.device("meta"):
+        model, inputs = make(depth=depth)
+        model = WAYS[way](model).train()
+    with fake_tensors():
+        fake_parameters(model, torch.device("cpu"))
+        inputs = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in inputs.items()}
+        tracker = AllocationTracker()
+        tracker.label("held", [*model.parameters(), *model.buffers(), *inputs.values()])
+        held = tracker.alive
+        with tracker.tracking():
+            loss = loss_of(model(**inputs))
+        kept = tracker.alive - held
+        del loss
+    return kept
+
+
+def of_growth(names: list[str]) -> dict[str, dict[str, float]]:
+    """Bits for each element of a block's input that one more block keeps: the input itself has 32."""
+    found = {}
+    for name in those_that_work({name: MODELS[name] for name in names})[0]:
+        more = {
+            way: (kept_after_forward(MODELS[name], way, 24) - kept_after_forward(MODELS[name], way, 12)) for way in usual_ways()
+        }
+        found[name] = {way: 32 * each / more["checkpoint"] for way, each in more.items()}
+        print(f"{name}: " + ", ".join(f"{way} {bits:.2f}" for way, bits in found[name].items()) + " bits an element")
+    return found
 
 
 def loss_with(way: str, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Callable[[], Tensor], nn.Module]:
@@ -154,7 +182,6 @@ def figures(make: Callable, way: str, loss: Callable[[], Tensor], model: nn.Modu
     return row | {
         "peak_bytes": tracked_peak(make, way),
         "planned_bytes": planned_peak(make, way),
-        "each_block_adds": growth(make, way),
     }
 
 
@@ -354,7 +381,7 @@ def of_fewer_bits(options: argparse.Namespace, begun: Gpt, tuned: Tensor) -> dic
 
 def main() -> None:
     parser = arguments(__doc__)
-    parts = ["models", "fewer", "tuning"]
+    parts = ["models", "growth", "fewer", "tuning"]
     parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=4, help="timed steps of each way")
@@ -375,8 +402,10 @@ def main() -> None:
     found = begin(options)
     if "models" in options.parts:
         found["models"] = of_models(options.models, options.rounds)
+    if "growth" in options.parts:
+        found["growth"] = of_growth(options.models)
     source, tuned, held_out = texts()
-    begun = pretrained(options, source) if options.parts != ["models"] else None
+    begun = pretrained(options, source) if {"fewer", "tuning"} & {*options.parts} else None
     if "fewer" in options.parts:
         found["fewer_bits"] = of_fewer_bits(options, begun, tuned)
     if "tuning" in options.parts:
