@@ -41,7 +41,7 @@ from holotrain.planning.choice import choose, seconds, stage_of, visits_of
 from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
 from holotrain.planning.training_step import measured_peak, simulate_step
 from holotrain.reversible.backward_schedules import KEPT
-from holotrain.reversible.tape import assuming_a_side_stream
+from holotrain.reversible.side_stream import assuming_a_side_stream
 
 
 @dataclass

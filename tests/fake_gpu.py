@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from holotrain.planning.fake_tensors import assume_mask_share, fake_tensors, is_wrapper_subclass
-from holotrain.reversible.tape import assuming_a_side_stream
+from holotrain.reversible.side_stream import assuming_a_side_stream
 
 aten = torch.ops.aten
 _backwards = count(1)

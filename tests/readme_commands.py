@@ -75,6 +75,8 @@ BENCHES = {
     "bench_tiles.py": "--depth 1 --dim 16 --heads 2 --tokens 16 --tiles 8 --rounds 1",
     "bench_padding.py": "--batch 4 --tokens 8 --rounds 1",
     "bench_plan.py": "--models vit_tiny --precisions fp32 --backwards reversible --batch 1",
+    "bench_ways.py": "--models stack --rounds 1 --depth 2 --begin 2 --steps 2 --seeds 1 --kinds fp32 --context 8 --batch 2 "
+    "--windows 2 --folder .",
     "bench_synthesis.py": "--models tiny --batch 1 --shortest 4 --longest 6 --rounds 1",
 }
 """Benches whose sizes are options, and the smallest that they take. The others measure one thing for minutes."""

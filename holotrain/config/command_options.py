@@ -208,7 +208,7 @@ class RunConfig(Composed):
             raise UserError("backward.blocks: compiled blocks cannot keep results; remove what follows + or use compile=false")
         if self.compile and backward.keep:
             raise UserError("backward.keep: compiled blocks cannot keep results; use compile=false")
-        checkpointed, trainer = backward.kind in ("checkpoint", AUTO) and not rebuilds, self.trainer
+        checkpointed, trainer = backward.kind in (*PLAIN[1:], AUTO) and not rebuilds, self.trainer
         refused = {
             "cannot capture the checkpointing of a plain model; use backward=autograd": checkpointed,
             "no support for accumulation; use trainer.accumulate_grad_batches=1": trainer.accumulate_grad_batches > 1,

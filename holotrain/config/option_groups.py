@@ -16,7 +16,7 @@ from holotrain.errors import UserError, one_of
 from holotrain.numeric import require_at_least, require_within
 from holotrain.targets import TARGET
 
-PLAIN = ("autograd", "checkpoint")
+PLAIN = ("autograd", "checkpoint", "checkpoint8", "offload")
 """Schedules of every model."""
 
 SCHEDULES = (*PLAIN, "reversible", "pareprop")
@@ -29,8 +29,8 @@ class BackwardConfig:
     """How the backward pass gets its activations: stored, checkpointed or recomputed."""
 
     kind: str | None = None
-    """autograd: store all; checkpoint: store block inputs; reversible, pareprop: recompute; auto: choose to fit memory=;
-    null: as the model's class has it"""
+    """autograd: store all; checkpoint: store block inputs; checkpoint8: in 8 bits (inexact); offload: in main memory (GPU);
+    reversible, pareprop: recompute; auto: choose to fit memory=; null: as the model's class has it"""
 
     blocks: Sequence[str] = ()
     """schedules for backward=auto, one per block, such as [pareprop+attention, autograd] (+: keep outputs); []: choose"""

@@ -40,7 +40,7 @@ def planner_of(config: RunConfig, data: pl.LightningDataModule, device: str) -> 
     unit, first = batch_unit(data), first_batch(data)
     if size is None:
         option, size = NO_OPTION, samples_in(first)
-    backward, (schedules, own, listed) = config.backward, _schedules(config, data)
+    backward, (schedules, own, listed) = config.backward, _schedules(config, data, device)
     return Planner(
         partial(_task, config, data),
         partial(_step, config, data, device, first),
@@ -55,11 +55,12 @@ def planner_of(config: RunConfig, data: pl.LightningDataModule, device: str) -> 
     )
 
 
-def _schedules(config: RunConfig, data: pl.LightningDataModule) -> tuple[tuple[str, ...], str, int]:
-    """The schedules that all blocks of the model can have, the one that they have when the model is built, and the number of
-    blocks that are in no sequence."""
+def _schedules(config: RunConfig, data: pl.LightningDataModule, device: str) -> tuple[tuple[str, ...], str, int]:
+    """The schedules to plan that all blocks of the model can have, the one that they have when the model is built, and the
+    number of blocks that are in no sequence."""
     if config.model is None:
         return PLAIN[:1], PLAIN[0], 0
+    plain = PLAIN if device == "cuda" else PLAIN[:-1]  # on a CPU offload is checkpoint
     with torch.device("meta"):
         model = build_model(replace(config, backward=BackwardConfig()), facts_of(data))
         runs = sequences(model)
@@ -68,9 +69,11 @@ def _schedules(config: RunConfig, data: pl.LightningDataModule) -> tuple[tuple[s
                 set_backward(model, PLAIN[1])
             except ValueError:
                 return PLAIN[:1], PLAIN[0], 0
-            return PLAIN, PLAIN[0], len(listed_blocks(model))
+            return plain, PLAIN[0], len(listed_blocks(model))
     own = runs[0].backward if isinstance(runs[0].backward, str) else PLAIN[0]
-    return PLAIN if any(isinstance(run, ResidualSequence) for run in runs) else SCHEDULES, own, 0
+    if any(isinstance(run, ResidualSequence) for run in runs):
+        return plain, own, 0
+    return (*PLAIN[:2], *SCHEDULES[len(PLAIN) :]), own, 0  # what rebuilds needs less than the other ways to keep inputs
 
 
 def _depth(config: RunConfig) -> Size | None:

@@ -1,20 +1,18 @@
 """The sequences of blocks in a model, the backward schedule of each block, and torch.compile, block by block."""
 
 from collections.abc import Collection, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any, cast
 
-import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.checkpoint import checkpoint
 
 from holotrain.models.layers.blocks import PostNormBlock, ResidualBlock, ResidualSequence, stored_by_stage
 from holotrain.models.mvit import Transition
 from holotrain.numeric import counted
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, ReversibleStack, stack_of
+from holotrain.reversible.kept_inputs import WAYS
 from holotrain.reversible.make_reversible import is_list_of_blocks, outermost
+from holotrain.reversible.recomputed_block import recompute_block
 
 Run = ReversibleSequence | ResidualSequence | ReversibleStack
 
@@ -47,11 +45,11 @@ def schedule_blocks(model: nn.Module, schedules: Sequence[str]) -> None:
     for run in runs:
         run.backward = list(islice(left, len(run.blocks)))
     for block, schedule in zip(listed, left, strict=True):
-        _schedule_listed(model, block, schedule)
+        recompute_block(block, schedule)
 
 
 def listed_blocks(model: nn.Module) -> list[nn.Module]:
-    """The equal blocks in ModuleLists and Sequentials of a model without sequences, first to last: they can be checkpointed."""
+    """The equal blocks in ModuleLists and Sequentials of a model without sequences, first to last: they can be recomputed."""
     blocks = (block for _, found in outermost(model, is_list_of_blocks) for block in found.children())
     return list({id(block): block for block in blocks}.values())  # a block may be in a list twice
 
@@ -64,7 +62,7 @@ def set_backward(
     Args:
         backward, store, keep, tile: as :class:`~holotrain.reversible.ReversibleSequence` takes them, with ``store`` counted
             over all sequences; ``tile`` is for blocks of two streams. Equal blocks in a ModuleList or Sequential of the model's
-            can be checkpointed (``"checkpoint"``).
+            take what :func:`~holotrain.reversible.recompute` takes.
 
     Raises:
         ValueError: the model has no blocks, or they cannot have this schedule.
@@ -74,11 +72,11 @@ def set_backward(
     if tile is not None and not (runs and all(isinstance(run, ReversibleSequence) for run in runs)):
         raise ValueError(f"{name} has no reversible blocks of two streams, which tiles need; remove tile")
     if not runs:
-        if backward not in ("autograd", "checkpoint") or store or keep:
-            raise ValueError(f"{name} has no reversible blocks; only autograd and checkpoint are possible")
+        if backward not in ("autograd", *WAYS) or store or keep:
+            raise ValueError(f"{name} has no reversible blocks; only autograd, {', '.join(WAYS)} are possible")
         depth = len(listed_blocks(model))
-        if not depth and backward == "checkpoint":
-            raise ValueError(f"{name} has no ModuleList or Sequential of equal blocks to checkpoint")
+        if not depth and backward != "autograd":
+            raise ValueError(f"{name} has no ModuleList or Sequential of equal blocks to recompute")
         return schedule_blocks(model, [backward] * depth)
     stored = stored_by_stage(store, [len(run.blocks) for run in runs])
     for run, indices in zip(runs, stored, strict=True):
@@ -89,27 +87,6 @@ def set_backward(
             run.store, run.keep = indices, tuple(keep)
         elif indices or keep:
             raise ValueError(f"the blocks of {name} are not reversible, so they take no store and keep")
-
-
-def _schedule_listed(model: nn.Module, block: nn.Module, backward: str) -> None:
-    name = type(model).__name__
-    if backward == "autograd":
-        if isinstance(vars(block).get("forward"), partial):
-            del block.forward
-    elif backward != "checkpoint":
-        raise ValueError(f"the blocks of {name} are not reversible; only autograd and checkpoint are possible")
-    elif any(isinstance(part, _BatchNorm) and part.track_running_stats for part in block.modules()):
-        raise ValueError(f"the blocks of {name} hold BatchNorm, whose statistics a recomputation would change again")
-    else:
-        block.forward = partial(_recomputed, block)  # which copies and pickles of a block refer to their own block
-
-
-def _recomputed(block: nn.Module, *arguments: Any, **keywords: Any) -> Any:
-    """The forward of a block, which is run again in the backward."""
-    run = partial(type(block).forward, block)
-    if not torch.is_grad_enabled():
-        return run(*arguments, **keywords)
-    return checkpoint(run, *arguments, use_reentrant=False, **keywords)
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> None:

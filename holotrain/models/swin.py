@@ -76,7 +76,7 @@ class Swin(nn.Module):
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         drop_path: float = 0.0,
-        backward: Literal["autograd", "checkpoint"] | Sequence[str] = "autograd",
+        backward: Literal["autograd", "checkpoint", "checkpoint8", "offload"] | Sequence[str] = "autograd",
     ) -> None:
         super().__init__()
         if not depths or len(depths) != len(heads):

@@ -141,7 +141,7 @@ def choose_schedules(planner: Planner, budget: int, measure: bool = True) -> Cho
     if least > budget:  # before anything is timed
         raise TooSmall(least)
     if planner.listed:
-        return _choose_checkpointed(planner, budget)
+        return _choose_recomputed(planner, budget)
     costs = _seconds(planner, names) if measure else None
     with planner.fake_step(planner.fake_model(names[0])) as step:
         visits = visits_of(step)
@@ -152,20 +152,21 @@ def choose_schedules(planner: Planner, budget: int, measure: bool = True) -> Cho
     return choose(stages, lambda blocks: planner.footprint(blocks).bound, budget)
 
 
-def _choose_checkpointed(planner: Planner, budget: int) -> Choice:
-    """The fewest blocks to checkpoint, first to last, with which the training fits, for blocks that are in no sequence.
+def _choose_recomputed(planner: Planner, budget: int) -> Choice:
+    """The fewest blocks to checkpoint, first to last, with which the training fits; if it fits with none, the fewest whose
+    inputs are offloaded. For blocks that are in no sequence.
 
     The last ones store their activations, because that memory is free again when the others recompute.
     """
-
-    def blocks(count: int) -> list[str]:
-        return ["checkpoint"] * count + ["autograd"] * (planner.listed - count)
-
+    depth = planner.listed
+    ways = [["checkpoint"] * count + ["autograd"] * (depth - count) for count in range(depth + 1)]
+    if "offload" in planner.schedules:
+        ways += [["offload"] * count + ["checkpoint"] * (depth - count) for count in range(1, depth + 1)]
     room = budget * (1 - MARGIN)
-    fewest = bisect_left(range(planner.listed), True, key=lambda count: planner.footprint(blocks(count)).bound <= room)
-    # A forward is a third of a block's computation, and checkpointing runs it twice.
-    cost = 3 * planner.listed + fewest
-    return Choice(blocks(fewest), planner.footprint(blocks(fewest)).bound, cost, 4 * planner.listed)
+    first = bisect_left(range(len(ways) - 1), True, key=lambda number: planner.footprint(ways[number]).bound <= room)
+    # A forward is a third of a block's computation, and recomputing runs it twice.
+    cost = 3 * depth + min(first, depth)
+    return Choice(ways[first], planner.footprint(ways[first]).bound, cost, 4 * depth)
 
 
 def choose_batch(planner: Planner, budget: int, least: int = 1, most: int | None = None) -> int:
@@ -188,17 +189,20 @@ def choose_batch(planner: Planner, budget: int, least: int = 1, most: int | None
 
 def least_memory(planner: Planner) -> str:
     """The schedule that needs the least memory."""
-    return next(name for name in ("reversible", "checkpoint", "autograd") if name in planner.schedules)
+    return next(name for name in ("reversible", "offload", "checkpoint", "autograd") if name in planner.schedules)
 
 
 def _candidates(planner: Planner) -> list[str]:
-    """On a CPU ``pareprop`` is ``reversible``; on a GPU it takes less time, or more, and more memory."""
+    """On a CPU ``pareprop`` is ``reversible``; on a GPU it takes less time, or more, and more memory.
+
+    Those that make gradients inexact are not among them.
+    """
     recomputing = ["reversible", "pareprop"] if planner.device == "cuda" else ["reversible"]
     names = []
     for name in recomputing:
         if name in planner.schedules:
             names += [name, *(f"{name}+{result}" for result in KEPT if planner.keeps_results)]
-    return names + [name for name in ("autograd", "checkpoint") if name in planner.schedules]
+    return names + [name for name in ("autograd", "checkpoint", "offload") if name in planner.schedules]
 
 
 def _seconds(planner: Planner, names: list[str]) -> list[dict[str, float]]:

@@ -15,7 +15,7 @@ from holotrain.planning.cuda_rules import cuda_rules
 from holotrain.planning.fake_tensors import assume_mask_share, fake_parameters, fake_tensors
 from holotrain.planning.tracker import Footprint
 from holotrain.planning.training_step import TrainingStep, Update, simulate_step, simulate_update
-from holotrain.reversible.tape import assuming_a_side_stream
+from holotrain.reversible.side_stream import assuming_a_side_stream
 
 MEMINFO = Path("/proc/meminfo")
 CONTAINER = Path("/sys/fs/cgroup")
@@ -82,7 +82,7 @@ class Planner:
         backward: the configured schedules; None: they are to be chosen.
         keeps_results: whether blocks that are rebuilt can keep the outputs of attention and of matrix products.
         selected: the share of its entries that a boolean mask is assumed to select; None: the step uses no such mask.
-        listed: number of equal blocks in lists of a model without sequences; they can be checkpointed.
+        listed: number of equal blocks in lists of a model without sequences; they can be recomputed.
     """
 
     make_model: Callable[[Backward, int | None], nn.Module]

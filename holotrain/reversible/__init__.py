@@ -3,12 +3,16 @@
 block               reversible blocks of two streams, and what a coupling is
 sequence            a sequence of them: the main class
 two_step            the coupling that makes any blocks invertible
+recompute           has the blocks of another model run again in the backward
+recomputed_block    one such block
 stack               the blocks of another model, coupled by two steps
 make_reversible     makes the blocks of another model reversible, and back
 backward_schedules  what each block stores and what it recomputes, and results that a recomputation reuses
 tokenwise           which modules work token by token, so that they can be taken in tiles
+kept_inputs         the ways to keep a block's input until the backward
 recomputation       a branch that runs again in the backward
 tape                branches in order, whose inputs are rebuilt
+side_stream         a second CUDA stream
 checks              whether what is rebuilt is right, and what follows if not
 replay              random numbers, autocast and attention kernels, put back for the recomputation
 reads               parameters, buffers and arguments, which must be the same in the recomputation
@@ -20,6 +24,7 @@ from holotrain.reversible.block import ReversibleBlock
 from holotrain.reversible.graphs import GraphedStep
 from holotrain.reversible.make_reversible import checks_in, make_reversible, undo
 from holotrain.reversible.recomputation import checkpointed
+from holotrain.reversible.recompute import recompute
 from holotrain.reversible.replay import recomputing
 from holotrain.reversible.sequence import ReversibleSequence
 from holotrain.reversible.stack import ReversibleStack, kept_between_blocks, stack_of, stacks_in
@@ -33,6 +38,7 @@ __all__ = [
     "checks_in",
     "kept_between_blocks",
     "make_reversible",
+    "recompute",
     "recomputing",
     "stack_of",
     "stacks_in",

@@ -27,11 +27,13 @@ class Schedule:
     Args:
         kind: ``"stored"`` keeps every activation, ``"checkpointed"`` the inputs of f and g, ``"rebuilt"`` nothing: its input is
             computed from its output.
+        input: of a checkpointed block: how its inputs are kept, as :data:`~holotrain.reversible.kept_inputs.WAYS` names it.
         ahead: a rebuilt block is recomputed while the gradients of the block behind it are computed.
         keep: results that a rebuilt block keeps all the same, as in :class:`~holotrain.reversible.backward_schedules.Kept`.
     """
 
     kind: Literal["stored", "checkpointed", "rebuilt"]
+    input: str = "checkpoint"
     ahead: bool = False
     keep: tuple[str, ...] = ()
 
@@ -39,6 +41,8 @@ class Schedule:
 SCHEDULES = {
     "autograd": Schedule("stored"),
     "checkpoint": Schedule("checkpointed"),
+    "checkpoint8": Schedule("checkpointed", "checkpoint8"),
+    "offload": Schedule("checkpointed", "offload"),
     "reversible": Schedule("rebuilt"),
     "pareprop": Schedule("rebuilt", ahead=True),
 }

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from holotrain.numeric import counted
 from holotrain.reversible.block import ReversibleBlock
 from holotrain.reversible.checks import RebuildChecks
+from holotrain.reversible.recomputed_block import recompute_block, recomputed_forward_of
 from holotrain.reversible.sequence import ReversibleSequence
 from holotrain.reversible.stack import ReversibleStack, stack_of, stacks_in
 
@@ -62,13 +63,10 @@ def make_reversible(
         ValueError: the model has no such list of blocks, or several lists and none is named, or the blocks are reversible
             already, or ``split`` with a part of a list. At the call in training: a block changes the shape.
     """
-    if isinstance(blocks, nn.Module):
-        known = ", ".join(f"{name!r}" for name, part in model.named_modules() if part is blocks) or "such as 'blocks'"
-        raise ValueError(f"make_reversible takes the name of a list of blocks ({known}), not the list itself")
-    names = list(dict.fromkeys([blocks] if isinstance(blocks, str) else blocks or _the_lists(model)))
-    modules = dict(model.named_modules(remove_duplicate=False))
-    lists = {name: _blocks_of(name, modules) for name in names}
+    lists, modules = named_blocks(model, blocks, "make_reversible"), dict(model.named_modules(remove_duplicate=False))
     _require_each_once([*lists.values()])
+    if any(recomputed_forward_of(block) for found in lists.values() for block in found.values()):
+        raise ValueError("the blocks are recomputed already; undo(model) takes that back")
     for name, found in lists.items():
         if split is None:
             ReversibleStack([*found.values()], bits, backward, store, keep, name, on_mismatch)
@@ -82,7 +80,12 @@ def make_reversible(
 
 
 def undo(model: nn.Module) -> nn.Module:
-    """Takes back what :func:`make_reversible` did to a model, in place. The weights stay as they are trained."""
+    """Takes back what :func:`make_reversible` and :func:`~holotrain.reversible.recompute` did to a model, in place.
+
+    The weights stay as they are trained.
+    """
+    for part in model.modules():
+        recompute_block(part, "autograd")
     for stack in stacks_in(model):
         stack.remove()
     for part in list(model.modules()):
@@ -133,6 +136,23 @@ def is_list_of_blocks(module: nn.Module) -> bool:
         return False
     kinds = {type(block) for block in module}
     return len(kinds) == 1 and all(any(block.children()) for block in module)
+
+
+def named_blocks(model: nn.Module, blocks: str | Sequence[str] | None, taker: str) -> dict[str, dict[str, nn.Module]]:
+    """The blocks of some lists by their names, by the name of the list.
+
+    Args:
+        blocks: as :func:`make_reversible` takes them.
+        taker: the function that takes them, for messages.
+
+    Raises:
+        ValueError: the model has no such list, or several and none is named; the blocks are reversible already.
+    """
+    if isinstance(blocks, nn.Module):
+        known = ", ".join(f"{name!r}" for name, part in model.named_modules() if part is blocks) or "such as 'blocks'"
+        raise ValueError(f"{taker} takes the name of a list of blocks ({known}), not the list itself")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return {name: _blocks_of(name, modules) for name in ([blocks] if isinstance(blocks, str) else blocks or _the_lists(model))}
 
 
 def _the_lists(model: nn.Module) -> list[str]:

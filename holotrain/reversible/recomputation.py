@@ -9,8 +9,8 @@ A checkpointed branch runs again from its stored input, and one on a tape (:mod:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from operator import attrgetter
 from typing import Any, Self
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch._C._autograd import _pop_saved_tensors_default_hooks as _pop_hooks
 from torch._C._autograd import _push_saved_tensors_default_hooks as _push_hooks
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from holotrain.numeric import counted
 from holotrain.reversible.backward_schedules import Casts, Kept
+from holotrain.reversible.kept_inputs import WAYS, Whole
 from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, require_unwrapped
 from holotrain.reversible.replay import Call, Replay, learned_of
 
@@ -276,62 +276,44 @@ def _never(nothing: None) -> Tensor:
     raise RuntimeError("the graph of a recomputation was differentiated; f and g must not call backward")
 
 
-class _Saver(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, anchor: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return anchor.new_empty(0)
-
-
-class Saved:
-    """Some tensors, saved as autograd saves them: an outer recomputation, in whose branch this one runs, recomputes them."""
-
-    def __init__(self, *tensors: Tensor) -> None:
-        # The whole result is held: before torch 2.14 a node lets go of what it saved when its result is gone.
-        self._result = _Saver.apply(torch.empty(0, requires_grad=True), *(tensor.detach() for tensor in tensors))
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """
-        Raises:
-            RuntimeError: one of them was changed in place.
-        """
-        return self._result.grad_fn.saved_tensors
-
-
-@contextmanager
-def as_in_a_forward() -> Generator[None]:
-    """Inside, :class:`Saved` keeps tensors as in a forward of its own, whatever backward or recomputation runs around it."""
-    with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(_same, _same):
-        yield
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def checkpointed(module: nn.Module, x: Tensor, *, name: str | None = None, **keywords: Any) -> Any:
+def checkpointed(
+    module: nn.Module,
+    x: Tensor,
+    *,
+    name: str | None = None,
+    backward: str = "checkpoint",
+    forward: Callable | None = None,
+    **keywords: Any,
+) -> Any:
     """``module(x, **keywords)``, which keeps ``x`` alone and is recomputed in the backward.
 
     Args:
         name: in a trace; None: the module's class.
+        backward: how ``x`` is kept: ``"checkpoint"``, ``"checkpoint8"`` or ``"offload"``, as
+            :func:`~holotrain.reversible.recompute` takes them.
+        forward: what to call instead of the module, without the module's hooks.
     """
     if torch.compiler.is_compiling():  # the compiler checkpoints by rules of its own
-        return checkpoint(module, x, use_reentrant=False, **keywords)
+        return checkpoint(forward or module, x, use_reentrant=False, **keywords)
     call = Call(x.device)
-    output = from_stored(Branch(name or type(module).__name__, module, keywords, call), x)
+    output = from_stored(Branch(name or type(module).__name__, module, keywords, call, (), forward), x, backward)
     call.end()
     return output
 
 
-def from_stored(branch: Branch, source: Tensor, part: Tensor | None = None) -> Any:
-    """The branch's output; the branch is recomputed in the backward from the source, which is kept.
+def from_stored(branch: Branch, source: Tensor, way: str = "checkpoint") -> Any:
+    """The branch's output; the branch is recomputed in the backward from the source.
 
     Args:
-        part: what a tile takes of the source.
+        way: how the source is kept, one of :data:`~holotrain.reversible.kept_inputs.WAYS`.
     """
-    return branch.run(source if part is None else part, partial(_supply_from, Saved(source)))
+    kept = WAYS[way](source)
+    output = branch.run(source, partial(supply_from, kept))
+    kept.settle()
+    return output
 
 
-def _supply_from(stored: Saved, branch: Branch) -> None:
-    with torch.inference_mode(False):  # a backward may be called in it
-        branch.saved[:] = branch.run_again(*stored.tensors(), output=False)[1]
+def supply_from(kept: Whole, branch: Branch) -> None:
+    """Has ``branch.saved`` filled from what is kept of its input."""
+    with torch.inference_mode(False), torch.no_grad():  # as a backward may be called
+        branch.saved[:] = branch.run_again(kept.restore(), output=False)[1]

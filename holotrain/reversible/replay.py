@@ -224,7 +224,7 @@ class Call:
         self.sources: list[_Source] = []
         if not _fake_mode_active():  # fake tensors draw nothing, and there may be no device whose state could be read
             self.sources.append(_CPU)
-            if len(self.settings.kinds) == 2 and not _captured(device):
+            if len(self.settings.kinds) == 2 and not is_captured(device):
                 module = torch.get_device_module(device)
                 set_state = partial(module.set_rng_state, device=device)
                 self.sources.append(_Source(partial(module.get_rng_state, device), set_state, _ends))
@@ -443,7 +443,8 @@ def in_graphed_step() -> bool:
     return _graph_generators.get() is not None
 
 
-def _captured(device: torch.device) -> bool:
+def is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -458,7 +459,7 @@ def _next_pair(device: torch.device) -> _Pair | None:
         return None
     generators = _graph_generators.get()
     pair = None if generators is None else generators.next()
-    if pair is None and _captured(device):
+    if pair is None and is_captured(device):
         raise RuntimeError(
             "use holotrain.reversible.GraphedStep to capture a step that recomputes activations, without a reversible "
             "sequence inside a branch of another; otherwise the recomputation would draw other random numbers"

@@ -20,8 +20,8 @@ from holotrain.numeric import counted
 from holotrain.reversible.backward_schedules import Schedule, Shorthand
 from holotrain.reversible.checks import RebuildChecks
 from holotrain.reversible.grid import FixedPointGrid, Grid
+from holotrain.reversible.kept_inputs import as_in_a_forward
 from holotrain.reversible.reads import version_of
-from holotrain.reversible.recomputation import as_in_a_forward
 from holotrain.reversible.replay import has_no_data, in_trace
 from holotrain.reversible.tape import Recorder, same_tensor
 from holotrain.reversible.two_step import TwoStep, in_words, stream_in, tapered, weights
@@ -369,7 +369,7 @@ class _Pass:
     def run(self, index: int, arguments: tuple, keywords: dict[str, Any]) -> Any:
         """Runs the next block."""
         schedule = self._schedules[index]
-        x, forward, words = _call(self._stack.own_forward(index), arguments, keywords, again=schedule.kind != "stored")
+        x, forward, words = call_of(self._stack.own_forward(index), arguments, keywords, again=schedule.kind != "stored")
         if not self._following:
             self._begin(x)
         elif same_tensor(x, self._returned) and version_of(x) == self._version:
@@ -510,7 +510,7 @@ class _Choice:
         return dtype
 
 
-def _call(
+def call_of(
     forward: Callable, arguments: tuple, keywords: dict[str, Any], again: bool
 ) -> tuple[Tensor, Callable, dict[str, Any]]:
     """A block's stream, its forward as a function of the stream, and the keyword arguments of that function.
@@ -549,11 +549,11 @@ def _no_cache(value: Any) -> Any:
     if getattr(value, "is_compileable", False):
         raise ValueError(
             "a block got a StaticCache in training, for whose length its masks are made; call the model with use_cache=False, "
-            'or set stack_of(block).backward = "autograd"'
+            'or have the block store its activations, with backward="autograd"'
         )
     if value.get_seq_length():
         raise ValueError(
             "a block got past keys and values in training, to which its recomputation would add a second time; call the model "
-            'with use_cache=False, or set stack_of(block).backward = "autograd"'
+            'with use_cache=False, or have the block store its activations, with backward="autograd"'
         )
     return None

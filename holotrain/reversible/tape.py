@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -24,75 +22,15 @@ from torch._C._autograd import _get_current_graph_task_keep_graph
 from holotrain.reversible.backward_schedules import Casts, Schedule
 from holotrain.reversible.block import Coupling, Run, Storing
 from holotrain.reversible.checks import RebuildChecks, StreamCheck
+from holotrain.reversible.kept_inputs import WAYS, Saved, Whole
 from holotrain.reversible.reads import is_sharded, is_tensor_parallel
-from holotrain.reversible.recomputation import Branch, Saved, from_stored
+from holotrain.reversible.recomputation import Branch, supply_from
 from holotrain.reversible.replay import Call, has_no_data, in_graphed_step
+from holotrain.reversible.side_stream import SameStream, SideStream, side_of
 from holotrain.reversible.tokenwise import drops_samples, tiles_of
 
 _no_room: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Branches that found no memory to run ahead, and how many elements a stream had then."""
-
-
-class SideStream:
-    """A second CUDA stream, on which recomputations run ahead. On the host nothing waits.
-
-    The two streams share tensors without ``record_stream``. The host lets go of what one stream reads only after the other has
-    waited for it, so that the memory can be used again.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def run(self, work: Callable[[], None]) -> torch.cuda.Event:
-        """Runs the work after all that was begun so far; returns what to wait for."""
-        main = torch.cuda.current_stream(self._device)
-        side = _side_stream(self._device, main.cuda_stream)
-        side.wait_stream(main)
-        try:
-            with torch.cuda.stream(side):
-                work()
-        except BaseException:
-            main.wait_stream(side)  # for what it had begun
-            raise
-        return side.record_event()
-
-    def wait(self, done: torch.cuda.Event) -> None:
-        """Makes all work that is submitted from now on wait."""
-        torch.cuda.current_stream(self._device).wait_event(done)
-
-
-@cache
-def _side_stream(device: torch.device, main: int) -> torch.cuda.Stream:
-    """One for every main stream, so that a sequence within a branch of another has a side of its own."""
-    return torch.cuda.Stream(device)
-
-
-class _SameStream:
-    def run(self, work: Callable[[], None]) -> None:
-        work()
-
-    def wait(self, done: None) -> None:
-        pass
-
-
-_assumed_side: ContextVar[bool] = ContextVar("side stream assumed", default=False)
-
-
-@contextmanager
-def assuming_a_side_stream() -> Generator[None]:
-    """Inside, tensors without values are recomputed as early as a CUDA device would, so that a memory plan counts them."""
-    token = _assumed_side.set(True)
-    try:
-        yield
-    finally:
-        _assumed_side.reset(token)
-
-
-def side_of(stream: Tensor) -> SideStream | _SameStream | None:
-    """Where the recomputation of a stream's branches may run ahead; None: nowhere, since a CPU has no second queue of work."""
-    if has_no_data(stream):
-        return _SameStream() if _assumed_side.get() else None
-    return SideStream(stream.device) if stream.is_cuda else None
 
 
 class _Rebuilt(Branch):
@@ -207,7 +145,7 @@ class Tape:
             self._target = None
             self._streams = (source, target) if branch.crossed else (target, source)
 
-    def _run_ahead(self, side: SideStream | _SameStream) -> None:
+    def _run_ahead(self, side: SideStream | SameStream) -> None:
         """Runs the next branch, if it may run ahead.
 
         The side stream waits for the main one first. So the main one has let go of what it used of the side's memory.
@@ -283,15 +221,19 @@ class Recorder:
             if tape is not None and self._halves == 1 and not has_no_data(source):  # one branch has nothing rebuilt before it
                 tape.check = self._checks.of_blocks(self._streams[1], coupling.grid)
             read, outputs = coupling.read(source), []
-            for tile, part, casts in self._tiles_of(module, read, keywords):
+            kept = WAYS[schedule.input](read) if tape is None else None
+            size = self._tile if schedule.input == "checkpoint" else None  # each tile would fetch or restore the whole
+            for tile, part, casts in self._tiles_of(module, size, read, keywords):
                 branch = _Rebuilt(f"{number}.{name}", module, keywords, self.call, schedule.keep, forward, tile, casts)
                 if tape is None:
-                    outputs.append(from_stored(branch, read, part))
+                    outputs.append(branch.run(part, partial(supply_from, cast(Whole, kept))))
                     continue
                 branch.coupling, branch.crossed, branch.place, branch.ahead = coupling, crossed, len(tape.branches), ahead
                 branch.first = self._halves == 0
                 outputs.append(branch.run(part, tape.supply))
                 tape.branches.append(branch)
+            if kept is not None:
+                kept.settle()
             coupled = coupling.couple(target, source, outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))
             if tape is not None:
                 self._halves += 1
@@ -300,16 +242,18 @@ class Recorder:
 
         return run
 
-    def _tiles_of(self, module: nn.Module, read: Tensor, keywords: dict) -> Iterator[tuple[slice | None, Tensor, Casts | None]]:
+    def _tiles_of(
+        self, module: nn.Module, size: int | None, read: Tensor, keywords: dict
+    ) -> Iterator[tuple[slice | None, Tensor, Casts | None]]:
         """The tiles of a branch: their tokens, what they read, and what they share. One of None: all tokens."""
-        tiles = tiles_of(module, self._tile, read, keywords)
+        tiles = tiles_of(module, size, read, keywords)
         drops_alike = bool(tiles) and drops_samples(module)
         if not tiles or (drops_alike and in_graphed_step()):
             yield None, read, None
             return
         casts = Casts() if self.call.settings.casts_weights else None
         states = self.call.states() if drops_alike else []
-        parts = torch.unsafe_split(read, cast(int, self._tile), 1)  # no views: what a branch writes to its part is noticed
+        parts = torch.unsafe_split(read, cast(int, size), 1)  # no views: what a branch writes to its part is noticed
         for tile, part in zip(tiles, parts, strict=True):
             if drops_alike:
                 self.call.draw_again(states)

@@ -273,7 +273,7 @@ TABLES = {
         ("optimizer._target_=own_packages.Lion", "optimizer._target_: there is no package 'own_packages'"),
         ("model=net model.width=0", "model.width: must be at least 1, not 0"),
         ("model=net model.classes=3", "model.classes: 3 does not fit the data, which have 10; leave it out"),
-        ("model=tower backward=pareprop", "backward=pareprop: Tower has no reversible blocks; only autograd and checkpoint"),
+        ("model=tower backward=pareprop", "backward=pareprop: Tower has no reversible blocks; only autograd, checkpoint"),
         ("model._target_=own_package.Switched backward=reversible backward.store=1", "Switched has no argument store; remove"),
         ("logger.journal._target_=own_package.Diary", "logger.journal: own_package.Diary is not a Logger"),
         ("data._target_=own_package.Net", "data.classes: a value is needed"),

@@ -114,6 +114,22 @@ def test_a_checkpoint_needs_no_other_file(holotrain, trained, tmp_path, kind, ta
     assert {"autograd", "checkpoint"} <= json.loads(Path("plan/plan.json").read_text())["footprints"].keys()
 
 
+@pytest.mark.parametrize(("kind", "task"), [("gpt2", "causal_lm"), slow("timm", "image_classification")])
+def test_blocks_in_lists_are_recomputed_in_each_way(holotrain, tmp_path, kind, task):
+    """On a CPU, where there is no other memory to offload to."""
+    write_texts(tmp_path)
+    if kind != "timm":
+        write_network(Path("network"), kind)
+    losses = {}
+    for backward in ("autograd", "checkpoint", "checkpoint8", "offload"):
+        holotrain.done("fit", *SHORT, *words_of(kind, task), f"backward={backward}", f"hydra.run.dir={backward}")
+        found = summary(Path(backward))
+        assert found["backward"] == backward
+        losses[backward] = found["metrics"]["val/loss"]
+    assert losses["autograd"] == losses["checkpoint"] == losses["offload"] != losses["checkpoint8"]
+    assert losses["checkpoint8"] == pytest.approx(losses["autograd"], rel=1e-3)
+
+
 OTHER_PROCESS = """
 import json, sys
 sys.modules["holotrain"] = None  # its import would fail
@@ -262,7 +278,7 @@ def test_images_of_another_size_and_number_of_classes(tmp_path, capsys):
         ([*TINY[:2], "model.arguments={dept: 2}"], "model: timm: "),
         ([*TINY, "task=causal_lm", *TEXT], "model: CausalLM trains GPT or HuggingFace, not Timm"),
         ([*TINY, "model.blocks=blocks"], "model.blocks: names the blocks to make reversible; give reversible=4bit too"),
-        ([*TINY, "backward=reversible"], "only autograd and checkpoint are possible"),
+        ([*TINY, "backward=reversible"], "only autograd, checkpoint, checkpoint8, offload are possible"),
         ([*TINY, "model.pretrained=nowhere"], "model: there is no file nowhere"),
         (["model=huggingface", "model.name=./nowhere"], "model.name: there is no folder ./nowhere"),
         (["model=huggingface", "model.name=someone/something"], "download=true downloads one from the Hub"),

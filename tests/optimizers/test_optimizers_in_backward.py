@@ -158,7 +158,7 @@ def test_weights_are_the_same_when_recomputation_runs_ahead(monkeypatch):
         order.append(branch.name)
         return run(branch, *args, **options)
 
-    monkeypatch.setattr(tape, "side_of", lambda stream: tape._SameStream())
+    monkeypatch.setattr(tape, "side_of", lambda stream: tape.SameStream())
     monkeypatch.setattr(recomputation.Branch, "run_again", noted)
     for shared in (False, True):
         usual, net = Net("pareprop", shared), Net("pareprop", shared)

@@ -29,7 +29,7 @@ from holotrain.planning.cuda_rules import cuda_rules
 from holotrain.planning.fake_tensors import assume_mask_share
 from holotrain.planning.tracker import AllocationTracker
 from holotrain.planning.training_step import peak_of
-from holotrain.reversible.tape import assuming_a_side_stream
+from holotrain.reversible.side_stream import assuming_a_side_stream
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten

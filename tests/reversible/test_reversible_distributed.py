@@ -24,7 +24,7 @@ def test_gradients_equal_those_of_one_process(found, backward):
 
 
 def test_gradients_of_a_stack_equal_those_of_its_recurrence(found):
-    assert len(found["stacks"]) == 9
+    assert len(found["stacks"]) == 15
     assert set(found["stacks"].values()) == {0.0}, found["stacks"]
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, recomputing
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, recompute, recomputing
 
 WIDTH, DEPTH, BATCH = 16, 4, 4
 events: list[str] = []
@@ -195,7 +195,7 @@ class Residual(Branch):
 
 
 class Stacked(nn.Module):
-    """Blocks that make_reversible takes as they are."""
+    """Blocks that make_reversible and recompute take as they are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,10 +217,10 @@ def shard_blocks(net):
     return fully_shard(net)
 
 
-def stacked(wrap, backward: str, rank: int) -> list[torch.Tensor]:
+def stacked(wrap, make, backward: str, rank: int) -> list[torch.Tensor]:
     """Two steps' gradients of a stack; the signs of its samples are drawn anew in each process."""
     torch.manual_seed(0)
-    net = wrap(make_reversible(Stacked().double(), "blocks", backward=backward))
+    net = wrap(make(Stacked().double(), "blocks", backward=backward))
     for seed in range(2):
         net.zero_grad()
         torch.manual_seed(10 * rank + seed)
@@ -231,11 +231,13 @@ def stacked(wrap, backward: str, rank: int) -> list[torch.Tensor]:
 def stack_errors(rank: int) -> dict[str, float]:
     """The largest differences to the same recurrence under plain autograd, in the same wrapper."""
     found = {}
+    kinds = {make_reversible: ("checkpoint", "reversible", "pareprop"), recompute: ("checkpoint", "offload")}
     for name, wrap in {"ddp": ddp, "fsdp2": shard_blocks, "fsdp2, root alone": fully_shard}.items():
-        true = stacked(wrap, "autograd", rank)
-        for backward in ("checkpoint", "reversible", "pareprop"):
-            pairs = zip(stacked(wrap, backward, rank), true, strict=True)
-            found[f"{name}, {backward}"] = max((a - b).abs().max().item() for a, b in pairs)
+        for make, backwards in kinds.items():
+            true = stacked(wrap, make, "autograd", rank)
+            for backward in backwards:
+                pairs = zip(stacked(wrap, make, backward, rank), true, strict=True)
+                found[f"{name}, {make.__name__}, {backward}"] = max((a - b).abs().max().item() for a, b in pairs)
     return found
 
 

@@ -18,6 +18,7 @@ from holotrain.models.layers.attention import Attention
 from holotrain.numeric import require_at_least, require_within
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, checkpointed
 from holotrain.reversible.backward_schedules import schedules_of
+from holotrain.reversible.kept_inputs import WAYS
 from holotrain.reversible.replay import in_trace
 
 
@@ -175,14 +176,15 @@ class ResidualSequence(nn.Module):
 
     Args:
         blocks: the blocks, first to last.
-        backward: ``"autograd"`` stores all activations, ``"checkpoint"`` only those between blocks; or a list with one for each
-            block. It is a plain attribute and may be changed between calls.
+        backward: ``"autograd"`` stores all activations, ``"checkpoint"`` only those between blocks, ``"checkpoint8"`` these in
+            8 bits, ``"offload"`` none on a GPU; or a list with one for each block. It is a plain attribute and may be changed
+            between calls.
 
     Raises:
         ValueError: another ``backward``, because these blocks cannot be rebuilt from their output.
     """
 
-    SCHEDULES = ("autograd", "checkpoint")
+    SCHEDULES = ("autograd", *WAYS)
 
     def __init__(self, blocks: Iterable[nn.Module], backward: str | Sequence[str] = "autograd") -> None:
         super().__init__()
@@ -197,7 +199,7 @@ class ResidualSequence(nn.Module):
     def backward(self, backward: str | Sequence[str]) -> None:
         for name in [backward] if isinstance(backward, str) else backward:
             if name not in self.SCHEDULES:
-                raise ValueError(f"a model that is not reversible takes backward {' or '.join(self.SCHEDULES)}, not {name!r}")
+                raise ValueError(f"a model that is not reversible takes backward {', '.join(self.SCHEDULES)}, not {name!r}")
         self.schedules = schedules_of(backward, len(self.blocks))
         self._backward = backward
 
@@ -228,7 +230,8 @@ class ResidualSequence(nn.Module):
         for number, (block, schedule) in enumerate(zip(self.blocks, self.schedules, strict=True)):
             with in_trace("forward", number):
                 if schedule.kind == "checkpointed" and torch.is_grad_enabled():
-                    x = checkpointed(block, x, name=str(number), f_kwargs=f_kwargs, g_kwargs=g_kwargs)
+                    words: dict[str, Any] = {"f_kwargs": f_kwargs, "g_kwargs": g_kwargs}
+                    x = checkpointed(block, x, name=str(number), backward=schedule.input, **words)
                 else:
                     x = block(x, f_kwargs, g_kwargs)
         return x
@@ -307,7 +310,8 @@ class Reversible:
     def __init__(
         self,
         *,
-        backward: Literal["autograd", "checkpoint", "reversible", "pareprop"] | Sequence[str] = "reversible",
+        backward: Literal["autograd", "checkpoint", "checkpoint8", "offload", "reversible", "pareprop"]
+        | Sequence[str] = "reversible",
         store: int | Collection[int] = 0,
         exact: bool | int = False,
         keep: str | Collection[str] = (),

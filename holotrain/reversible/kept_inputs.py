@@ -1,0 +1,186 @@
+"""What a block that runs again keeps of its input until the backward.
+
+There are several ways, which :data:`WAYS` names as the schedules do: the input as it is, the input rounded to 8 bits, or a copy
+in main memory. Each is a small class with a ``restore()``, which returns the input of the recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from holotrain.reversible.replay import has_no_data, is_captured
+from holotrain.reversible.side_stream import SameStream, SideStream, side_of
+
+
+class _Saver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.new_empty(0)
+
+
+class Saved:
+    """Some tensors, saved as autograd saves them: an outer recomputation, in whose branch this one runs, recomputes them."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        # The whole result is held: before torch 2.14 a node lets go of what it saved when its result is gone.
+        self._result = _Saver.apply(torch.empty(0, requires_grad=True), *(tensor.detach() for tensor in tensors))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """
+        Raises:
+            RuntimeError: one of them was changed in place.
+        """
+        return self._result.grad_fn.saved_tensors
+
+
+@contextmanager
+def as_in_a_forward() -> Generator[None]:
+    """Inside, :class:`Saved` keeps tensors as in a forward of its own, whatever backward or recomputation runs around it."""
+    with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(_same, _same):
+        yield
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class Whole:
+    """The input as it is."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._saved = Saved(x)
+
+    def settle(self) -> None:
+        """After the block's forward: what follows may change the input, as far as plain autograd allows it."""
+
+    def restore(self) -> Tensor:
+        """The input of the recomputation, in the backward. It may be asked for again.
+
+        Raises:
+            RuntimeError: the input was changed in place after the forward.
+        """
+        return self._saved.tensors()[0]
+
+
+GROUP = 64
+"""The most elements that share a scale."""
+
+
+class Rounded(Whole):
+    """The input in 8 bits; see :func:`rounded`."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._dtype, self._layout = x.dtype, (x.size(), x.stride())
+        self._saved = Saved(*rounded(x.detach()))
+
+    def restore(self) -> Tensor:
+        x = unrounded(*self._saved.tensors(), self._dtype)[..., : self._layout[0][-1]]
+        # The layout decides which operations run, and so what they save.
+        return x if x.stride() == self._layout[1] else x.new_empty_strided(*self._layout).copy_(x)
+
+
+def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounds each group of at most 64 elements along the last dimension to 255 multiples of a 127th of its largest magnitude.
+
+    Shapes: x: (..., C) -> the multiples, int8: (..., G, C / G), where the last group is filled up; the steps, bf16:
+    (..., G, 1).
+    """
+    groups = -(-x.shape[-1] // GROUP)
+    size = -(-x.shape[-1] // groups)
+    parts = nn.functional.pad(x, (0, groups * size - x.shape[-1])).unflatten(-1, (groups, size))
+    parts = parts.to(torch.promote_types(x.dtype, torch.float32))
+    steps = torch.linalg.vector_norm(parts, torch.inf, -1, keepdim=True) / 127
+    steps = steps.clamp_(min=torch.finfo(torch.bfloat16).tiny).bfloat16()
+    return (parts / steps).round_().clamp_(-127, 127).to(torch.int8), steps
+
+
+def unrounded(multiples: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
+    """What :func:`rounded` has rounded, in a dtype: (..., G, C / G) -> (..., C), with what fills the last group."""
+    return (multiples * steps.to(torch.promote_types(dtype, torch.float32))).flatten(-2).to(dtype)
+
+
+class Offloaded(Whole):
+    """A copy in pinned main memory.
+
+    A second stream copies the input while its block computes. In the backward it fetches it while the block behind computes,
+    so that the device holds two inputs at most.
+
+    Raises:
+        RuntimeError: memory cannot be pinned.
+    """
+
+    def __init__(self, x: Tensor, side: SideStream | SameStream) -> None:
+        self._side, self._device, self._dtype, self._layout = side, x.device, x.dtype, (x.size(), x.stride())
+        # A plan counts the memory of the device alone, and has nothing to copy.
+        self._host = host = None if has_no_data(x) else torch.empty_like(x, device="cpu", pin_memory=True)
+        self._copied: Any = side.run(lambda: None if host is None else _copy(x, host))
+        self._fetched: tuple[Tensor, Any] | None = None
+        self._earlier, _latest[x.device] = _latest.get(x.device, _nothing), ref(self)
+
+    def settle(self) -> None:
+        self._side.wait(self._copied)
+
+    def fetch(self) -> None:
+        """Begins the copy to the device."""
+        if self._fetched is None:
+            found: list[Tensor] = []
+            done = self._side.run(lambda: found.append(self._on_device()))
+            self._fetched = found[0], done
+
+    def _on_device(self) -> Tensor:
+        x = torch.empty_strided(*self._layout, dtype=self._dtype, device=self._device)
+        return x if self._host is None else _copy(self._host, x)
+
+    def restore(self) -> Tensor:
+        self.fetch()
+        assert self._fetched is not None
+        (x, done), self._fetched = self._fetched, None
+        self._side.wait(done)
+        if (earlier := self._earlier()) is not None:
+            with suppress(torch.OutOfMemoryError):  # it is fetched in its turn
+                earlier.fetch()
+        return x
+
+
+def _copy(source: Tensor, target: Tensor) -> Tensor:
+    return target.copy_(source.detach(), non_blocking=True)
+
+
+def _nothing() -> None:
+    """Refers to nothing, as a weak reference does in the end."""
+
+
+_latest: dict[torch.device, Callable[[], Offloaded | None]] = {}
+"""The input of each device that was copied last, if it is alive."""
+
+
+def _rounded(x: Tensor) -> Whole:
+    return Rounded(x) if x.is_floating_point() and x.dim() and x.numel() and not _is_repeated(x) else Whole(x)
+
+
+def _offloaded(x: Tensor) -> Whole:
+    side = side_of(x)
+    if side is None or is_captured(x.device) or _is_repeated(x):
+        return Whole(x)
+    try:
+        return Offloaded(x, side)
+    except RuntimeError:  # this system pins no memory
+        return Whole(x)
+
+
+def _is_repeated(x: Tensor) -> bool:
+    """Whether a dimension repeats the same memory, as after ``expand``."""
+    return any(stride == 0 and size > 1 for size, stride in zip(x.size(), x.stride(), strict=True))
+
+
+WAYS: dict[str, Callable[[Tensor], Whole]] = {"checkpoint": Whole, "checkpoint8": _rounded, "offload": _offloaded}
+"""How the input of a block is kept, by the name of the schedule. On a device without memory of its own, and in a CUDA graph,
+``offload`` keeps it as it is."""

@@ -1,0 +1,94 @@
+"""Plans of blocks that are recomputed from what is kept of their inputs."""
+
+import pytest
+import torch
+from small_planners import made, planner
+from torch import nn
+from tracked_memory import check_plan
+
+from holotrain.models import GPT
+from holotrain.models.block_schedules import schedule_blocks
+from holotrain.planning import TrainingStep, choose_schedules, fake_tensors, simulate_step
+from holotrain.planning.choice import MARGIN
+from holotrain.planning.memory_plan import least_memory
+
+DEPTH = 8
+TEXT = {"vocab": 64, "context": 32, "dim": 64, "depth": DEPTH, "heads": 2}
+
+
+class Network(nn.Module):
+    """A list of blocks that knows nothing of schedules."""
+
+    def __init__(self, image_size=0, depth=DEPTH):
+        super().__init__()
+        self.embed = nn.Linear(8, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(depth))
+
+    def forward(self, x):
+        x = self.embed(x).expand(-1, 4, -1, -1)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def planner_of(device, backward=None):
+    """Of a model of others, with equal blocks in a list."""
+    schedules = ("autograd", "checkpoint", "checkpoint8", *(["offload"] if device == "cuda" else []))
+    found = planner(Network, {}, batch=16, backward=backward, device=device, listed=DEPTH, schedules=schedules)
+    make = found.make_model
+
+    def make_model(backward, depth):
+        model = make(backward, depth)
+        schedule_blocks(model, [backward] * DEPTH if isinstance(backward, str) else backward)
+        return model
+
+    object.__setattr__(found, "make_model", make_model)
+    return found
+
+
+@pytest.mark.parametrize(("device", "backward", "kept"), [
+    ("cpu", "checkpoint", 1), ("cpu", "checkpoint8", 33 / 128), ("cpu", "offload", 1),
+    ("cuda", "checkpoint", 1), ("cuda", "checkpoint8", 33 / 128), ("cuda", "offload", 0),
+])  # fmt: skip
+def test_what_one_more_block_keeps(device, backward, kept):
+    footprints = [planner(GPT, TEXT, 256, device=device).footprint(backward, depth=depth).parts for depth in (8, 16)]
+    few, many = (parts["activations"] + parts["temporary"] for parts in footprints)
+    assert (many - few) / DEPTH / (256 * 32 * 64 * 4) == kept
+
+
+@pytest.mark.parametrize("backward", ["checkpoint8", "offload"])
+def test_a_plan_is_what_the_tensors_of_a_step_take(backward):
+    given = torch.zeros(32, 64, dtype=torch.int64)
+
+    def step(fake=False):
+        model = made(lambda: GPT(vocab=260, context=64, dim=64, depth=4, heads=4, backward=backward), fake)
+        return TrainingStep(model, lambda: model(given, given), torch.optim.AdamW(model.parameters()), held={"batch": [given]})
+
+    with fake_tensors():
+        planned = simulate_step(step(fake=True))
+    check_plan(planned, step())
+
+
+def test_the_choice_goes_from_stored_to_checkpointed_to_offloaded():
+    """Never to what makes gradients inexact, and on a CPU not to main memory, which is all it has."""
+    on_gpu, on_cpu = planner_of("cuda"), planner_of("cpu")
+    assert (least_memory(on_gpu), least_memory(on_cpu)) == ("offload", "checkpoint")
+    peaks = {name: on_gpu.footprint(name).bound for name in on_gpu.schedules}
+    assert peaks["offload"] < peaks["checkpoint"] < peaks["autograd"]
+
+    def chosen(budget):
+        return choose_schedules(on_gpu, int(budget), measure=False).blocks
+
+    assert chosen(1.01 * peaks["autograd"]) == ["autograd"] * DEPTH
+    assert set(chosen((peaks["autograd"] + peaks["checkpoint"]) / 2)) == {"checkpoint", "autograd"}
+    assert chosen(peaks["offload"]) == ["offload"] * DEPTH
+    two = ["offload"] * 2 + ["checkpoint"] * (DEPTH - 2)
+    assert chosen(on_gpu.footprint(two).bound / (1 - MARGIN) + 1) == two
+
+
+def test_the_choice_for_sequences_of_blocks_takes_main_memory_on_a_gpu():
+    schedules = ("autograd", "checkpoint", "checkpoint8", "offload")
+    of_gpt = planner(GPT, TEXT, batch=64, device="cuda", backward=None, schedules=schedules)
+    least = of_gpt.footprint("offload").bound
+    blocks = choose_schedules(of_gpt, least, measure=False).blocks
+    assert "offload" in blocks and "checkpoint8" not in blocks

@@ -1,0 +1,506 @@
+"""Blocks of any model that run again in the backward, from what is kept of their inputs."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from compared import assert_close, assert_equal
+from happens_before import Race
+from paper_gpu import Stream, paper_gpu
+from torch import nn
+from torch.nn import functional as F
+from tracked_memory import TrackedMemory
+
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, kept_inputs, make_reversible, recompute, stack_of, undo
+from holotrain.reversible.kept_inputs import WAYS, rounded, unrounded
+from holotrain.reversible.make_reversible import TwoStream
+from holotrain.reversible.recomputed_block import recompute_block, recomputed_forward_of
+from holotrain.reversible.side_stream import SameStream
+
+
+class Block(nn.Module):
+    def __init__(self, width=128):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x, scale=1.0):
+        return x + scale * self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Stack(nn.Module):
+    def __init__(self, depth=4, width=128):
+        super().__init__()
+        self.embed, self.blocks = nn.Linear(8, width), nn.ModuleList(Block(width) for _ in range(depth))
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _stack(dtype=torch.float64):
+    return Stack().to(dtype), {"x": torch.randn(3, 5, 8, dtype=dtype)}
+
+
+def _hugging_face(name, config, **sizes):
+    def make(dtype=torch.float64):
+        transformers = pytest.importorskip("transformers")
+        model = getattr(transformers, name)(getattr(transformers, config)(vocab_size=50, **sizes)).to(dtype)
+        tokens = torch.randint(50, (2, 12))
+        return model, {"input_ids": tokens, "labels": tokens}
+
+    return make
+
+
+def _timm(dtype=torch.float64):
+    timm = pytest.importorskip("timm")
+    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 64, "depth": 4, "num_heads": 2, "num_classes": 5}
+    model = timm.models.VisionTransformer(**sizes, drop_rate=0.1, attn_drop_rate=0.1, drop_path_rate=0.3).to(dtype)
+    return model, {"x": torch.randn(2, 3, 16, 16, dtype=dtype)}
+
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 2}
+MODELS = {
+    "stack": _stack,
+    "gpt2": _hugging_face("GPT2LMHeadModel", "GPT2Config", use_cache=False, n_embd=64, n_layer=4, n_head=2, n_positions=32),
+    "llama": _hugging_face(
+        "LlamaForCausalLM", "LlamaConfig", **SIZES, num_key_value_heads=1, max_position_embeddings=32, attention_dropout=0.1
+    ),
+    "vit": _timm,
+    "modernbert": _hugging_face(
+        "ModernBertForMaskedLM",
+        "ModernBertConfig",
+        **SIZES,
+        max_position_embeddings=32,
+        attention_dropout=0.1,
+        mlp_dropout=0.1,
+        **{f"{name}_token_id": number for number, name in enumerate(("pad", "bos", "eos", "cls", "sep"))},
+    ),
+}
+
+
+def loss_of(output):
+    return output.loss if hasattr(output, "loss") else output.square().mean()
+
+
+def gradients(model, inputs, seed=0):
+    """Also the loss, first."""
+    torch.manual_seed(seed)
+    model.zero_grad()
+    loss = loss_of(model(**inputs))
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def relative_error(found, true):
+    pairs = list(zip(found[1:], true[1:], strict=True))
+    return (sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)).sqrt().item()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_autograd(name):
+    """Of 8 bits they are near, and the loss is the same. One schedule follows the other, and in the end there is none."""
+    model, inputs = MODELS[name]()
+    model.train()
+    names, plain = list(model.state_dict()), gradients(model, inputs)
+    for backward in ("checkpoint", "offload", "autograd", "checkpoint8"):
+        assert recompute(model, backward=backward) is model
+        found = gradients(model, inputs)
+        if backward == "checkpoint8":
+            assert_equal(found[0], plain[0])
+            assert 0 < relative_error(found, plain) < 0.02
+        else:
+            assert_equal(found, plain)
+    undo(model)
+    assert not any(map(recomputed_forward_of, model.modules())) and list(model.state_dict()) == names
+    assert all("forward" not in vars(part) for part in model.modules())
+    assert_equal(gradients(model, inputs), plain)
+
+
+@pytest.mark.parametrize("backward", ["checkpoint", "checkpoint8"])
+def test_each_block_runs_twice_in_training_and_once_otherwise(backward):
+    model, inputs = MODELS["stack"]()
+    runs = [0]
+    model.blocks[1].up.register_forward_hook(lambda *_: runs.__setitem__(0, runs[0] + 1))
+    recompute(model, "blocks[1:]", backward=backward)
+    gradients(model, inputs)
+    assert runs == [2]
+    model.eval()
+    gradients(model, inputs)
+    with torch.no_grad():
+        model.train()(**inputs)
+    assert runs == [4]
+
+
+@pytest.mark.parametrize("name", ["stack", "gpt2"])
+def test_the_gradients_of_8_bits_are_those_of_rounded_inputs(name):
+    """An independent reference: a plain forward, then each block is differentiated by itself at its rounded input."""
+    model, inputs = MODELS[name]()
+    model.train()
+    for part in model.modules():
+        part.p = 0.0 if isinstance(part, nn.Dropout) else getattr(part, "p", None)
+    blocks = model.blocks if name == "stack" else model.transformer.h
+    found = gradients(recompute(model, backward="checkpoint8"), inputs)
+    undo(model)
+
+    class AtRounded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, run, x, *parameters):
+            ctx.run, ctx.parameters = run, parameters
+            ctx.save_for_backward(x)
+            return run(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (x,) = ctx.saved_tensors
+            groups = x.unflatten(-1, (-1, 64))
+            steps = (groups.abs().amax(-1, keepdim=True) / 127).bfloat16().double()
+            near = ((groups / steps).round().clamp(-127, 127) * steps).flatten(-2).requires_grad_()
+            with torch.enable_grad():
+                return (None, *torch.autograd.grad(ctx.run(near), (near, *ctx.parameters), gradient))
+
+    def straight_through(block):
+        own = block.forward
+
+        def forward(x, *rest, **words):
+            first = lambda out: out[0] if isinstance(out, tuple) else out  # noqa: E731
+            return AtRounded.apply(lambda x: first(own(x, *rest, **words)), x, *block.parameters())
+
+        block.forward = forward
+
+    for block in blocks:
+        straight_through(block)
+    assert_close(gradients(model, inputs), found, rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(3, 128), (2, 5, 64), (4, 7), (2, 3, 4, 100), (1, 65)])
+def test_rounding_is_within_half_a_step_and_what_it_keeps(shape, dtype):
+    x = torch.randn(shape).mul(torch.logspace(-3, 3, shape[-1])).to(dtype)
+    multiples, steps = rounded(x)
+    near = unrounded(multiples, steps, torch.float64)[..., : shape[-1]]
+    groups = -(-shape[-1] // 64)
+    size = -(-shape[-1] // groups)
+    rows = x.numel() // shape[-1]
+    kept = sum(tensor.untyped_storage().nbytes() for tensor in (multiples, steps))
+    assert kept == rows * groups * (size + 2)
+    half = steps.double().expand_as(multiples).flatten(-2)[..., : shape[-1]] / 2
+    assert ((near - x.double()).abs() <= half * 1.6).all()  # the step itself is rounded, by up to 127 / 256 of half a step
+    assert_equal(unrounded(*rounded(torch.zeros(2, 64)), torch.float32), torch.zeros(2, 64))
+    assert unrounded(*rounded(torch.tensor([[1.0, torch.inf]])), torch.float32).isnan().any()
+
+
+@pytest.mark.parametrize(("backward", "bytes_an_element"), [("checkpoint", 4), ("checkpoint8", 1 + 2 / 64), ("offload", 4)])
+def test_what_is_kept_for_each_block(backward, bytes_an_element):
+    """On a CPU, where main memory is all the memory that there is."""
+
+    def between(depth):
+        model, x = Stack(depth), torch.randn(16, 32, 8)
+        recompute(model, "blocks", backward=backward)
+        loss_of(model(x)).backward()
+        with TrackedMemory(model) as memory:
+            loss = loss_of(model(x))
+            alive = memory.alive
+            loss.backward()
+        return alive
+
+    assert (between(6) - between(3)) / 3 == pytest.approx(16 * 32 * 128 * bytes_an_element, rel=0.002)
+
+
+def test_one_schedule_for_each_block_and_single_lists():
+    model = nn.ModuleDict({"a": Stack(2).double(), "b": Stack(3).double()})
+    recompute(model, ["a.blocks", "b.blocks[1:]"], backward=["checkpoint", "autograd", "offload", "checkpoint8"])
+    found = [recomputed_forward_of(block) for name in "ab" for block in model[name].blocks]
+    assert [forward and forward.backward for forward in found] == ["checkpoint", None, None, "offload", "checkpoint8"]
+
+
+@pytest.mark.parametrize("make", [make_reversible, ReversibleSequence])
+def test_reversible_blocks_have_the_same_schedules(make):
+    """Two streams keep the inputs of both halves."""
+    if make is make_reversible:
+        model, inputs = MODELS["stack"]()
+        make_reversible(model)
+        held = stack_of(model.blocks[0])
+        gradients(model, inputs)  # chooses the grid
+    else:
+        held = make([ReversibleBlock(Block(64), Block(64)) for _ in range(3)]).double()
+        model = TwoStream(held, nn.ModuleList())
+        inputs = {"x": torch.randn(2, 6, 64, dtype=torch.float64)}
+    held.backward = "autograd"
+    true = gradients(model, inputs)
+    for backward in WAYS:
+        held.backward = backward
+        error = relative_error(gradients(model, inputs), true)
+        assert 0 < error < 0.05 if backward == "checkpoint8" else error == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda model: recompute(model, backward="reversible"), "backward must be one of autograd, .*not 'reversible'"),
+        (lambda model: recompute(model, backward=["checkpoint"]), "backward lists 1 schedule for 4 blocks"),
+        (lambda model: recompute(model, "embed"), "'embed' is not a list of blocks; the model has blocks"),
+        (lambda model: recompute(model, model.blocks), r"recompute takes the name of a list of blocks \('blocks'\)"),
+        (lambda model: recompute(nn.Linear(2, 2)), "Linear has no list of at least two equal blocks"),
+        (lambda model: recompute(make_reversible(model)), "the blocks 'blocks' are reversible already"),
+        (
+            lambda _: recompute(ReversibleSequence([ReversibleBlock(Block(), Block()) for _ in range(2)])),
+            "the blocks are those of a ReversibleSequence, .* set sequence.backward",
+        ),
+        (lambda model: make_reversible(recompute(model)), "the blocks are recomputed already; undo"),
+        (lambda model: recompute(model).blocks[0]._replicate_for_data_parallel(), "start one process for each GPU"),
+    ],
+)
+def test_mistakes_are_said_in_one_line(change, words):
+    model, inputs = MODELS["stack"]()
+    with pytest.raises(ValueError, match=words) as raised:
+        change(model)
+    assert "\n" not in str(raised.value)
+
+
+class Peculiar(nn.Module):
+    """Blocks that take the stream by keyword, return tuples, share a tensor that learns, and are left out at random."""
+
+    def __init__(self, width=64, depth=5):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"block": Block(width)}) for _ in range(depth))
+        self.layers = nn.ModuleList(self.Layer(width) for _ in range(depth))
+        self.bias = nn.Linear(width, width)
+
+    class Layer(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.inner, self.batch = Block(width), nn.BatchNorm1d(width)
+
+        def forward(self, hidden, bias=None, factors=None):
+            hidden = self.inner(hidden + bias * factors["all"][0])
+            hidden = self.batch(hidden.flatten(0, -2)).view_as(hidden)
+            return hidden, hidden.mean(-1), {"bias": bias.tanh()}
+
+    def forward(self, x):
+        bias, total = self.bias(x), 0.0
+        for layer in self.layers:
+            if torch.rand(()) < 0.3:
+                continue
+            x, mean, others = layer(bias=bias, hidden=x, factors={"all": [0.5]})
+            bias, total = others["bias"], total + mean.sum()
+        return x + total
+
+
+@pytest.mark.parametrize("backward", ["checkpoint", "offload"])
+def test_what_models_do_with_their_blocks(backward):
+    """Streams by keyword, tuples and dicts as output, layer drop, BatchNorm, whose statistics are counted once."""
+    plain = Peculiar().double()
+    model, x = recompute(copy.deepcopy(plain), "layers", backward=backward), {"x": torch.randn(2, 6, 64, dtype=torch.float64)}
+    for seed in range(3):
+        assert_equal(gradients(model, x, seed), gradients(plain, x, seed))
+    assert_equal(model.state_dict(), plain.state_dict())
+
+
+class OfLists(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList(self.Pair() for _ in range(3))
+
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Block(64), Block(64)
+
+        def forward(self, streams):
+            a, b = streams
+            return [self.first(a) + b, self.second(b) * 2]
+
+    def forward(self, x):
+        streams = [x, x * 2]
+        for stage in self.stages:
+            streams = stage(streams)
+        return streams[0] + streams[1]
+
+
+@pytest.mark.parametrize("backward", WAYS)
+def test_blocks_of_several_streams(backward):
+    plain, x = OfLists().double(), {"x": torch.randn(2, 6, 64, dtype=torch.float64)}
+    true = gradients(plain, x)
+    found = gradients(recompute(plain, "stages", backward=backward), x)
+    assert_close(found, true, rtol=0.2 if backward == "checkpoint8" else 0, atol=0.01 if backward == "checkpoint8" else 0)
+
+
+LAYOUTS = {
+    "repeated": lambda x: x[:1].expand(2, 3, 64),
+    "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "sliced": lambda x: x.repeat(1, 1, 2)[..., 64:],
+}
+
+
+@pytest.mark.parametrize("backward", WAYS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_input_has_its_layout_again(backward, layout):
+    """A linear layer does other operations with one that is repeated, transposed or sliced, and saves other tensors."""
+    block = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).double()
+    inputs = {"input": LAYOUTS[layout](torch.randn(2, 3, 64, dtype=torch.float64))}
+    true = gradients(block, inputs)
+    recompute_block(block, backward)
+    error = relative_error(gradients(block, inputs), true)
+    assert error < 0.02 if backward == "checkpoint8" else error == 0
+
+
+@pytest.mark.parametrize("backward", ["checkpoint", "offload", "checkpoint8"])
+def test_frozen_first_blocks_and_adapters(backward):
+    model, inputs = MODELS["stack"]()
+    for parameter in [*model.embed.parameters(), *model.blocks[:2].parameters(), model.blocks[3].up.weight]:
+        parameter.requires_grad_(False)
+    true = gradients(model, inputs)
+    found = gradients(recompute(model, backward=backward), inputs)
+    if backward == "checkpoint8":
+        assert relative_error(found, true) < 0.02
+    else:
+        assert_equal(found, true)
+
+
+def test_low_rank_adapters_of_peft():
+    peft = pytest.importorskip("peft")
+    model, inputs = MODELS["llama"]()
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], lora_dropout=0.1)).double()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    true = gradients(model, inputs)
+    for backward in ("checkpoint", "offload"):
+        assert_equal(gradients(recompute(model, "base_model.model.model.layers", backward=backward), inputs), true)
+    recompute(model, "base_model.model.model.layers", backward="checkpoint8")
+    assert relative_error(gradients(model, inputs), true) < 0.03
+
+
+@pytest.mark.parametrize("backward", WAYS)
+def test_autocast(backward):
+    model, inputs = MODELS["stack"](torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        true = gradients(model, inputs)
+        found = gradients(recompute(model, backward=backward), inputs)
+    assert_equal(found[0], true[0])
+    assert relative_error(found, true) < (0.02 if backward == "checkpoint8" else 1e-12)
+
+
+def test_copies_and_pickles_run_their_own_blocks():
+    model, inputs = MODELS["stack"]()
+    recompute(model, backward="checkpoint8")
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_equal(gradients(other, inputs), gradients(model, inputs))
+        with torch.no_grad():
+            other.blocks[0].up.weight.zero_()
+        assert_equal(gradients(other, inputs)[3:5], [torch.zeros(128, dtype=torch.float64)] * 2)
+
+
+def test_a_forward_that_was_wrapped_is_given_back():
+    model, inputs = MODELS["stack"]()
+    plain, block = gradients(model, inputs), model.blocks[0]
+    recompute(model)
+    wrapped = block.forward
+    block.forward = lambda *given, **words: wrapped(*given, **words)
+    undo(model)
+    assert_equal(gradients(model, inputs), plain)
+    assert recomputed_forward_of(block) is None and "forward" not in vars(model.blocks[1])
+
+
+def test_a_compiled_model(compiler):
+    model, inputs = MODELS["stack"]()
+    for part in model.modules():
+        part.p = 0.0 if isinstance(part, nn.Dropout) else getattr(part, "p", None)
+    true = gradients(model, inputs)
+    found = gradients(torch.compile(recompute(model, backward="checkpoint")), inputs)
+    assert_close(found, true, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_offloading_on_a_gpu_on_paper(monkeypatch, late):
+    """Two streams, no race, the same gradients; inputs are gone from the device after the forward."""
+    model, inputs = MODELS["stack"]()
+    for part in model.modules():
+        part.p = 0.0 if isinstance(part, nn.Dropout) else getattr(part, "p", None)
+    true = gradients(model, inputs)
+    with paper_gpu(monkeypatch, late):
+        model.to("cuda")
+        recompute(model, backward="offload")
+        made = []
+        monkeypatch.setattr(kept_inputs, "Offloaded", lambda *given: made.append(kind(*given)) or made[-1])
+        found = [gradient.cpu() for gradient in gradients(model, {"x": inputs["x"].to("cuda")})]
+        assert [kept._host.device.type for kept in made] == ["cpu"] * 4
+    assert_close(found, true, rtol=1e-12, atol=1e-14)
+
+
+kind = kept_inputs.Offloaded
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("wait_stream", r"side stream \d (reads|still|overwrites)"),
+        ("wait_event", r"the default stream (reads|overwrites) what side stream|side stream \d still"),
+    ],
+)
+def test_a_wait_that_is_left_out_is_found(monkeypatch, method, words):
+    model, inputs = MODELS["stack"]()
+    with paper_gpu(monkeypatch), pytest.raises(Race, match=words):
+        monkeypatch.setattr(Stream, method, lambda *_: None)
+        gradients(recompute(model.to("cuda"), backward="offload"), {"x": inputs["x"].to("cuda")})
+
+
+def test_where_memory_cannot_be_pinned_the_input_stays(monkeypatch):
+    model, inputs = MODELS["stack"]()
+    true, asked = gradients(model, inputs), []
+
+    def refuse(*given):
+        asked.append(given)
+        raise RuntimeError("out of pinned memory")
+
+    monkeypatch.setattr(kept_inputs, "side_of", lambda x: SameStream())
+    monkeypatch.setattr(kept_inputs, "Offloaded", refuse)
+    assert_equal(gradients(recompute(model, backward="offload"), inputs), true)
+    assert len(asked) == 4
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+class TestOnAGpu:
+    @pytest.fixture
+    def model(self):
+        return Stack(8, 256).cuda(), {"x": torch.randn(64, 32, 8, device="cuda")}
+
+    def test_offloaded_inputs_leave_the_device(self, model):
+        model, inputs = model
+        true = gradients(model, inputs)
+        kept = {}
+        for backward in ("checkpoint", "offload"):
+            recompute(model, backward=backward)
+            assert_equal(gradients(model, inputs), true)
+            before = torch.cuda.memory_allocated()
+            loss = loss_of(model(**inputs))
+            torch.cuda.synchronize()
+            kept[backward] = torch.cuda.memory_allocated() - before
+            loss.backward()
+        stream = 64 * 32 * 256 * 4
+        assert kept["checkpoint"] - kept["offload"] >= 7 * stream
+
+    def test_copies_are_on_a_second_stream(self, model):
+        model, inputs = model
+        recompute(model, backward="offload")
+        gradients(model, inputs)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            gradients(model, inputs)
+            torch.cuda.synchronize()
+        events = profile.events()
+        copies = {event.device_resource_id for event in events if "Memcpy" in event.name and "inned" in event.name}
+        others = {event.device_resource_id for event in events if "gemm" in event.name.lower()}
+        assert copies and others and not copies & others
+
+    @pytest.mark.parametrize("backward", WAYS)
+    def test_bf16_autocast_repeats(self, model, backward):
+        model, inputs = model
+        with torch.autocast("cuda", torch.bfloat16):
+            true = gradients(model, inputs)
+            found = gradients(recompute(model, backward=backward), inputs)
+        assert relative_error(found, true) <= (0.02 if backward == "checkpoint8" else 0)
