@@ -247,7 +247,8 @@ def test_weights_of_other_numbers(given, case, command):
 @pytest.mark.parametrize("case", STATES)
 def test_what_a_training_takes_over(given, case, command):
     assert re.search(
-        r"\.ckpt (is damaged, or of another|holds another model: )| (does|do) not fit: ", given(STATES[case], *COMMANDS[command])
+        r"\.ckpt (is damaged, or of another|holds another model: )| (does|do) not fit: ",
+        given(STATES[case], *COMMANDS[command]),
     )
 
 
