@@ -65,6 +65,14 @@ def contacts_nobody(tmp_path):
     assert noted == []
 
 
+@pytest.fixture
+def float64_stays(monkeypatch):
+    """``x.float()`` leaves a tensor in float64: transformers casts logits to float32, which would hide errors."""
+    import torch
+
+    monkeypatch.setattr(torch.Tensor, "float", lambda self: self if self.dtype == torch.float64 else self.to(torch.float32))
+
+
 @pytest.fixture(params=["eager", slow("inductor")])
 def compiler(request, monkeypatch):
     """What torch.compile uses where the code under test names no backend: the captured graph as it is, or generated code."""

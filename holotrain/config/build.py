@@ -42,7 +42,7 @@ from holotrain.data.limits import EXPANSION
 from holotrain.errors import UserError, naming_group
 from holotrain.models import compile_blocks
 from holotrain.models.adapters import PEFT, add_adapters, add_peft, freeze
-from holotrain.models.block_schedules import schedule_blocks, set_backward
+from holotrain.models.block_schedules import schedule_blocks, set_backward, set_tile
 from holotrain.models.building import allocated, bounded
 from holotrain.models.checkpoint_files import read_weights
 from holotrain.models.foreign import Foreign
@@ -130,7 +130,9 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
         elif not takes(config.model, "backward") and backward.kind not in (None, AUTO):
             if backward.exact:
                 raise ValueError(f"{config.model.name} takes no option exact")
-            set_backward(model, backward.kind, backward.store, backward.keep, backward.tile)
+            set_backward(model, backward.kind, backward.store, backward.keep)
+        if backward.tile is not None and not takes(config.model, "backward"):
+            set_tile(model, backward.tile)
     except ValueError as error:
         if backward.blocks:
             raise UserError(f"backward.blocks: {error}; use backward.blocks=[] to choose them again") from error

@@ -11,8 +11,9 @@ from holotrain.models.mvit import Transition
 from holotrain.numeric import counted
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, ReversibleStack, stack_of
 from holotrain.reversible.kept_inputs import WAYS
-from holotrain.reversible.make_reversible import is_list_of_blocks, outermost
+from holotrain.reversible.lists_of_blocks import is_list_of_blocks, outermost
 from holotrain.reversible.recomputed_block import recompute_block
+from holotrain.reversible.tiles import tile_modules, untile_modules
 
 Run = ReversibleSequence | ResidualSequence | ReversibleStack
 
@@ -61,16 +62,15 @@ def set_backward(
 
     Args:
         backward, store, keep, tile: as :class:`~holotrain.reversible.ReversibleSequence` takes them, with ``store`` counted
-            over all sequences; ``tile`` is for blocks of two streams. Equal blocks in a ModuleList or Sequential of the model's
-            take what :func:`~holotrain.reversible.recompute` takes.
+            over all sequences; see :func:`set_tile`. Equal blocks in a ModuleList or Sequential of the model's take what
+            :func:`~holotrain.reversible.recompute` takes.
 
     Raises:
         ValueError: the model has no blocks, or they cannot have this schedule.
     """
     runs = sequences(model)
     name = type(model).__name__
-    if tile is not None and not (runs and all(isinstance(run, ReversibleSequence) for run in runs)):
-        raise ValueError(f"{name} has no reversible blocks of two streams, which tiles need; remove tile")
+    set_tile(model, tile)
     if not runs:
         if backward not in ("autograd", *WAYS) or store or keep:
             raise ValueError(f"{name} has no reversible blocks; only autograd, {', '.join(WAYS)} are possible")
@@ -81,12 +81,28 @@ def set_backward(
     stored = stored_by_stage(store, [len(run.blocks) for run in runs])
     for run, indices in zip(runs, stored, strict=True):
         run.backward = backward
-        if isinstance(run, ReversibleSequence):
-            run.tile = tile
         if isinstance(run, ReversibleSequence | ReversibleStack):
             run.store, run.keep = indices, tuple(keep)
         elif indices or keep:
             raise ValueError(f"the blocks of {name} are not reversible, so they take no store and keep")
+
+
+def set_tile(model: nn.Module, tile: int | None) -> None:
+    """Takes what works token by token in a model's blocks a tile of tokens at a time, in place.
+
+    Args:
+        tile: tokens of a tile, of each row of a batch; None: all.
+
+    Raises:
+        ValueError: nothing in the blocks looks as if it worked token by token.
+    """
+    two_streams = [run for run in sequences(model) if isinstance(run, ReversibleSequence)]
+    for run in two_streams:
+        run.tile = tile
+    if tile is None:
+        untile_modules(model)
+    elif not two_streams and not tile_modules(model, tile):
+        raise ValueError(f"{type(model).__name__} has no blocks with MLPs that work token by token; remove tile")
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> None:

@@ -7,6 +7,9 @@ recompute           has the blocks of another model run again in the backward
 recomputed_block    one such block
 stack               the blocks of another model, coupled by two steps
 make_reversible     makes the blocks of another model reversible, and back
+lists_of_blocks     the lists of blocks in a model
+tiles               the MLPs of another model, some tokens at a time
+tiled_loss          the head and the loss of another model, some tokens at a time
 backward_schedules  what each block stores and what it recomputes, and results that a recomputation reuses
 tokenwise           which modules work token by token, so that they can be taken in tiles
 kept_inputs         the ways to keep a block's input until the backward

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from holotrain.numeric import counted
 from holotrain.reversible.block import ReversibleBlock
 from holotrain.reversible.checks import RebuildChecks
+from holotrain.reversible.lists_of_blocks import the_lists
 from holotrain.reversible.recomputed_block import recompute_block, recomputed_forward_of
 from holotrain.reversible.sequence import ReversibleSequence
 from holotrain.reversible.stack import ReversibleStack, stack_of, stacks_in
+from holotrain.reversible.tiles import take_in_tiles, take_whole
 
 _PART = re.compile(r"(.+)\[(-?\d*):(-?\d*)\]")
 """A part of a list of blocks, such as layers[1:]."""
@@ -31,6 +33,7 @@ def make_reversible(
     store: int | Collection[int] = 0,
     keep: str | Collection[str] = (),
     on_mismatch: str = "store",
+    tile: int | None = None,
 ) -> nn.Module:
     """Makes a stack of blocks reversible, in place, so that training keeps almost nothing between them.
 
@@ -55,6 +58,9 @@ def make_reversible(
             another network with the same weights, to be trained anew.
         backward, store, keep, on_mismatch: as :class:`ReversibleSequence` takes them, with the blocks of each list counted by
             themselves; ``backward="autograd"`` stores everything and computes the same.
+        tile: tokens of each row that MLPs take at a time, also as part of a block that runs again. In language
+            models of transformers, the head and the loss of ``model(input_ids, labels=labels)`` are then taken in tiles, too,
+            and ``logits`` is None in training; see :mod:`holotrain.reversible.tiled_loss`. None: all tokens at once.
 
     Returns:
         the model.
@@ -74,8 +80,10 @@ def make_reversible(
             raise ValueError(f"split replaces a whole list of blocks, and {name!r} is a part of one")
         else:
             coupled = [ReversibleBlock(*split(block)) for block in found.values()]
-            sequence = ReversibleSequence(coupled, backward, store, keep=keep, on_mismatch=on_mismatch)
+            sequence = ReversibleSequence(coupled, backward, store, keep=keep, on_mismatch=on_mismatch, tile=tile)
             _replace(modules, name, TwoStream(sequence, modules[name]))
+    if tile is not None:
+        take_in_tiles(model, tile)
     return model
 
 
@@ -84,6 +92,7 @@ def undo(model: nn.Module) -> nn.Module:
 
     The weights stay as they are trained.
     """
+    take_whole(model)
     for part in model.modules():
         recompute_block(part, "autograd")
     for stack in stacks_in(model):
@@ -121,23 +130,6 @@ class TwoStream(nn.Module):
         return (y1 + y2) / 2
 
 
-def outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that are wanted with their names, first to last, without those inside another."""
-    within: set[int] = set()
-    for name, module in model.named_modules():
-        if id(module) not in within and wanted(module):
-            yield name, module
-            within |= {id(part) for part in module.modules()}
-
-
-def is_list_of_blocks(module: nn.Module) -> bool:
-    """Whether a module is a list of at least two blocks of one class, which have parts of their own."""
-    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
-        return False
-    kinds = {type(block) for block in module}
-    return len(kinds) == 1 and all(any(block.children()) for block in module)
-
-
 def named_blocks(model: nn.Module, blocks: str | Sequence[str] | None, taker: str) -> dict[str, dict[str, nn.Module]]:
     """The blocks of some lists by their names, by the name of the list.
 
@@ -152,28 +144,7 @@ def named_blocks(model: nn.Module, blocks: str | Sequence[str] | None, taker: st
         known = ", ".join(f"{name!r}" for name, part in model.named_modules() if part is blocks) or "such as 'blocks'"
         raise ValueError(f"{taker} takes the name of a list of blocks ({known}), not the list itself")
     modules = dict(model.named_modules(remove_duplicate=False))
-    return {name: _blocks_of(name, modules) for name in ([blocks] if isinstance(blocks, str) else blocks or _the_lists(model))}
-
-
-def _the_lists(model: nn.Module) -> list[str]:
-    equal, mixed = (dict(outermost(model, wanted)) for wanted in (is_list_of_blocks, _is_list_of_kinds))
-    # The blocks of a list may be of several kinds, and hold small lists themselves, such as adapters.
-    found = equal if equal.keys() & mixed.keys() or 2 * _size(equal) >= _size(mixed) else mixed
-    if not found or (len(found) > 1 and len({type(block) for module in found.values() for block in module.children()}) > 1):
-        several = f"several lists of blocks: {', '.join(found)}; name one" if found else "no list of at least two equal blocks"
-        raise ValueError(f"{type(model).__name__} has {several}")
-    return list(found)
-
-
-def _is_list_of_kinds(module: nn.Module) -> bool:
-    """Whether a module is a list of blocks, of which some are of one class."""
-    if not isinstance(module, nn.ModuleList | nn.Sequential) or len({type(block) for block in module}) == len(module):
-        return False
-    return all(any(block.children()) for block in module)
-
-
-def _size(lists: dict[str, nn.Module]) -> int:
-    return sum(parameter.numel() for module in lists.values() for parameter in module.parameters())
+    return {name: _blocks_of(name, modules) for name in ([blocks] if isinstance(blocks, str) else blocks or the_lists(model))}
 
 
 def _blocks_of(name: str, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:

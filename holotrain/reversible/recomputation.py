@@ -301,19 +301,19 @@ def checkpointed(
     return output
 
 
-def from_stored(branch: Branch, source: Tensor, way: str = "checkpoint") -> Any:
+def from_stored(branch: Branch, source: Tensor, way: str = "checkpoint", part: Tensor | None = None) -> Any:
     """The branch's output; the branch is recomputed in the backward from the source.
 
     Args:
         way: how the source is kept, one of :data:`~holotrain.reversible.kept_inputs.WAYS`.
+        part: what a tile takes of the source.
     """
     kept = WAYS[way](source)
-    output = branch.run(source, partial(supply_from, kept))
+    output = branch.run(source if part is None else part, partial(_supply_from, kept))
     kept.settle()
     return output
 
 
-def supply_from(kept: Whole, branch: Branch) -> None:
-    """Has ``branch.saved`` filled from what is kept of its input."""
+def _supply_from(kept: Whole, branch: Branch) -> None:
     with torch.inference_mode(False), torch.no_grad():  # as a backward may be called
         branch.saved[:] = branch.run_again(kept.restore(), output=False)[1]

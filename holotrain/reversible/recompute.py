@@ -10,10 +10,15 @@ from holotrain.numeric import counted
 from holotrain.reversible.block import ReversibleBlock
 from holotrain.reversible.make_reversible import named_blocks
 from holotrain.reversible.recomputed_block import recompute_block, require_way
+from holotrain.reversible.tiles import take_in_tiles
 
 
 def recompute(
-    model: nn.Module, blocks: str | Sequence[str] | None = None, *, backward: str | Sequence[str] = "checkpoint"
+    model: nn.Module,
+    blocks: str | Sequence[str] | None = None,
+    *,
+    backward: str | Sequence[str] = "checkpoint",
+    tile: int | None = None,
 ) -> nn.Module:
     """Has a stack of blocks keep only their inputs in training, and run again in the backward, in place.
 
@@ -33,6 +38,7 @@ def recompute(
             - ``"offload"``: copied to main memory while the block computes, and fetched ahead of its turn in the backward. On a
               CPU, and where memory cannot be pinned, it is ``"checkpoint"``;
             - ``"autograd"``: the block stores all its activations.
+        tile: as :func:`~holotrain.reversible.make_reversible` takes it.
 
     Returns:
         the model.
@@ -52,4 +58,6 @@ def recompute(
         raise ValueError("the blocks are those of a ReversibleSequence, which has a backward of its own: set sequence.backward")
     for block, schedule in zip(found, schedules, strict=True):
         recompute_block(block, schedule)
+    if tile is not None:
+        take_in_tiles(model, tile)
     return model

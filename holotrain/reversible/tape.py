@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -22,9 +21,9 @@ from torch._C._autograd import _get_current_graph_task_keep_graph
 from holotrain.reversible.backward_schedules import Casts, Schedule
 from holotrain.reversible.block import Coupling, Run, Storing
 from holotrain.reversible.checks import RebuildChecks, StreamCheck
-from holotrain.reversible.kept_inputs import WAYS, Saved, Whole
+from holotrain.reversible.kept_inputs import Saved
 from holotrain.reversible.reads import is_sharded, is_tensor_parallel
-from holotrain.reversible.recomputation import Branch, supply_from
+from holotrain.reversible.recomputation import Branch, from_stored
 from holotrain.reversible.replay import Call, has_no_data, in_graphed_step
 from holotrain.reversible.side_stream import SameStream, SideStream, side_of
 from holotrain.reversible.tokenwise import drops_samples, tiles_of
@@ -221,19 +220,16 @@ class Recorder:
             if tape is not None and self._halves == 1 and not has_no_data(source):  # one branch has nothing rebuilt before it
                 tape.check = self._checks.of_blocks(self._streams[1], coupling.grid)
             read, outputs = coupling.read(source), []
-            kept = WAYS[schedule.input](read) if tape is None else None
             size = self._tile if schedule.input == "checkpoint" else None  # each tile would fetch or restore the whole
             for tile, part, casts in self._tiles_of(module, size, read, keywords):
                 branch = _Rebuilt(f"{number}.{name}", module, keywords, self.call, schedule.keep, forward, tile, casts)
                 if tape is None:
-                    outputs.append(branch.run(part, partial(supply_from, cast(Whole, kept))))
+                    outputs.append(from_stored(branch, read, schedule.input, part))
                     continue
                 branch.coupling, branch.crossed, branch.place, branch.ahead = coupling, crossed, len(tape.branches), ahead
                 branch.first = self._halves == 0
                 outputs.append(branch.run(part, tape.supply))
                 tape.branches.append(branch)
-            if kept is not None:
-                kept.settle()
             coupled = coupling.couple(target, source, outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))
             if tape is not None:
                 self._halves += 1

@@ -43,13 +43,12 @@ def tile_loss(model: nn.Module, logits: int | None = None) -> nn.Module:
         the language model.
 
     Raises:
-        ValueError: there is no such model, or its loss is in tiles already.
+        ValueError: there is no such model.
     """
     found = language_model(model)
     if found is None:
         raise ValueError(f"{type(model).__name__} is no language model of transformers, with a base and a head")
-    if isinstance(vars(found).get("forward"), TiledLoss):
-        raise ValueError("the loss of this model is in tiles already")
+    untile_loss(found)
     found.forward = TiledLoss(found, logits)
     return found
 
@@ -92,13 +91,16 @@ def tiled_cross_entropy(model: nn.Module, targets: Tensor, **inputs: Any) -> Ten
     """
     found = language_model(model)
     if is_sharded(type(found.get_output_embeddings())):  # it would be gathered for each tile
-        return F.cross_entropy(model(**inputs).logits.flatten(0, 1).float(), targets.flatten())
+        return _cross_entropy(model(**inputs), targets.flatten(), "mean")
     with _Base(found, targets.shape[1]) as base, _Sums(found, base) as sums:
         for piece in _pieces(targets.shape[1], _tile(found, targets, None)):
-            logits = base.piece(piece, partial(model, **inputs)).logits
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets[:, piece].flatten(), reduction="sum")
-            sums.add(loss, piece)
+            own = targets[:, piece].flatten()
+            sums.add(_cross_entropy(base.piece(piece, partial(model, **inputs)), own, "sum"), piece)
         return sums.loss((targets != IGNORED).sum())
+
+
+def _cross_entropy(result: Any, targets: Tensor, reduction: str) -> Tensor:
+    return F.cross_entropy(result.logits.flatten(0, 1).float(), targets, reduction=reduction)
 
 
 def _tile(model: Any, labels: Tensor, most: int | None) -> int:
@@ -181,9 +183,9 @@ class TiledLoss:
                 count = (own != IGNORED).sum()
                 own[0, -1] = torch.where(count == 0, 0, own[0, -1])  # the mean over no token is NaN
                 made = base.piece(piece, partial(run, labels=own))
+                made["logits"] = None  # which the gradients do not need
                 sums.add(made.loss * (count if mean else count > 0), piece)
             made["loss"] = sums.loss((labels[:, self.shift :] != IGNORED).sum() if mean else None)
-        made["logits"] = None
         return made
 
 

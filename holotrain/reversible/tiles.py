@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from holotrain.reversible.make_reversible import is_list_of_blocks, outermost
+from holotrain.reversible.lists_of_blocks import is_list_of_blocks, outermost
+from holotrain.reversible.tiled_loss import language_model, tile_loss, untile_loss
 from holotrain.reversible.tokenwise import drops_samples, may_be_tokenwise, tiles_of
 
 
@@ -22,16 +23,17 @@ def tile_modules(model: nn.Module, tile: int) -> list[str]:
     """Takes the MLPs in the blocks of a model, and whatever else works token by token, a tile at a time in training, in place.
 
     They are found by their structure: at least two linear layers, and else norms, activations and dropout. At the first call
-    each is tried on two short pieces, together and one by one; where the results differ, as for attention, it is left alone.
+    each is tried on two short pieces, together and one by one; where the results differ, as for attention, it is left alone. A
+    second call changes the size.
 
     Args:
-        tile: tokens of a tile, over all rows of a batch.
+        tile: tokens of a tile, of each row of a batch.
 
     Returns:
         the names of the modules that are tried.
 
     Raises:
-        ValueError: ``tile`` is not positive, or the model is in tiles already.
+        ValueError: ``tile`` is not positive.
     """
     if tile < 1:
         raise ValueError(f"tile must be a number of tokens, not {tile}")
@@ -41,11 +43,23 @@ def tile_modules(model: nn.Module, tile: int) -> list[str]:
         for inner, module in blocks.named_modules()
         if "." in inner and may_be_tokenwise(module)
     }
-    if any(isinstance(vars(module).get("forward"), Tiled) for module in found.values()):
-        raise ValueError("the model is in tiles already")
     for module in found.values():
         module.forward = Tiled(module, tile)
     return list(found)
+
+
+def take_in_tiles(model: nn.Module, tile: int) -> None:
+    """Takes MLPs in tiles, and the loss, if it is a language model of transformers with a head for words; see
+    :func:`tile_modules` and :func:`~holotrain.reversible.tiled_loss.tile_loss`."""
+    tile_modules(model, tile)
+    if language_model(model) is not None:
+        tile_loss(model)
+
+
+def take_whole(model: nn.Module) -> None:
+    """Takes back what :func:`take_in_tiles` did."""
+    untile_modules(model)
+    untile_loss(model)
 
 
 def untile_modules(model: nn.Module) -> None:
@@ -69,9 +83,8 @@ class Tiled:
         x = args[0] if len(args) == 1 else None
         if Tiled.inside or not torch.is_grad_enabled() or not isinstance(x, Tensor) or drops_samples(self.module):
             return run(*args)
-        tile = max(self.tile // max(len(x), 1), 1)
         with _inside():
-            tiles = tiles_of(self.module, tile, x, kwargs)
+            tiles = tiles_of(self.module, self.tile, x, kwargs)
         if not tiles:
             return run(x)
         parts = (x[:, part].contiguous() for part in tiles)

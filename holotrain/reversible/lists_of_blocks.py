@@ -1,0 +1,50 @@
+"""The lists of blocks in a model: what may be recomputed or made reversible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+
+def outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that are wanted with their names, first to last, without those inside another."""
+    within: set[int] = set()
+    for name, module in model.named_modules():
+        if id(module) not in within and wanted(module):
+            yield name, module
+            within |= {id(part) for part in module.modules()}
+
+
+def is_list_of_blocks(module: nn.Module) -> bool:
+    """Whether a module is a list of at least two blocks of one class, which have parts of their own."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
+        return False
+    kinds = {type(block) for block in module}
+    return len(kinds) == 1 and all(any(block.children()) for block in module)
+
+
+def the_lists(model: nn.Module) -> list[str]:
+    """The names of the one list of blocks that a model has, or of all, if all hold blocks of one class.
+
+    Raises:
+        ValueError: there is none, or several.
+    """
+    equal, mixed = (dict(outermost(model, wanted)) for wanted in (is_list_of_blocks, _is_list_of_kinds))
+    # The blocks of a list may be of several kinds, and hold small lists themselves, such as adapters.
+    found = equal if equal.keys() & mixed.keys() or 2 * _size(equal) >= _size(mixed) else mixed
+    if not found or (len(found) > 1 and len({type(block) for module in found.values() for block in module.children()}) > 1):
+        several = f"several lists of blocks: {', '.join(found)}; name one" if found else "no list of at least two equal blocks"
+        raise ValueError(f"{type(model).__name__} has {several}")
+    return list(found)
+
+
+def _is_list_of_kinds(module: nn.Module) -> bool:
+    """Whether a module is a list of blocks, of which some are of one class."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential) or len({type(block) for block in module}) == len(module):
+        return False
+    return all(any(block.children()) for block in module)
+
+
+def _size(lists: dict[str, nn.Module]) -> int:
+    return sum(parameter.numel() for module in lists.values() for parameter in module.parameters())

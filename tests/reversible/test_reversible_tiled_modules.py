@@ -1,0 +1,162 @@
+"""MLPs of other libraries' models in tiles, under every way to keep what runs between the blocks."""
+
+import pytest
+import torch
+from covering import slow
+from torch import nn
+
+from holotrain.models.block_schedules import set_tile
+from holotrain.planning import TrainingStep, fake_parameters, fake_tensors, measured_peak, simulate_step
+from holotrain.reversible import make_reversible, recompute, undo
+from holotrain.reversible.tiled_loss import TiledLoss
+from holotrain.reversible.tiles import Tiled, tile_modules
+
+transformers = pytest.importorskip("transformers")
+timm = pytest.importorskip("timm")
+
+WORDS, T, TILE = 97, 40, 16
+SIZES = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
+SIZES |= {"max_position_embeddings": 600, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GROUPED = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
+GPT2 = {"vocab_size": WORDS, "n_positions": 600, "n_embd": 32, "n_layer": 3, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
+MODELS = {
+    "gpt2": GPT2 | {name: 0.0 for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")},
+    "llama": GROUPED,
+    "gemma2": GROUPED,
+    "gpt_neox": SIZES,
+}
+NAMES = ["gpt2", "vit", *map(slow, ("llama", "gemma2", "gpt_neox"))]
+
+
+pytestmark = pytest.mark.usefixtures("float64_stays")
+
+
+def made(name: str, **changes) -> nn.Module:
+    torch.manual_seed(0)
+    if name == "vit":
+        sizes = {"embed_dim": 32, "depth": 3, "num_heads": 2, "img_size": 56, "patch_size": 8, "num_classes": 10}
+        return timm.create_model("vit_tiny_patch16_224", **sizes).double().train()
+    config = transformers.AutoConfig.for_model(name, **MODELS[name] | changes)
+    return transformers.AutoModelForCausalLM.from_config(config).double().train()
+
+
+def step(name: str, model: nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients of the second step; the streams of blocks that are coupled have found their grid in the first."""
+    for _ in range(2):
+        model.zero_grad()
+        torch.manual_seed(2)
+        if name == "vit":
+            model(torch.randn(2, 3, 56, 56, dtype=torch.float64)).square().mean().backward()
+        else:
+            tokens = torch.randint(3, WORDS, (2, T))
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    return {key: parameter.grad for key, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], most: float = 1e-10) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).abs().max() <= most * max(gradient.abs().max().item(), 1e-6), name
+
+
+def tiled(model: nn.Module) -> list[str]:
+    return [name for name, part in model.named_modules() if isinstance(vars(part).get("forward"), Tiled)]
+
+
+@pytest.mark.parametrize("backward", ["checkpoint", slow("autograd"), slow("offload")])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_recomputed_blocks_are_those_of_the_whole(name, backward):
+    expected, model = step(name, made(name)), made(name)
+    recompute(model, backward=backward, tile=TILE)
+    assert_equal(step(name, model), expected)
+    assert tiled(model) and isinstance(vars(model).get("forward"), TiledLoss) == (name != "vit")
+    undo(model)
+    assert not tiled(model) and "forward" not in vars(model)
+    assert_equal(step(name, model), expected, 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_reversible_blocks_are_those_without_tiles(name):
+    whole, model = make_reversible(made(name)), make_reversible(made(name), tile=TILE)
+    assert_equal(step(name, model), step(name, whole), 1e-6)  # the streams are rounded to the same grid or to its neighbour
+
+
+def test_dropout_is_drawn_again():
+    """Tiles draw what they drew in the forward: with a recomputed block as without."""
+    rates = {name: 0.3 for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+    stored, model = made("gpt2", **rates), made("gpt2", **rates)
+    recompute(stored, backward="autograd", tile=TILE)
+    recompute(model, backward="checkpoint", tile=TILE)
+    assert_equal(step("gpt2", model), step("gpt2", stored), 1e-12)
+
+
+class Mixing(nn.Module):
+    """Looks like an MLP, and mixes tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.second(self.first(x).cumsum(1))
+
+
+class Residual(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+def test_what_mixes_tokens_is_taken_whole():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Residual(Mixing()) for _ in range(2))).double()
+    x = torch.randn(2, T, 8, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(model(x).sin().sum(), [x, *model.parameters()])
+    assert tile_modules(model, TILE)
+    for found, gradient in zip(torch.autograd.grad(model(x).sin().sum(), [x, *model.parameters()]), expected, strict=True):
+        assert torch.equal(found, gradient)
+
+
+def test_tiles_are_set_for_any_model():
+    model = made("gpt2")
+    set_tile(model, TILE)
+    assert len(tiled(model)) >= 3
+    set_tile(model, None)
+    assert not tiled(model)
+    with pytest.raises(ValueError, match="Linear has no blocks with MLPs that work token by token"):
+        set_tile(nn.Linear(2, 2), TILE)
+    with pytest.raises(ValueError, match="tile must be a number of tokens, not 0"):
+        recompute(made("gpt2"), tile=0)
+
+
+@pytest.mark.parametrize("way", ["4 bits", "checkpoint"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_plan_of_a_step_in_tiles_is_what_it_takes(way):
+    """And less than half of the same step without tiles."""
+
+    def step_of(model: nn.Module, tile: int | None) -> TrainingStep:
+        tokens = torch.zeros(1, 2048, dtype=torch.long)
+        if way == "4 bits":
+            make_reversible(model, tile=tile)
+        else:
+            recompute(model, tile=tile)
+        loss = lambda: model(input_ids=tokens, labels=tokens, use_cache=False).loss  # noqa: E731
+        return TrainingStep(model.train(), loss, torch.optim.SGD(model.parameters()), held={"batch": [tokens]})
+
+    def small() -> nn.Module:
+        return transformers.AutoModelForCausalLM.from_config(
+            transformers.GPT2Config(**MODELS["gpt2"] | {"vocab_size": 9973, "n_positions": 2048})
+        )
+
+    planned = {}
+    for tile in (None, 64):
+        with torch.device("meta"):
+            model = small()
+        with fake_tensors():
+            planned[tile] = simulate_step(step_of(fake_parameters(model, torch.device("cpu")), tile))
+        measured = measured_peak(step_of(small(), tile), torch.device("cpu"))
+        assert planned[tile].peak / 1.02 <= measured <= planned[tile].bound * 1.02
+    assert planned[64].peak < planned[None].peak
