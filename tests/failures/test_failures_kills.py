@@ -163,7 +163,7 @@ def test_what_a_signal_ends_is_resumed_and_ends_as_if_nothing_had_been(tmp_path,
 
 IN_TEST = {
     "one batch": (1, IMAGES),
-    "the third batch": (3, ["trainer.limit_test_batches=4", *(word.replace("logger=none", "logger=csv") for word in IMAGES)]),
+    "the third batch": (3, [*(word.replace("logger=none", "logger=csv") for word in IMAGES), "trainer.limit_test_batches=4"]),
     "a rare validation": (1, [*IMAGES, "trainer.val_check_interval=1.0", "trainer.check_val_every_n_epoch=2"]),
     "three epochs, two validated": (1, [*IMAGES, "trainer.max_epochs=3", "trainer.check_val_every_n_epoch=2"]),
     "a part of an epoch": (1, [*IMAGES, "trainer.max_steps=5"]),
