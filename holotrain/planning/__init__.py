@@ -2,6 +2,7 @@
 
 fake_tensors     models and tensors that have shapes, but no memory
 allocators       how a device's allocator counts storages, and what operations hold inside themselves
+cuda_rules       what operations do on CUDA, on fake tensors of a CPU
 tracker          all bytes that operations allocate and free, and the memory of a step
 training_step    one training step, simulated or measured
 planner          the memory of a step with other schedules, batch sizes and depths; free memory
