@@ -77,9 +77,7 @@ def _all_but_writers(shown: Callable[[threading.ExceptHookArgs], Any]) -> Callab
 def _all_but_workers(shown: Callable[[Any], Any]) -> Callable[[Any], None]:
     def show(failed: Any) -> None:
         # What ends the run is raised elsewhere.
-        is_end_of_workers = "DataLoaderIter.__del__" in getattr(
-            failed.object, "__qualname__", ""
-        )
+        is_end_of_workers = "DataLoaderIter.__del__" in getattr(failed.object, "__qualname__", "")
         dead = isinstance(failed.exc_value, Exception) and dead_worker(failed.exc_value)  # torch says it anywhere, and again
         if not (is_end_of_workers or dead):
             shown(failed)
