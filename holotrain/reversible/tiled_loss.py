@@ -7,9 +7,11 @@ sums.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import MethodType
 from typing import Any, Self
 
 import torch
@@ -128,11 +130,21 @@ class TiledLoss:
         self.shift: int | None = None
         self.whole = False
 
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The Trainer of transformers looks at it, to find out which columns of data the model takes."""
+        return inspect.signature(self._own())
+
+    def _own(self) -> Callable:
+        return self.before or MethodType(type(self.model).forward, self.model)
+
     def __call__(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
-        run = partial(self.before or partial(type(self.model).forward, self.model), *args, **kwargs)
+        run = partial(self._own(), *args, **kwargs)
         if is_sharded(type(self.model.get_output_embeddings())):  # it would be gathered for each tile
             self._take_whole("is not in tiles, since its head is sharded by itself")
-        if labels is None or labels.ndim != 2 or not torch.is_grad_enabled() or self.whole or "shift_labels" in kwargs:
+        if labels is None or labels.ndim != 2 or not torch.is_grad_enabled() or self.whole:
+            return run(labels=labels)
+        if "shift_labels" in kwargs or kwargs.get("return_dict") is False:
             return run(labels=labels)
         mean = kwargs.get("num_items_in_batch") is None
         with _Base(self.model, labels.shape[1]) as base:

@@ -1,5 +1,6 @@
 """The loss of language models in tiles, against the whole one in float64."""
 
+import inspect
 import warnings
 from pathlib import Path
 
@@ -242,6 +243,15 @@ def test_two_processes_find_what_one_does(tmp_path):
     assert found.keys() == {"ddp", "fsdp2", "fsdp2, the head apart"}
     for case, error in found.items():
         assert error < 1e-10, (case, error)
+
+
+def test_the_signature_and_tuples_are_the_models_own():
+    model = made("tied")
+    names = [*inspect.signature(model.forward).parameters]
+    tile_loss(model)
+    assert [*inspect.signature(model.forward).parameters] == names and "labels" in names
+    loss, logits = model(**batch(), return_dict=False, use_cache=False)[:2]
+    assert loss.requires_grad and logits.shape == (2, T, WORDS)
 
 
 def test_a_warning_is_no_part_of_a_sound_step():
