@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, default_collate
 from torchvision.transforms import v2
 
-from holotrain.data.decoding import MEGAPIXELS
 from holotrain.data.loader import (
     Loader,
     LoadingModule,
@@ -194,7 +193,7 @@ class ImageDataModule(LoadingModule):
         randaugment_magnitude: int = 9,
         mixup_alpha: float = 0.0,
         cutmix_alpha: float = 0.0,
-        max_megapixels: float = MEGAPIXELS,
+        max_megapixels: float = 89.5,
         **options: Any,
     ) -> None:
         super().__init__(**options)

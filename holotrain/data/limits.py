@@ -31,7 +31,7 @@ class Expanding:
         options: those of the next class
     """
 
-    def __init__(self, max_expansion: float = EXPANSION, **options: Any) -> None:
+    def __init__(self, max_expansion: float = 100.0, **options: Any) -> None:
         super().__init__(**options)
         require_at_least(1, max_expansion=max_expansion)
         self.expansion = max_expansion

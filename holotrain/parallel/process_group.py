@@ -66,7 +66,8 @@ class Processes:
             try:
                 act()
             except Exception as error:
-                self.post(name, told(error, self.process.rank))
+                kind = type(error).__name__  # a mistake is that of all processes of the machine
+                self.post(name, [kind, str(error)] if kind in KINDS else told(error, self.process.rank))
                 raise
             self.post(name, None)
         elif failed := self.read(name):

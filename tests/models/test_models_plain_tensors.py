@@ -93,9 +93,9 @@ def test_weights_of_other_numbers_are_not_converted(dtype):
     model = build("holotrain.models.RevViT", FAMILIES["ViT"])
     weights = model.state_dict()
     name = "head.weight"
-    with pytest.raises(ValueError, match=f"head.weight is {dtype}, and no floating-point number$"):
+    with pytest.raises(ValueError, match=f"head.weight is {dtype}, not a floating-point type$"):
         load_pretrained(model, weights | {name: weights[name].to(dtype)})
-    with pytest.raises(ValueError, match=f"w is {dtype}, and no floating-point number$"):
+    with pytest.raises(ValueError, match=f"w is {dtype}, not a floating-point type$"):
         take_over({"w": torch.ones(3)}, {"w": torch.ones(3).to(dtype)}, "x")
     counts = {"count": torch.zeros((), dtype=dtype)}
     take_over(counts, {"count": torch.ones((), dtype=torch.int64)}, "x")
