@@ -9,8 +9,9 @@ longest sequence whose plan, all of the step, fits into 8 and 24 GiB: from plans
 length. --time R measures steps of --tokens tokens, R alternating rounds, and their peak of tracked bytes. Frozen or 8-bit
 weights, and steps within the backward, would leave more of a budget to activations, for all methods alike.
 
-Methods: gradient checkpointing of transformers, also with the loss in tiles (as Liger's), and with MLPs in tiles too (as ALST's);
-the same with block inputs in main memory (as Unsloth's: "offload", planned as on a GPU); with 8-bit inputs; two-step blocks.
+Methods: gradient checkpointing of transformers, also with the loss in tiles (as Liger's), and with MLPs in tiles too (as
+ALST's); the same with block inputs in main memory (as Unsloth's: "offload", planned as on a GPU); with 8-bit inputs; two-step
+blocks.
 """
 
 from __future__ import annotations
