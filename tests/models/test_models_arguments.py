@@ -17,7 +17,7 @@ SHARED = [
     ({"mlp_ratio": 0}, "mlp_ratio must be at least 0.01, not 0"),
     ({"dropout": 1.0}, r"dropout must be in \[0, 1\), not 1.0"),
     ({"drop_path": 1.0}, r"drop_path must be in \[0, 1\), not 1.0"),
-    ({"backward": "reversible"}, "autograd or checkpoint"),
+    ({"backward": "reversible"}, "takes backward autograd, checkpoint"),
 ]
 REFUSED = {
     ViT: [
@@ -111,7 +111,7 @@ def test_reversible_classes_of_others_have_signatures_too():
 
     assert all(list(inspect.signature(kind).parameters) == ["width"] for kind in (Derived, Direct))
     assert Derived.__doc__ is None and Direct.__doc__ is None
-    assert list(inspect.signature(Undescribed).parameters) == ["width", "backward", "store", "exact", "keep"]
+    assert list(inspect.signature(Undescribed).parameters) == ["width", "backward", "store", "exact", "keep", "tile"]
 
 
 def test_a_reversible_model_of_others_keeps_what_its_plain_one_does_with_subclasses():

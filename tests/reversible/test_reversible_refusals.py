@@ -52,7 +52,7 @@ def test_a_branch_that_changes_shape_or_dtype(f, words, backward):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"backward": "revresible"}, ValueError, "autograd, checkpoint, reversible, pareprop"),
+        ({"backward": "revresible"}, ValueError, "autograd, checkpoint, checkpoint8, offload, reversible, pareprop"),
         ({"backward": None}, ValueError, "or a list of them, not None"),
         ({"store": 3}, ValueError, "up to 2"),
         ({"store": -1}, ValueError, "up to 2"),
