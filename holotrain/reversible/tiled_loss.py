@@ -144,7 +144,7 @@ class TiledLoss:
             self._take_whole("is not in tiles, since its head is sharded by itself")
         if labels is None or labels.ndim != 2 or not torch.is_grad_enabled() or self.whole:
             return run(labels=labels)
-        if "shift_labels" in kwargs or kwargs.get("return_dict") is False:
+        if labels.shape[1] < PROBED or "shift_labels" in kwargs or kwargs.get("return_dict") is False:
             return run(labels=labels)
         mean = kwargs.get("num_items_in_batch") is None
         with _Base(self.model, labels.shape[1]) as base:

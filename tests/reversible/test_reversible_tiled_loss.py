@@ -1,5 +1,6 @@
 """The loss of language models in tiles, against the whole one in float64."""
 
+import copy
 import inspect
 import warnings
 from pathlib import Path
@@ -252,6 +253,48 @@ def test_the_signature_and_tuples_are_the_models_own():
     assert [*inspect.signature(model.forward).parameters] == names and "labels" in names
     loss, logits = model(**batch(), return_dict=False, use_cache=False)[:2]
     assert loss.requires_grad and logits.shape == (2, T, WORDS)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7])
+def test_short_texts_are_taken_whole(tokens):
+    model, whole = made("tied").eval(), made("tied").eval()
+    tile_loss(model, logits=2 * WORDS)
+    cut = {name: each[:, :tokens] for name, each in batch().items()}
+    assert torch.equal(model(**cut).loss, whole(**cut).loss) or tokens == 1
+    step(model)
+    assert model(**batch()).logits is None
+
+
+def test_a_batch_without_labels_is_as_before():
+    model, whole = made("tied"), made("tied")
+    tile_loss(model)
+    none = {"labels": torch.full((2, T), -100)}
+    assert step(model, **none)[0].loss.isnan() and step(whole, **none)[0].loss.isnan()
+
+
+def test_a_copy_is_in_tiles_of_its_own():
+    model = tile_loss(made("tied"))
+    step(model)
+    copied = copy.deepcopy(model)
+    _, expected = step(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    _, found = step(copied)
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
+def test_the_loss_of_experts_is_part_of_the_mean():
+    """The mean over tiles of what all of them add is what one adds."""
+    sizes = GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    model, whole = (transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)).train() for _ in range(2))
+    whole.load_state_dict(model.state_dict())
+    result, expected = step(whole)
+    tile_loss(model, logits=8 * WORDS)
+    tiled, found = step(model)
+    assert tiled.loss.item() == pytest.approx(result.loss.item(), rel=1e-5) and result.aux_loss > 0
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-9, name
 
 
 def test_a_warning_is_no_part_of_a_sound_step():
