@@ -6,6 +6,7 @@ in main memory. Each is a small class with a ``restore()``, which returns the in
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -172,7 +173,8 @@ def _offloaded(x: Tensor) -> Whole:
         return Whole(x)
     try:
         return Offloaded(x, side)
-    except RuntimeError:  # this system pins no memory
+    except RuntimeError as error:  # this system pins no memory, or no more
+        warnings.warn(f"offload keeps inputs on the device: {str(error).partition(chr(10))[0]}", stacklevel=2)
         return Whole(x)
 
 

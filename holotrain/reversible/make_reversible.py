@@ -12,10 +12,11 @@ from holotrain.numeric import counted
 from holotrain.reversible.block import ReversibleBlock
 from holotrain.reversible.checks import RebuildChecks
 from holotrain.reversible.lists_of_blocks import the_lists
-from holotrain.reversible.recomputed_block import recompute_block, recomputed_forward_of
+from holotrain.reversible.recomputed_block import RecomputedForward, recompute_block
 from holotrain.reversible.sequence import ReversibleSequence
 from holotrain.reversible.stack import ReversibleStack, stack_of, stacks_in
 from holotrain.reversible.tiles import take_in_tiles, take_whole
+from holotrain.reversible.tokenwise import require_tile
 
 _PART = re.compile(r"(.+)\[(-?\d*):(-?\d*)\]")
 """A part of a list of blocks, such as layers[1:]."""
@@ -69,9 +70,10 @@ def make_reversible(
         ValueError: the model has no such list of blocks, or several lists and none is named, or the blocks are reversible
             already, or ``split`` with a part of a list. At the call in training: a block changes the shape.
     """
+    require_tile(tile)
     lists, modules = named_blocks(model, blocks, "make_reversible"), dict(model.named_modules(remove_duplicate=False))
     _require_each_once([*lists.values()])
-    if any(recomputed_forward_of(block) for found in lists.values() for block in found.values()):
+    if any(RecomputedForward.of(block) for found in lists.values() for block in found.values()):
         raise ValueError("the blocks are recomputed already; undo(model) takes that back")
     for name, found in lists.items():
         if split is None:

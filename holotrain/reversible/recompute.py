@@ -11,6 +11,7 @@ from holotrain.reversible.block import ReversibleBlock
 from holotrain.reversible.make_reversible import named_blocks
 from holotrain.reversible.recomputed_block import recompute_block, require_way
 from holotrain.reversible.tiles import take_in_tiles
+from holotrain.reversible.tokenwise import require_tile
 
 
 def recompute(
@@ -47,6 +48,7 @@ def recompute(
         ValueError: the model has no such list of blocks, or several lists and none is named; the blocks are reversible; an
             unknown or a wrong number of schedules.
     """
+    require_tile(tile)
     lists = named_blocks(model, blocks, "recompute").values()
     found = list({id(block): block for each in lists for block in each.values()}.values())
     schedules = [backward] * len(found) if isinstance(backward, str) else list(backward)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
@@ -13,41 +11,25 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from holotrain.reversible.kept_inputs import WAYS
 from holotrain.reversible.recomputation import checkpointed
+from holotrain.reversible.replaced_forward import ReplacedForward
 from holotrain.reversible.stack import call_of
 
 STORED = "autograd"
 
 
-class RecomputedForward:
+class RecomputedForward(ReplacedForward):
     """The ``forward`` of a block that runs again in the backward. In ``eval()`` and without gradients it is the block's own.
-
-    Args:
-        block: whose forward it becomes.
 
     Attributes:
         backward: ``"autograd"``, or one of :data:`~holotrain.reversible.kept_inputs.WAYS`. It may be changed between calls.
     """
 
+    KEY, WHAT = "_recomputed_forward", "recomputed blocks"
     backward = STORED
 
-    def __init__(self, block: nn.Module) -> None:
-        self._block, self._own = block, vars(block).get("forward")
-        block.forward = vars(block)["_recomputed_forward"] = self  # others may wrap the first
-        block._replicate_for_data_parallel = self.refuse_replica
-
-    def remove(self) -> None:
-        """Gives the block its own forward back. Where something wrapped this one, it runs the block's own."""
-        self.backward, block = STORED, self._block
-        del block._replicate_for_data_parallel
-        if vars(block).pop("_recomputed_forward") is not block.forward:
-            return
-        del block.forward
-        if self._own is not None:
-            block.forward = self._own
-
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        block, own = self._block, self._own_forward()
-        if self.backward == STORED or not (block.training and torch.is_grad_enabled()):
+        block, own = self.module, self.own()
+        if self.removed or self.backward == STORED or not (block.training and torch.is_grad_enabled()):
             return own(*arguments, **keywords)
         x, run, words = call_of(own, arguments, keywords, again=True)
         if not isinstance(x, Tensor):
@@ -55,24 +37,6 @@ class RecomputedForward:
         if x is None:
             return own(*arguments, **keywords)
         return checkpointed(block, x, backward=self.backward, forward=run, **words)
-
-    def _own_forward(self) -> Callable:
-        return self._own or MethodType(type(self._block).forward, self._block)
-
-    def refuse_replica(self) -> nn.Module:
-        """What ``nn.DataParallel`` calls to copy the block.
-
-        Raises:
-            ValueError: always; the copy would run the parts of this block.
-        """
-        raise ValueError(
-            "nn.DataParallel would run the recomputed blocks of its first GPU on every GPU; start one process for each GPU "
-            "with torchrun, or call undo(model)"
-        )
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._own_forward())
 
 
 def _within(stream: Any, run: Callable, words: dict[str, Any]) -> tuple[Tensor | None, Callable, dict[str, Any]]:
@@ -88,11 +52,6 @@ def _within(stream: Any, run: Callable, words: dict[str, Any]) -> tuple[Tensor |
     return leaves.pop(place), run_within, {**words, "others": leaves}
 
 
-def recomputed_forward_of(block: nn.Module) -> RecomputedForward | None:
-    """The forward of a block that is recomputed; None: it is not."""
-    return vars(block).get("_recomputed_forward")
-
-
 def recompute_block(block: nn.Module, backward: str) -> None:
     """Has a block recomputed in the backward, or stores its activations again (``"autograd"``), in place.
 
@@ -100,7 +59,7 @@ def recompute_block(block: nn.Module, backward: str) -> None:
         ValueError: no such schedule.
     """
     require_way(backward)
-    forward = recomputed_forward_of(block)
+    forward = RecomputedForward.of(block)
     if backward == STORED:
         if forward is not None:
             forward.remove()

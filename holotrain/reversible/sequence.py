@@ -19,6 +19,7 @@ from holotrain.reversible.grid import FixedPointGrid
 from holotrain.reversible.reads import is_compiled
 from holotrain.reversible.replay import generators_among, generators_unmoved, has_no_data, in_trace
 from holotrain.reversible.tape import Recorder
+from holotrain.reversible.tokenwise import require_tile
 
 Keywords = dict | Sequence[dict] | None
 """Keyword arguments of f or g: the same for every block, or one dict for each."""
@@ -45,7 +46,7 @@ class ReversibleSequence(nn.Module):
             from the next step on blocks keep their inputs (checkpointing); ``"error"``: a RuntimeError.
 
     ``backward``, ``store`` and ``keep`` are plain attributes: they can be changed between calls and are not in the
-    ``state_dict``. The first three make ``schedules``, the schedule of each block.
+    ``state_dict``. Together they make ``schedules``, the schedule of each block.
 
     Raises:
         ValueError: an unknown ``backward``, ``keep``, ``exact``, ``on_mismatch`` or ``tile``, a wrong number of schedules, or
@@ -190,8 +191,7 @@ class ReversibleSequence(nn.Module):
 
     @tile.setter
     def tile(self, tile: int | None) -> None:
-        if tile is not None and (not isinstance(tile, int) or isinstance(tile, bool) or tile < 1):
-            raise ValueError(f"tile must be a number of tokens or None, not {tile!r}")
+        require_tile(tile)
         self._tile = tile
 
     @property

@@ -7,11 +7,9 @@ sums.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import MethodType
 from typing import Any, Self
 
 import torch
@@ -20,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from holotrain.reversible.reads import is_sharded
+from holotrain.reversible.replaced_forward import ReplacedForward
 from holotrain.reversible.replay import has_no_data
 from holotrain.reversible.tokenwise import PROBED, without_dropout
 
@@ -30,16 +29,16 @@ MOST_LOGITS = {"cuda": 2**27, "cpu": 2**23}
 """Numbers in the logits of a tile, at most."""
 
 
-def tile_loss(model: nn.Module, logits: int | None = None) -> nn.Module:
+def tile_loss(model: nn.Module, most_logits: int | None = None) -> nn.Module:
     """Makes the loss of a language model of transformers tile by tile, in place: ``model(input_ids, labels=labels).loss``.
 
-    All that follows the hidden states is the model's own: head, scaling, soft-capping, shift of the labels, and loss. With
-    gradients and labels ``logits`` is None. At the first call it is tried on a short piece; where the loss is no mean over
-    tokens, it is taken whole, with a warning.
+    All that follows the hidden states is the model's own: head, scaling, soft-capping, shift of the labels, and loss. In
+    training with labels ``logits`` is None. At the first call it is tried on a short piece; where the loss is neither a mean
+    over tokens nor, with ``num_items_in_batch``, a sum, it is taken whole, with a warning.
 
     Args:
         model: the model, or one that holds it, as those of peft do.
-        logits: numbers in the logits of a tile, at most; None: by the device.
+        most_logits: numbers in the logits of a tile, at most; None: by the device.
 
     Returns:
         the language model.
@@ -51,35 +50,33 @@ def tile_loss(model: nn.Module, logits: int | None = None) -> nn.Module:
     if found is None:
         raise ValueError(f"{type(model).__name__} is no language model of transformers, with a base and a head")
     untile_loss(found)
-    found.forward = TiledLoss(found, logits)
+    TiledLoss(found).most_logits = most_logits
     return found
 
 
 def untile_loss(model: nn.Module) -> None:
     """Takes back what :func:`tile_loss` did."""
     for module in model.modules():
-        if isinstance(tiled := vars(module).get("forward"), TiledLoss):
-            del module.forward
-            if tiled.before is not None:
-                module.forward = tiled.before
+        if (tiled := TiledLoss.of(module)) is not None:
+            tiled.remove()
 
 
 def language_model(model: nn.Module) -> Any:
-    """The part of a model that has a base and a head for words, as transformers names them."""
+    """The part of a model that has a base and a head for words, as transformers names them; None: there is none."""
     return next(filter(_has_a_head, model.modules()), None)
 
 
 def _has_a_head(module: nn.Module) -> bool:
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):  # its labels are inputs too
         return False
-    head = getattr(module, "get_output_embeddings", lambda: None)()
-    return _base_of(module) not in (None, module) and head is not None
+    head, base = getattr(module, "get_output_embeddings", lambda: None)(), _base_of(module)
+    return head is not None and base not in (None, module) and not _has_a_head(base)  # one of peft holds one with a head
 
 
 def _base_of(module: nn.Module) -> Any:
     """What gives the hidden states of a model: its base, or, in an OPT, the decoder in it."""
     base = getattr(module, getattr(module, "base_model_prefix", None) or "-", None)
-    if isinstance(base, nn.Module) and len(children := [*base.children()]) == 1 and base is not module:
+    if isinstance(base, nn.Module) and base is not module and len(children := [*base.children()]) == 1:
         return children[0]
     return base if isinstance(base, nn.Module) else None
 
@@ -88,131 +85,155 @@ def tiled_cross_entropy(model: nn.Module, targets: Tensor, **inputs: Any) -> Ten
     """The mean cross-entropy of ``model(**inputs).logits``; NaN if all targets are ignored.
 
     Args:
-        model: one in which :func:`language_model` finds one.
         targets: (B, T) of words; -100 is ignored.
     """
-    found = language_model(model)
-    if is_sharded(type(found.get_output_embeddings())):  # it would be gathered for each tile
-        return _cross_entropy(model(**inputs), targets.flatten(), "mean")
+    found, run = language_model(model), partial(model, **inputs)
+    if found is None or is_sharded(type(found.get_output_embeddings())):  # which would be gathered for each tile
+        return _cross_entropy(run().logits, targets, "mean")
     with _Base(found, targets.shape[1]) as base, _Sums(found, base) as sums:
-        for piece in _pieces(targets.shape[1], _tile(found, targets, None)):
-            own = targets[:, piece].flatten()
-            sums.add(_cross_entropy(base.piece(piece, partial(model, **inputs)), own, "sum"), piece)
+        for tokens in _tiles(targets.shape[1], _size(found, targets, None)):
+            logits = base.run_on(tokens, run).logits
+            own = targets[:, tokens]
+            if logits.shape[1] != own.shape[1]:  # the head reads something else
+                return _cross_entropy(base.run_on(None, run).logits, targets, "mean")
+            loss = _cross_entropy(logits, own, "sum")
+            del logits  # which the gradients do not need
+            sums.add(loss, tokens)
         return sums.loss((targets != IGNORED).sum())
 
 
-def _cross_entropy(result: Any, targets: Tensor, reduction: str) -> Tensor:
-    return F.cross_entropy(result.logits.flatten(0, 1).float(), targets, reduction=reduction)
+def _cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
 
 
-def _tile(model: Any, labels: Tensor, most: int | None) -> int:
+def _size(model: Any, labels: Tensor, most: int | None) -> int:
     """Tokens of each row that a tile holds."""
     row = len(labels) * model.get_output_embeddings().weight.shape[0]
-    return max((most or MOST_LOGITS.get(labels.device.type, 2**27)) // row, 1)
+    return max((most or MOST_LOGITS.get(labels.device.type, 2**27)) // max(row, 1), 1)
 
 
-def _pieces(tokens: int, tile: int, shift: int = 0) -> Iterator[slice]:
+def _tiles(tokens: int, size: int, shift: int = 0) -> Iterator[slice]:
     """The tiles, each with the ``shift`` tokens after it, whose labels are its last."""
-    for start in range(0, tokens - shift, tile):
-        yield slice(start, min(start + tile + shift, tokens))
+    for start in range(0, tokens - shift, size):
+        yield slice(start, min(start + size + shift, tokens))
 
 
-class TiledLoss:
-    """The forward of a language model, which makes its loss tile by tile where labels are given and gradients computed.
+class TiledLoss(ReplacedForward):
+    """The forward of a language model, which makes its loss tile by tile in training with labels.
 
     Attributes:
-        shift: 1 where a label belongs to the token before its place, as in causal models, 0 where to its own; None: not known.
-        whole: the loss cannot be made in tiles.
+        shifts: 1 where a label belongs to the token before its place, as in causal models, and 0 where to its own, for a loss
+            that is a mean (True) and one that is a sum (False); None: it is taken whole. What is not there is not known yet.
     """
 
-    def __init__(self, model: Any, most: int | None) -> None:
-        self.model, self.most, self.before = model, most, vars(model).get("forward")
-        self.shift: int | None = None
-        self.whole = False
+    KEY, WHAT = "_tiled_loss", "model"
+    most_logits: int | None
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """The Trainer of transformers looks at it, to find out which columns of data the model takes."""
-        return inspect.signature(self._own())
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self.shifts: dict[bool, int | None] = {}
 
-    def _own(self) -> Callable:
-        return self.before or MethodType(type(self.model).forward, self.model)
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        run, items = self.own(), keywords.get("num_items_in_batch")
+        labels: Any = keywords.get("labels")
+        if self._is_whole(labels, keywords) or self.shifts.get(items is None, 0) is None:
+            return run(*arguments, **keywords)
+        run = partial(run, *arguments, **keywords)
+        with _Base(self.module, labels.shape[1]) as base:
+            shift = self._shift(run, base, labels, items)
+            if shift is None:
+                return base.run_on(None, run)
+            return self._in_tiles(run, base, labels, items, shift, _size(self.module, labels, self.most_logits))
 
-    def __call__(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
-        run = partial(self._own(), *args, **kwargs)
-        if is_sharded(type(self.model.get_output_embeddings())):  # it would be gathered for each tile
-            self._take_whole("is not in tiles, since its head is sharded by itself")
-        if labels is None or labels.ndim != 2 or not torch.is_grad_enabled() or self.whole:
-            return run(labels=labels)
-        if labels.shape[1] < PROBED or "shift_labels" in kwargs or kwargs.get("return_dict") is False:
-            return run(labels=labels)
-        mean = kwargs.get("num_items_in_batch") is None
-        with _Base(self.model, labels.shape[1]) as base:
-            if self.shift is None:
-                try:
-                    self._try(run, base, labels, mean)
-                except (IndexError, RuntimeError, TypeError, ValueError):
-                    if base.given:
-                        raise
-                    self._take_whole("is taken whole: its base is not called")
-            if self.whole:
-                return base.piece(slice(None), partial(run, labels=labels))
-            return self._made(run, base, labels, _tile(self.model, labels, self.most), mean)
+    def _is_whole(self, labels: Any, keywords: dict[str, Any]) -> bool:
+        if self.removed or not (self.module.training and torch.is_grad_enabled()):
+            return True
+        if not isinstance(labels, Tensor) or labels.ndim != 2 or labels.shape[1] < PROBED or not len(labels):
+            return True
+        if keywords.keys() & {"shift_labels", "ignore_index"} or keywords.get("return_dict") is False:
+            return True
+        return is_sharded(type(self.module.get_output_embeddings()))  # it would be gathered for each tile
 
-    def _try(self, run: Callable, base: _Base, labels: Tensor, mean: bool) -> None:
-        """Finds out where labels belong, and whether the loss of a piece is that of its tiles."""
+    def _shift(self, run: Callable, base: _Base, labels: Tensor, items: Any) -> int | None:
+        """As in ``shifts``."""
+        mean = items is None
+        if mean in self.shifts:
+            return self.shifts[mean]
+        try:
+            shift = self._tried(run, base, labels, items)
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            if base.called:
+                raise
+            shift = None  # its states are not those of its base
+        if shift == GUESSED:
+            return int(any(kind in type(self.module).__name__ for kind in ("CausalLM", "LMHead")))
+        if shift is None:
+            name = type(self.module).__name__
+            warnings.warn(f"the loss of {name} is taken whole: it is not that of tiles of tokens", stacklevel=4)
+        self.shifts[mean] = shift
+        return shift
+
+    def _tried(self, run: Callable, base: _Base, labels: Tensor, items: Any) -> int | None:
+        """Where labels belong, and whether the loss of a piece is that of its tiles."""
         piece = slice(0, min(2 * PROBED, labels.shape[1]))
         short = labels[:, piece].clamp(min=0)
-        one = torch.full_like(short, IGNORED)
+        none = torch.full_like(short, IGNORED)
+        one = none.clone()
         one[:, 2:3] = short[:, 2:3]
-        base.piece(piece, partial(run, labels=one))  # runs the base, once, as the model is
-        with without_dropout(self.model):
-            (reached,) = torch.autograd.grad(base.piece(piece, partial(run, labels=one)).loss, base.first)
+        base.run_on(piece, partial(run, labels=one))  # runs the base, once, as the model is
+        with without_dropout(self.module):
+            (reached,) = torch.autograd.grad(base.run_on(piece, partial(run, labels=one)).loss, base.first)
             if has_no_data(reached):
-                self.shift = int(any(kind in type(self.model).__name__ for kind in ("CausalLM", "LMHead")))
-                return
+                return GUESSED
             places = reached.flatten(2).any(-1).any(0).nonzero().flatten().tolist()
-            if places in ([1], [2]):
-                self.shift = 2 - places[0]
-                whole = base.piece(piece, partial(run, labels=short)).loss
-                tiles = self._made(run, base, short, 3, mean).loss
-            if self.shift is None or not torch.allclose(whole, tiles, rtol=1e-2):
-                self._take_whole("is no mean over tokens, so it is taken whole")
+            if places not in ([1], [2]):
+                return None
+            if items is not None and base.run_on(piece, partial(run, labels=none)).loss.item() != 0:
+                return None  # each tile would add it
+            whole = base.run_on(piece, partial(run, labels=short)).loss
+            tiles = self._in_tiles(run, base, short, items, 2 - places[0], 3).loss
+        return 2 - places[0] if torch.allclose(whole, tiles, rtol=1e-2) else None
 
-    def _take_whole(self, why: str) -> None:
-        if self.whole:
-            return
-        self.whole = True
-        warnings.warn(f"the loss of {type(self.model).__name__} {why}", stacklevel=5)
-
-    def _made(self, run: Callable, base: _Base, labels: Tensor, tile: int, mean: bool) -> Any:
-        """What the model returns, with a loss whose gradients are made."""
-        assert self.shift is not None
-        with _Sums(self.model, base) as sums:
-            for piece in _pieces(labels.shape[1], tile, self.shift):
-                own = labels[:, piece].clone()
-                own[:, : self.shift] = IGNORED  # of the tile before
+    def _in_tiles(self, run: Callable, base: _Base, labels: Tensor, items: Any, shift: int, size: int) -> Any:
+        """What the model returns, with a loss whose gradients are known."""
+        total = (labels[:, shift:] != IGNORED).sum() if items is None else items
+        with _Sums(self.module, base) as sums:
+            for tokens in _tiles(labels.shape[1], size, shift):
+                own = labels[:, tokens].clone()
+                own[:, :shift] = IGNORED  # of the tile before
                 count = (own != IGNORED).sum()
                 own[0, -1] = torch.where(count == 0, 0, own[0, -1])  # the mean over no token is NaN
-                made = base.piece(piece, partial(run, labels=own))
-                made["logits"] = None  # which the gradients do not need
-                sums.add(made.loss * (count if mean else count > 0), piece)
-            made["loss"] = sums.loss((labels[:, self.shift :] != IGNORED).sum() if mean else None)
-        return made
+                result = base.run_on(tokens, partial(run, labels=own))
+                result["logits"] = None  # which the gradients do not need
+                # A sum, since the gradients of a mean would underflow in half precision.
+                sums.add(result.loss * (count if items is None else (count > 0) * items), tokens)
+            result["loss"] = sums.loss(total)
+        for name, value in base.result.items() if isinstance(base.result, dict) else ():
+            if name in result:  # hidden states, for example, of all tokens and with their graph
+                result[name] = value
+        return result
+
+
+GUESSED = -1
+"""On tensors without values, where labels belong cannot be found out."""
 
 
 class _Base:
-    """The base of a model in a context in which it runs once. Each call gives what it returned, cut to a piece of the tokens.
+    """The base of a model in a context in which it runs once. Each call gives what it returned, cut to some of the tokens.
 
     Attributes:
-        given: what it returned, flat; empty before its run.
+        called: whether it was.
+        result: what it returned.
+        given: the same, flat.
         leaves: the pieces of the last call, with gradients of their own, by their place in ``given``.
     """
 
     def __init__(self, model: nn.Module, tokens: int) -> None:
         self.module, self.tokens = _base_of(model), tokens
+        self.called, self.result = False, None
         self.given: list[Any] = []
         self.leaves: dict[int, Tensor] = {}
+        self._cut: slice | None = None
 
     def __enter__(self) -> Self:
         self._before = vars(self.module).get("forward")
@@ -228,21 +249,25 @@ class _Base:
     def first(self) -> Tensor:
         return next(iter(self.leaves.values()))
 
-    def piece(self, piece: slice, run: Callable[[], Any]) -> Any:
-        """What a call of the model returns for a piece of the tokens."""
-        self._piece = piece
+    def run_on(self, tokens: slice | None, run: Callable[[], Any]) -> Any:
+        """What a call of the model returns for some of the tokens; None: for all, as the model does without tiles."""
+        self._cut = tokens
         return run()
 
     def of_tokens(self, value: Tensor) -> bool:
         return value.ndim > 1 and value.shape[1] == self.tokens
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, *arguments: Any, **keywords: Any) -> Any:
+        self.called = True
         if not self.given:
-            self.given, self._structure = tree_flatten(self._own(*args, **kwargs))
+            self.result = self._own(*arguments, **keywords)
+            self.given, self._structure = tree_flatten(self.result)
+        if self._cut is None:
+            return self.result
         pieces, self.leaves = list(self.given), {}
         for place, value in enumerate(self.given):
             if isinstance(value, Tensor):
-                piece = value[:, self._piece] if self.of_tokens(value) else value
+                piece = value[:, self._cut] if self.of_tokens(value) else value
                 if value.is_floating_point():  # also where the base is frozen
                     piece = self.leaves[place] = piece.detach().requires_grad_()
                 pieces[place] = piece
@@ -258,8 +283,7 @@ class _Sums:
     def __init__(self, model: Any, base: _Base) -> None:
         self._base, self._head = base, _Head.of(model.get_output_embeddings())
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._gradients: list[Tensor] = []
-        self._states: dict[int, Tensor] = {}
+        self._sums: dict[Tensor, Tensor] = {}
         self._loss: Tensor | None = None
 
     def __enter__(self) -> Self:
@@ -271,41 +295,38 @@ class _Sums:
         if self._head is not None:
             del self._head.layer.forward
 
-    def add(self, loss: Tensor, piece: slice) -> None:
+    def add(self, loss: Tensor, tokens: slice) -> None:
         if torch.is_grad_enabled():
-            self._differentiate(loss, piece)
+            self._differentiate(loss, tokens)
         self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
 
-    def _differentiate(self, loss: Tensor, piece: slice) -> None:
+    def _differentiate(self, loss: Tensor, tokens: slice) -> None:
         leaves = self._base.leaves
         with torch.autocast(loss.device.type, enabled=False):
             found = torch.autograd.grad(loss, [*leaves.values(), *self._parameters], allow_unused=True)
         for place, gradient in zip(leaves, found, strict=False):
             value = self._base.given[place]
-            if value.requires_grad:
-                total = self._states.setdefault(place, torch.zeros_like(value))
-            if value.requires_grad and gradient is not None:
-                (total[:, piece] if self._base.of_tokens(value) else total).add_(gradient)
-        of_parameters = found[len(leaves) :]
+            if gradient is not None and value.requires_grad:
+                total = self._sum_of(value, value.dtype)
+                (total[:, tokens] if self._base.of_tokens(value) else total).add_(gradient)
+        reached = []
+        for parameter, gradient in zip(self._parameters, found[len(leaves) :], strict=True):
+            if gradient is not None:
+                reached.append(parameter)
+                self._sum_of(parameter, torch.promote_types(parameter.dtype, torch.float32)).add_(gradient)
         if self._loss is None:
-            reached = [place for place, gradient in enumerate(of_parameters) if gradient is not None]
-            self._parameters = [self._parameters[place] for place in reached]
-            self._gradients = [of_parameters[place] for place in reached]
-            return
-        for total, gradient in zip(self._gradients, of_parameters, strict=True):
-            total.add_(gradient)
+            self._parameters = reached  # others are not looked for in later tiles
 
-    def loss(self, count: Tensor | None) -> Tensor:
-        """The sum, or the mean over ``count`` tokens, with its gradients."""
+    def _sum_of(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        if value not in self._sums:
+            self._sums[value] = torch.zeros_like(value, dtype=dtype, requires_grad=False)
+        return self._sums[value]
+
+    def loss(self, count: Tensor | int) -> Tensor:
+        """The sum over ``count``, with its gradients."""
         assert self._loss is not None
-        inputs, gradients = [self._base.given[place] for place in self._states], [*self._states.values()]
-        inputs, gradients = inputs + self._parameters, gradients + self._gradients
-        if self._head is not None:
-            for parameter, total in self._head.sums:
-                inputs.append(parameter)
-                gradients.append(total)
-        one = self._loss.new_ones(())
-        return _Made.apply(self._loss, one if count is None else one / count, gradients, *inputs)
+        known = self._sums | ({} if self._head is None else self._head.sums)
+        return _KnownGradients.apply(self._loss, self._loss.new_ones(()) / count, [*known.values()], *known)
 
 
 class _Head:
@@ -317,9 +338,8 @@ class _Head:
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
-        own = [parameter for parameter in layer.parameters() if parameter.requires_grad and torch.is_grad_enabled()]
-        accumulated = [torch.promote_types(parameter.dtype, torch.float32) for parameter in own]
-        self.sums = [(each, torch.zeros_like(each, dtype=dtype)) for each, dtype in zip(own, accumulated, strict=True)]
+        own = [each for each in layer.parameters() if each.requires_grad and torch.is_grad_enabled()]
+        self.sums = {each: torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in own}
         self._cast: dict[torch.dtype, list[Tensor | None]] = {}
 
     @classmethod
@@ -337,7 +357,7 @@ class _Head:
             given = (self.layer.weight, self.layer.bias)
             self._cast[dtype] = [None if each is None else each.detach().to(dtype) for each in given]
         with torch.autocast(device, enabled=False):
-            return _Linear.apply(x.to(dtype), *self._cast[dtype], [total for _, total in self.sums])
+            return _Linear.apply(x.to(dtype), *self._cast[dtype], [*self.sums.values()])
 
 
 class _Linear(torch.autograd.Function):
@@ -365,7 +385,7 @@ class _Linear(torch.autograd.Function):
         return (flat @ weight).unflatten(0, gradient.shape[:-1]), None, None, None
 
 
-class _Made(torch.autograd.Function):
+class _KnownGradients(torch.autograd.Function):
     """``loss * scale``, whose gradients are known but for the scale. In half precision they would underflow with it."""
 
     @staticmethod

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from holotrain.reversible.lists_of_blocks import is_list_of_blocks, outermost
+from holotrain.reversible.replaced_forward import ReplacedForward
 from holotrain.reversible.tiled_loss import language_model, tile_loss, untile_loss
-from holotrain.reversible.tokenwise import drops_samples, may_be_tokenwise, tiles_of
+from holotrain.reversible.tokenwise import drops_samples, may_be_tokenwise, require_tile, tiles_of
 
 
 def tile_modules(model: nn.Module, tile: int) -> list[str]:
@@ -33,10 +34,10 @@ def tile_modules(model: nn.Module, tile: int) -> list[str]:
         the names of the modules that are tried.
 
     Raises:
-        ValueError: ``tile`` is not positive.
+        ValueError: ``tile`` is no number of tokens.
     """
-    if tile < 1:
-        raise ValueError(f"tile must be a number of tokens, not {tile}")
+    require_tile(tile)
+    untile_modules(model)
     found = {
         f"{name}.{inner}": module
         for name, blocks in outermost(model, is_list_of_blocks)
@@ -44,8 +45,15 @@ def tile_modules(model: nn.Module, tile: int) -> list[str]:
         if "." in inner and may_be_tokenwise(module)
     }
     for module in found.values():
-        module.forward = Tiled(module, tile)
+        Tiled(module).tile = tile
     return list(found)
+
+
+def untile_modules(model: nn.Module) -> None:
+    """Takes back what :func:`tile_modules` did."""
+    for module in model.modules():
+        if (tiled := Tiled.of(module)) is not None:
+            tiled.remove()
 
 
 def take_in_tiles(model: nn.Module, tile: int) -> None:
@@ -62,29 +70,22 @@ def take_whole(model: nn.Module) -> None:
     untile_loss(model)
 
 
-def untile_modules(model: nn.Module) -> None:
-    """Takes back what :func:`tile_modules` did."""
-    for module in model.modules():
-        if isinstance(vars(module).get("forward"), Tiled):
-            del module.forward
+class Tiled(ReplacedForward):
+    """The forward of a module of (B, T, C), which is taken a tile at a time in training; in ``eval()`` the module's own."""
 
-
-class Tiled:
-    """The forward of a module of (B, T, C), which is taken a tile at a time where gradients are computed."""
-
+    KEY, WHAT = "_tiled_forward", "tiled modules"
+    tile: int
     inside = False
     """Whether a tile is being computed: the modules in it take it whole."""
 
-    def __init__(self, module: nn.Module, tile: int) -> None:
-        self.module, self.tile = module, tile
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run: Callable = partial(type(self.module).forward, self.module, **kwargs)
-        x = args[0] if len(args) == 1 else None
-        if Tiled.inside or not torch.is_grad_enabled() or not isinstance(x, Tensor) or drops_samples(self.module):
-            return run(*args)
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        run, x = partial(self.own(), **keywords), arguments[0] if len(arguments) == 1 else None
+        if self.removed or Tiled.inside or not (self.module.training and torch.is_grad_enabled()):
+            return run(*arguments)
+        if not isinstance(x, Tensor) or drops_samples(self.module):
+            return run(*arguments)
         with _inside():
-            tiles = tiles_of(self.module, self.tile, x, kwargs)
+            tiles = tiles_of(self.module, self.tile, x, keywords)
         if not tiles:
             return run(x)
         parts = (x[:, part].contiguous() for part in tiles)

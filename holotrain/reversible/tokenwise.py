@@ -28,6 +28,15 @@ WHOLE_SAMPLES = ("DropPath", "StochasticDepth", "Dropout1d", "Dropout2d", "Dropo
 """Ends of the names of classes that draw one random number for all tokens of a sample."""
 
 
+def require_tile(tile: int | None) -> None:
+    """
+    Raises:
+        ValueError: it is neither a number of tokens nor None.
+    """
+    if tile is not None and (not isinstance(tile, int) or isinstance(tile, bool) or tile < 1):
+        raise ValueError(f"tile must be a number of tokens or None, not {tile!r}")
+
+
 def may_be_tokenwise(module: nn.Module) -> bool:
     """Whether a module has at least two linear layers, and else only norms, activations and dropout."""
     leaves = [part for part in module.modules() if not any(part.children())]

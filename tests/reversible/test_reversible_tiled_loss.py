@@ -44,10 +44,11 @@ KINDS = [name if name in ("tied", "soft-capped", "with a bias", "masked") else s
 pytestmark = pytest.mark.usefixtures("float64_stays")
 
 
-def made(name: str) -> nn.Module:
+def made(name: str, dropout: bool = True) -> nn.Module:
     kind, sizes = MODELS[name]
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **sizes)
+    rates = {} if dropout or kind != "gpt2" else {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.AutoConfig.for_model(kind, **sizes | rates)
     auto = transformers.AutoModelForMaskedLM if name.startswith("masked") else transformers.AutoModelForCausalLM
     return auto.from_config(config).double().train()
 
@@ -74,7 +75,7 @@ def step(model: nn.Module, **given):
 def assert_same(model: nn.Module, tokens: int, change=lambda model: None, **given) -> None:
     change(model)
     whole, expected = step(model, **given)
-    tile_loss(model, logits=tokens * 2 * WORDS)
+    tile_loss(model, most_logits=tokens * 2 * WORDS)
     tiled, found = step(model, **given)
     assert tiled.logits is None and whole.logits is not None
     assert tiled.loss.item() == pytest.approx(whole.loss.item(), rel=1e-12)
@@ -131,7 +132,7 @@ def test_a_model_within_another_and_accumulated_gradients():
 
     model = Outer()
     _, once = step(model)
-    tile_loss(model, logits=8 * WORDS)
+    tile_loss(model, most_logits=8 * WORDS)
     model.zero_grad()
     for _ in range(2):
         torch.manual_seed(2)
@@ -168,7 +169,7 @@ def test_the_logits_are_never_whole(name):
     model = made(name)
     with Largest() as whole:
         step(model)
-    tile_loss(model, logits=4 * 2 * WORDS)
+    tile_loss(model, most_logits=4 * 2 * WORDS)
     step(model)
     with Largest() as tiled:
         step(model)
@@ -195,12 +196,12 @@ def test_the_mean_of_a_models_logits_against_targets(name):
 
 @pytest.mark.parametrize("name", ["tied", "soft-capped"])
 def test_half_precision_is_as_near_as_without_tiles(name):
-    exact = step(made(name).eval().requires_grad_())[1]
+    exact = step(made(name, dropout=False))[1]
 
     def error(tiles: bool) -> float:
-        model = made(name).to(torch.float32).eval()
+        model = made(name, dropout=False).to(torch.float32)
         if tiles:
-            tile_loss(model, logits=4 * 2 * WORDS)
+            tile_loss(model, most_logits=4 * 2 * WORDS)
         with torch.autocast("cpu", torch.bfloat16):
             loss = [model(**batch()).loss for _ in range(2)][1]
         loss.backward()
@@ -217,15 +218,145 @@ def test_a_second_backward_is_refused():
         loss.backward()
 
 
-def test_a_loss_that_is_no_mean_is_taken_whole():
-    model = made("tied")
-    expected = step(model)
-    model.loss_function = lambda logits, labels, **rest: logits.square().mean() + logits.sum() * 0.01
-    whole = step(model)
-    tile_loss(model, logits=8 * WORDS)
-    with pytest.warns(UserWarning, match="is no mean over tokens, so it is taken whole"):
-        tiled = step(model)
-    assert tiled[0].loss == whole[0].loss != expected[0].loss and tiled[0].logits is not None
+def first_step(model: nn.Module, **given):
+    torch.manual_seed(2)
+    result = model(**{**batch(), **given})
+    result.loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return result, {name: each.clone() for name, each in gradients.items()}
+
+
+def test_a_loss_that_is_no_mean_is_taken_whole_from_the_first_step_on():
+    def other(logits, labels, **rest):
+        return logits.square().mean() + logits.sum() * 0.01
+
+    whole, model = made("tied", dropout=False), made("tied", dropout=False)
+    whole.loss_function = model.loss_function = other
+    result, expected = first_step(whole)
+    tile_loss(model, most_logits=8 * WORDS)
+    with pytest.warns(UserWarning, match="is taken whole: it is not that of tiles of tokens"):
+        tiled, found = first_step(model)
+    assert tiled.loss == result.loss and tiled.logits is not None and found.keys() == expected.keys()
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
+def experts(**sizes) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True} | sizes
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)).train()
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_what_experts_add_to_a_sum_is_not_added_by_each_tile(before):
+    """Whether or not a mean has been seen before."""
+    items = {"num_items_in_batch": torch.tensor(60)}
+    result, expected = first_step(experts(), **items)
+    model = tile_loss(experts(), most_logits=8 * WORDS)
+    if before:
+        first_step(model)
+        model.zero_grad()
+    with pytest.warns(UserWarning, match="is taken whole"):
+        tiled, found = first_step(model, **items)
+    assert tiled.loss.item() == pytest.approx(result.loss.item(), rel=1e-5)
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-9, name
+
+
+@pytest.mark.parametrize("options", [{}, {"task_type": "CAUSAL_LM"}, {"modules_to_save": ["lm_head"]}])
+def test_models_of_peft(options):
+    peft = pytest.importorskip("peft")
+
+    def adapted():
+        torch.manual_seed(3)
+        targets = {"target_modules": ["q_proj", "up_proj"], "lora_dropout": 0.0, "init_lora_weights": False}
+        return peft.get_peft_model(made("its own head"), peft.LoraConfig(r=2, **targets, **options)).double()
+
+    whole, model = adapted(), adapted()
+    _, expected = first_step(whole)
+    tile_loss(model, most_logits=8 * WORDS)
+    tiled, found = first_step(model)
+    assert tiled.logits is None and found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).abs().max() <= 1e-10 * max(gradient.abs().max().item(), 1e-6), name
+
+
+def test_hidden_states_are_whole_and_have_their_graph():
+    model = tile_loss(made("tied", dropout=False), most_logits=8 * WORDS)
+    result = model(**batch(), output_hidden_states=True)
+    assert [each.shape[:2] for each in result.hidden_states] == [(2, T)] * 3
+    (result.loss + result.hidden_states[1].square().mean()).backward()
+    expected = made("tied", dropout=False)
+    whole = expected(**batch(), output_hidden_states=True)
+    (whole.loss + whole.hidden_states[1].square().mean()).backward()
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, rtol=1e-9, atol=1e-14)
+
+
+def test_many_tiles_in_bfloat16_sum_in_float32():
+    exact = first_step(made("masked").eval())[1]
+
+    def error(most: int | None) -> float:
+        model = made("masked").eval().bfloat16()
+        for part in model.modules():
+            part.training, part.p = True, 0.0  # without dropout
+        if most is not None:
+            tile_loss(model, most_logits=most)
+        found = first_step(model)[1]
+        name = "cls.predictions.transform.dense.weight"
+        return ((found[name].double() - exact[name]).norm() / exact[name].norm()).item()
+
+    assert error(2 * WORDS) <= 1.5 * error(None)
+
+
+def test_what_has_no_gradient_gets_none():
+    whole, model = made("masked"), made("masked")
+    for each in (whole, model):
+        each.bert.pooler = None
+    _, expected = first_step(whole)
+    tile_loss(model, most_logits=8 * WORDS)
+    assert first_step(model)[1].keys() == expected.keys()
+
+
+def test_labels_by_position_and_another_label_to_ignore_are_taken_whole():
+    model, tokens = made("tied", dropout=False), batch()["input_ids"]
+    names = [*inspect.signature(model.forward).parameters]
+    given = [tokens, *[None] * (names.index("labels") - 1), tokens]
+    other = {"input_ids": tokens, "labels": tokens, "ignore_index": 5}
+    expected = model(*given).loss, model(**other).loss
+    tile_loss(model, most_logits=8 * WORDS)
+    assert (model(*given).loss, model(**other).loss) == expected
+
+
+def test_undo_where_something_has_wrapped_the_forward():
+    model = tile_loss(made("tied", dropout=False))
+    tiled = model.forward
+    model.forward = lambda *given, **named: tiled(*given, **named)
+    untile_loss(model)
+    assert model(**batch()).logits is not None
+    with pytest.raises(ValueError, match="nn.DataParallel would run the model of its first GPU on every GPU"):
+        tile_loss(made("tied"))._replicate_for_data_parallel()
+
+
+def test_evaluation_with_gradients_is_the_models_own():
+    assert tile_loss(made("tied")).eval()(**batch()).logits.requires_grad
+
+
+def test_cross_entropy_of_a_model_without_such_a_base():
+    small = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": WORDS, "decoder_ffn_dim": 16}
+    bart = transformers.BartForConditionalGeneration(transformers.BartConfig(**small, dropout=0.0)).double()
+    tokens, targets = batch()["input_ids"], batch()["labels"]
+    expected = F.cross_entropy(bart(input_ids=tokens).logits.flatten(0, 1), targets.flatten())
+    assert torch.equal(tiled_cross_entropy(bart, targets, input_ids=tokens), expected)
+
+
+def test_a_failure_of_the_base_is_no_reason_to_take_it_whole():
+    model = tile_loss(made("tied"), most_logits=8 * WORDS)
+    own = model.transformer.h[1].forward
+    model.transformer.h[1].forward = lambda *given, **named: (_ for _ in ()).throw(RuntimeError("out of memory"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        step(model)
+    model.transformer.h[1].forward = own
+    assert step(model)[0].logits is None
 
 
 def test_what_has_no_such_loss_is_refused():
@@ -257,8 +388,8 @@ def test_the_signature_and_tuples_are_the_models_own():
 
 @pytest.mark.parametrize("tokens", [1, 2, 7])
 def test_short_texts_are_taken_whole(tokens):
-    model, whole = made("tied").eval(), made("tied").eval()
-    tile_loss(model, logits=2 * WORDS)
+    model, whole = made("tied", dropout=False), made("tied", dropout=False)
+    tile_loss(model, most_logits=2 * WORDS)
     cut = {name: each[:, :tokens] for name, each in batch().items()}
     assert torch.equal(model(**cut).loss, whole(**cut).loss) or tokens == 1
     step(model)
@@ -290,7 +421,7 @@ def test_the_loss_of_experts_is_part_of_the_mean():
     model, whole = (transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)).train() for _ in range(2))
     whole.load_state_dict(model.state_dict())
     result, expected = step(whole)
-    tile_loss(model, logits=8 * WORDS)
+    tile_loss(model, most_logits=8 * WORDS)
     tiled, found = step(model)
     assert tiled.loss.item() == pytest.approx(result.loss.item(), rel=1e-5) and result.aux_loss > 0
     for name, gradient in expected.items():

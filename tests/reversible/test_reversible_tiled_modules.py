@@ -60,7 +60,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 def tiled(model: nn.Module) -> list[str]:
-    return [name for name, part in model.named_modules() if isinstance(vars(part).get("forward"), Tiled)]
+    return [name for name, part in model.named_modules() if Tiled.of(part) is not None]
 
 
 @pytest.mark.parametrize("backward", ["checkpoint", slow("autograd"), slow("offload")])
@@ -69,7 +69,7 @@ def test_gradients_of_recomputed_blocks_are_those_of_the_whole(name, backward):
     expected, model = step(name, made(name)), made(name)
     recompute(model, backward=backward, tile=TILE)
     assert_equal(step(name, model), expected)
-    assert tiled(model) and isinstance(vars(model).get("forward"), TiledLoss) == (name != "vit")
+    assert tiled(model) and (TiledLoss.of(model) is not None) == (name != "vit")
     undo(model)
     assert not tiled(model) and "forward" not in vars(model)
     assert_equal(step(name, model), expected, 0)
@@ -120,6 +120,27 @@ def test_what_mixes_tokens_is_taken_whole():
         assert torch.equal(found, gradient)
 
 
+def test_a_forward_that_others_have_set_is_kept():
+    expected, model, plain = made("gpt2"), made("gpt2"), made("gpt2")
+    for each in (expected, model):
+        mlp = each.transformer.h[0].mlp
+        mlp.forward = lambda x, own=mlp.forward: 2 * own(x)
+    recompute(model, tile=TILE)
+    assert_equal(step("gpt2", model), step("gpt2", expected))
+    undo(model)
+    assert_equal(step("gpt2", model), step("gpt2", expected), 0)
+    assert not torch.equal(step("gpt2", plain)["transformer.wte.weight"], step("gpt2", model)["transformer.wte.weight"])
+
+
+def test_a_wrong_size_changes_nothing():
+    model = made("gpt2")
+    for take in (make_reversible, recompute):
+        for tile in (0, 8.0, True):
+            with pytest.raises(ValueError, match="tile must be a number of tokens or None"):
+                take(model, tile=tile)
+    assert all("forward" not in vars(part) for part in model.modules())
+
+
 def test_tiles_are_set_for_any_model():
     model = made("gpt2")
     set_tile(model, TILE)
@@ -128,7 +149,7 @@ def test_tiles_are_set_for_any_model():
     assert not tiled(model)
     with pytest.raises(ValueError, match="Linear has no blocks with MLPs that work token by token"):
         set_tile(nn.Linear(2, 2), TILE)
-    with pytest.raises(ValueError, match="tile must be a number of tokens, not 0"):
+    with pytest.raises(ValueError, match="tile must be a number of tokens or None, not 0"):
         recompute(made("gpt2"), tile=0)
 
 

@@ -57,7 +57,7 @@ def find(rank: int) -> dict[str, float]:
     for name, (wrap, tied) in CASES.items():
         alone, net = model(tied), model(tied)
         alone.whole = True
-        tile_loss(net, logits=5 * BATCH * WORDS)
+        tile_loss(net, most_logits=5 * BATCH * WORDS)
         net = wrap(net)
         net.whole = False
         expected, found = step(alone), step(net)
