@@ -11,9 +11,12 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from itertools import chain
+from typing import TYPE_CHECKING
 
-import numpy as np
 from torch import Tensor
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Race(AssertionError):
@@ -86,6 +89,8 @@ class Memory:
 
     def _note(self, table: dict[Actor, np.ndarray], actor: Actor, tensor: Tensor) -> None:
         if actor not in table:
+            import numpy as np  # which tests on a GPU do without
+
             table[actor] = np.zeros(self.size, np.int32)
         _bytes_of(tensor, table[actor])[...] = actor.clock[actor]
 
@@ -94,7 +99,9 @@ def _bytes_of(tensor: Tensor, times: np.ndarray) -> np.ndarray:
     """The part of ``times``, which has an entry for each byte of the storage, that the tensor's entries take."""
     size = tensor.element_size()
     shape, strides = (*tensor.shape, size), (*(times.itemsize * size * step for step in tensor.stride()), times.itemsize)
-    return np.lib.stride_tricks.as_strided(times[size * tensor.storage_offset() :], shape, strides)
+    from numpy.lib.stride_tricks import as_strided
+
+    return as_strided(times[size * tensor.storage_offset() :], shape, strides)
 
 
 def _require_known(actor: Actor, table: dict[Actor, np.ndarray], tensor: Tensor, complaint: str) -> None:

@@ -38,7 +38,8 @@ MODELS = {
 }
 DATA = {
     "digits": ["data.batch_size=8"],
-    **{name: ["data.batch_size=8", "data.download=false"] for name in ("mnist", "cifar10", "cifar100")},
+    **{name: ["data.batch_size=8", "data.download=false"] for name in ("cifar10", "cifar100")},
+    "mnist": ["data.batch_size=8", "data.download=false", "data.val_fraction=0.5"],
     "fake": ["data.image_size=32", "data.num_classes=4", "data.train_size=16", "data.val_size=8", "data.batch_size=4"],
     "imagefolder": ["data.image_size=32", "data.batch_size=4", "data.num_workers=0"],
     "text_stdlib": ["data.context=32", "data.batch_size=4", "data.max_tokens=1024"],
@@ -75,6 +76,7 @@ BENCHES = {
     "bench_tiles.py": "--depth 1 --dim 16 --heads 2 --tokens 16 --tiles 8 --rounds 1",
     "bench_padding.py": "--batch 4 --tokens 8 --rounds 1",
     "bench_plan.py": "--models vit_tiny --precisions fp32 --backwards reversible --batch 1",
+    "bench_whole_step.py": "--shapes gpt2 --methods checkpoint --tokens 64",
     "bench_ways.py": "--models stack --rounds 1 --depth 2 --begin 2 --steps 2 --seeds 1 --kinds fp32 --context 8 --batch 2 "
     "--windows 2 --folder .",
     "bench_synthesis.py": "--models tiny --batch 1 --shortest 4 --longest 6 --rounds 1",

@@ -90,9 +90,10 @@ def test_auto_that_cannot_fit_is_shown_all_the_same(holotrain):
 
 
 @pytest.mark.slow
-def test_plain_models_have_two_ways(holotrain):
+def test_plain_models_keep_the_inputs_of_their_blocks(holotrain):
     figures = plan_of(holotrain, "model=swin_nano", *FAKE, "data.image_size=32", "data.batch_size=8", "device=cuda")
-    assert list(figures["footprints"]) == ["autograd", "checkpoint"] and figures["budget_bytes"] is None
+    assert list(figures["footprints"]) == ["autograd", "checkpoint", "checkpoint8", "offload"]
+    assert figures["budget_bytes"] is None
 
 
 @pytest.mark.slow

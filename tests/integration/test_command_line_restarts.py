@@ -65,7 +65,7 @@ def test_after_kill_9_all_start_again_and_end_as_if_nothing_had_been(holotrain, 
 
 @pytest.mark.slow
 def test_a_restart_falls_back_from_a_damaged_checkpoint(holotrain):
-    words = [*WORDS, "trainer=fsdp", "trainer.sharded_checkpoints=true"]
+    words = [*(word.replace("trainer=ddp", "trainer=fsdp") for word in WORDS), "trainer.sharded_checkpoints=true"]
     status, _, err = holotrain("fit", *words, "trainer.max_restarts=1", *incident("damage"))
     assert status == 0 and len(said(err)) == 2 and "Traceback" not in err, err
     first, second = said(err)
