@@ -161,10 +161,12 @@ class TiledLoss(ReplacedForward):
             return self.shifts[mean]
         try:
             shift = self._tried(run, base, labels, items)
+        except torch.OutOfMemoryError:
+            raise
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-            if base.called:
+            if base.called and not base.given:  # an error of the base
                 raise
-            shift = None  # its states are not those of its base
+            shift = None  # what follows the base reads more than its states
         if shift == GUESSED:
             return int(any(kind in type(self.module).__name__ for kind in ("CausalLM", "LMHead")))
         if shift is None:

@@ -240,6 +240,21 @@ def test_a_loss_that_is_no_mean_is_taken_whole_from_the_first_step_on():
     assert all(torch.equal(found[name], each) for name, each in expected.items())
 
 
+def test_a_loss_that_reads_all_tokens_is_taken_whole():
+    """As those that are masked with the attention mask."""
+
+    def masked(logits, labels, **rest):
+        return (F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none") * torch.ones(2 * T)).mean()
+
+    whole, model = made("tied", dropout=False), made("tied", dropout=False)
+    whole.loss_function = model.loss_function = masked
+    _, expected = first_step(whole)
+    tile_loss(model, most_logits=8 * WORDS)
+    with pytest.warns(UserWarning, match="is taken whole"):
+        _, found = first_step(model)
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
 def experts(**sizes) -> nn.Module:
     torch.manual_seed(0)
     sizes = GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True} | sizes
