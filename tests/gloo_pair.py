@@ -33,6 +33,18 @@ def found_by_processes(script: Path, folder: Path, count: int = 2) -> dict:
     return json.loads((folder / "found.json").read_text())
 
 
+def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """All of a tensor that FSDP2 has sharded; others as they are.
+
+    ``full_tensor()`` once ended a process in a double free, in torch's ``wait_tensor`` with gloo.
+    """
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    parts = [torch.empty(0)] * dist.get_world_size()
+    dist.all_gather_object(parts, tensor.to_local())
+    return torch.cat(parts)
+
+
 def free_port(*wanted: int) -> int:
     """A port that is free, among those wanted if any are."""
     for port in wanted or (0,):

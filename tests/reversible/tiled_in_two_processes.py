@@ -7,7 +7,7 @@ Not a test by itself: test_reversible_tiled_loss.py starts it twice and reads wh
 
 import torch
 import transformers
-from gloo_pair import find_as_one_of_them
+from gloo_pair import find_as_one_of_them, whole
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -41,7 +41,7 @@ def step(net) -> dict[str, Tensor]:
         torch.manual_seed(2)
         net(input_ids=part, labels=part, use_cache=False).loss.backward()
     gradients = {name.removeprefix("module."): parameter.grad for name, parameter in net.named_parameters()}
-    return {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in gradients.items()}
+    return {name: whole(each) for name, each in gradients.items()}
 
 
 CASES = {

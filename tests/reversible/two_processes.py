@@ -6,7 +6,7 @@ Not a test by itself: test_reversible_distributed.py starts it twice and reads w
 """
 
 import torch
-from gloo_pair import find_as_one_of_them
+from gloo_pair import find_as_one_of_them, whole
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -130,7 +130,7 @@ def error(backward: str, name: str, rank: int) -> float:
         step(net, batch()[rank * BATCH : (rank + 1) * BATCH], times)
     worst = 0.0
     for (key, parameter), (_, true) in zip(inner.named_parameters(), reference.named_parameters(), strict=True):
-        grad = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+        grad = whole(parameter.grad)
         if (grad is None and true.grad is None) or key.startswith("spare"):
             continue
         worst = max(worst, ((grad - true.grad).abs().max() / true.grad.abs().max()).item())
@@ -225,7 +225,7 @@ def stacked(wrap, make, backward: str, rank: int) -> list[torch.Tensor]:
         net.zero_grad()
         torch.manual_seed(10 * rank + seed)
         step(net, batch()[rank * BATCH : (rank + 1) * BATCH])
-    return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in net.parameters()]
+    return [whole(p.grad) for p in net.parameters()]
 
 
 def stack_errors(rank: int) -> dict[str, float]:
