@@ -347,7 +347,9 @@ class _Head:
     @classmethod
     def of(cls, layer: nn.Module) -> Self | None:
         """None: it is another module, which autograd differentiates."""
-        if type(layer) is not nn.Linear or "forward" in vars(layer) or type(layer.weight) is not nn.Parameter:
+        if type(layer) is not nn.Linear or "forward" in vars(layer):
+            return None
+        if type(layer.weight) is not nn.Parameter and not has_no_data(layer.weight):  # such as a DTensor
             return None
         return cls(layer)
 
