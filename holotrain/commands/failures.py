@@ -5,7 +5,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from errno import EDQUOT, EFBIG, EIO, EMFILE, ENFILE, ENOSPC, EROFS
 from pathlib import Path
@@ -87,11 +87,17 @@ def _all_but_workers(shown: Callable[[Any], Any]) -> Callable[[Any], None]:
 
 def _limit(error: BaseException | None) -> BaseException | None:
     """The error of the system that led to this one, which may be a library's with its words; None: none did."""
-    while error is not None:
-        if isinstance(error, OSError | RuntimeError) and any(os.strerror(code) in str(error) for code in LIMITS):
-            return error
-        error = error.__cause__ or error.__context__
+    for each in _causes(error):
+        if isinstance(each, OSError | RuntimeError) and any(os.strerror(code) in str(each) for code in LIMITS):
+            return each
     return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that led to it, the last one first."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _in_words(reached: BaseException, folder: Path) -> str:
@@ -116,9 +122,7 @@ def dead_worker(error: Exception) -> str | None:
 
 def of_the_system(error: BaseException | None) -> OSError | None:
     """The OSError that this error is, or that led to it: Lightning raises a ValueError for what TensorBoard cannot write."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
+    return next((each for each in _causes(error) if isinstance(each, OSError)), None)
 
 
 class SameFolder(pl.Callback):

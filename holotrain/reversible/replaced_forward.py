@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, ClassVar, Self
@@ -10,7 +11,7 @@ from typing import Any, ClassVar, Self
 from torch import nn
 
 
-class ReplacedForward:
+class ReplacedForward(ABC):
     """Stands in place of a module's ``forward`` until :meth:`remove`. A subclass defines ``__call__``, and sets ``KEY``, the
     name under which the module keeps it: others may wrap its forward meanwhile.
 
@@ -51,8 +52,9 @@ class ReplacedForward:
         if self._before is not None:
             module.forward = self._before
 
+    @abstractmethod
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        raise NotImplementedError
+        """What is called in place of the forward; where ``removed``, it calls :meth:`own`."""
 
     def refuse_replica(self) -> nn.Module:
         """What ``nn.DataParallel`` calls to copy the module.

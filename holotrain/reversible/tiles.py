@@ -82,11 +82,11 @@ class Tiled(ReplacedForward):
         run, x = partial(self.own(), **keywords), arguments[0] if len(arguments) == 1 else None
         if self.removed or Tiled.inside or not (self.module.training and torch.is_grad_enabled()):
             return run(*arguments)
-        if not isinstance(x, Tensor) or drops_samples(self.module):
+        if not isinstance(x, Tensor):
             return run(*arguments)
         with _inside():
             tiles = tiles_of(self.module, self.tile, x, keywords)
-        if not tiles:
+        if not tiles or drops_samples(self.module):
             return run(x)
         parts = (x[:, part].contiguous() for part in tiles)
         return torch.cat([checkpoint(_within(run), part, use_reentrant=False) for part in parts], 1)

@@ -61,15 +61,26 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": labels}
 
 
+def first_step(model: nn.Module, **given):
+    """The result of a step and its gradients."""
+    torch.manual_seed(2)
+    result = model(**{**batch(), **given})
+    result.loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return result, {name: each.clone() for name, each in gradients.items()}
+
+
 def step(model: nn.Module, **given):
-    """The loss and gradients of the second step, with the same dropout."""
-    for _ in range(2):
-        model.zero_grad()
-        torch.manual_seed(2)
-        result = model(**{**batch(), **given})
-        result.loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    return result, {name: each for name, each in gradients.items() if each is not None}
+    """Those of the second step, with the same dropout."""
+    first_step(model, **given)
+    model.zero_grad()
+    return first_step(model, **given)
+
+
+def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys() and found
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).abs().max() <= 1e-10 * max(gradient.abs().max().item(), 1e-6), name
 
 
 def assert_same(model: nn.Module, tokens: int, change=lambda model: None, **given) -> None:
@@ -79,9 +90,7 @@ def assert_same(model: nn.Module, tokens: int, change=lambda model: None, **give
     tiled, found = step(model, **given)
     assert tiled.logits is None and whole.logits is not None
     assert tiled.loss.item() == pytest.approx(whole.loss.item(), rel=1e-12)
-    assert found.keys() == expected.keys() and found
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).abs().max() <= 1e-10 * max(gradient.abs().max().item(), 1e-6), name
+    assert_near(found, expected)
 
 
 @pytest.mark.parametrize("tokens", [4, slow(1), slow(7), slow(100)])
@@ -218,40 +227,24 @@ def test_a_second_backward_is_refused():
         loss.backward()
 
 
-def first_step(model: nn.Module, **given):
-    torch.manual_seed(2)
-    result = model(**{**batch(), **given})
-    result.loss.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return result, {name: each.clone() for name, each in gradients.items()}
+def no_mean(logits, labels, **rest):
+    return logits.square().mean() + logits.sum() * 0.01
 
 
-def test_a_loss_that_is_no_mean_is_taken_whole_from_the_first_step_on():
-    def other(logits, labels, **rest):
-        return logits.square().mean() + logits.sum() * 0.01
+def masked(logits, labels, **rest):
+    """Reads all tokens, as losses that are masked with the attention mask."""
+    return (F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none") * torch.ones(2 * T)).mean()
 
+
+@pytest.mark.parametrize("loss", [no_mean, masked])
+def test_other_losses_are_taken_whole_from_the_first_step_on(loss):
     whole, model = made("tied", dropout=False), made("tied", dropout=False)
-    whole.loss_function = model.loss_function = other
+    whole.loss_function = model.loss_function = loss
     result, expected = first_step(whole)
     tile_loss(model, most_logits=8 * WORDS)
     with pytest.warns(UserWarning, match="is taken whole: it is not that of tiles of tokens"):
         tiled, found = first_step(model)
     assert tiled.loss == result.loss and tiled.logits is not None and found.keys() == expected.keys()
-    assert all(torch.equal(found[name], each) for name, each in expected.items())
-
-
-def test_a_loss_that_reads_all_tokens_is_taken_whole():
-    """As those that are masked with the attention mask."""
-
-    def masked(logits, labels, **rest):
-        return (F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none") * torch.ones(2 * T)).mean()
-
-    whole, model = made("tied", dropout=False), made("tied", dropout=False)
-    whole.loss_function = model.loss_function = masked
-    _, expected = first_step(whole)
-    tile_loss(model, most_logits=8 * WORDS)
-    with pytest.warns(UserWarning, match="is taken whole"):
-        _, found = first_step(model)
     assert all(torch.equal(found[name], each) for name, each in expected.items())
 
 
@@ -290,9 +283,8 @@ def test_models_of_peft(options):
     _, expected = first_step(whole)
     tile_loss(model, most_logits=8 * WORDS)
     tiled, found = first_step(model)
-    assert tiled.logits is None and found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).abs().max() <= 1e-10 * max(gradient.abs().max().item(), 1e-6), name
+    assert tiled.logits is None
+    assert_near(found, expected)
 
 
 def test_hidden_states_are_whole_and_have_their_graph():
