@@ -145,6 +145,7 @@ def main() -> None:
         methods = [each for each in options.methods if shape != "vit" or "loss" not in each]
         if options.time:
             results[shape] = measured(shape, methods, tokens, options.time)
+            save(results, options.json)
             continue
         results[shape] = found = {"tokens": tokens}
         for method in methods:
