@@ -56,8 +56,12 @@ class Coupling:
     def reached(self) -> None:
         """A backward has reached the block, maybe before its model said that the forward has ended."""
 
-    def undo(self, coupled: Tensor, source: Tensor, output: Any) -> Tensor:
-        """Returns the target, up to rounding, or exactly on a grid."""
+    def undo(self, coupled: Tensor, source: Tensor, output: Any, last_use: bool = False) -> Tensor:
+        """Returns the target, up to rounding, or exactly on a grid.
+
+        Args:
+            last_use: nobody else needs ``coupled``, except those who have read it as it is.
+        """
         if self.grid is not None:
             output = self.grid.round(output.to(coupled.dtype))
         return coupled - output

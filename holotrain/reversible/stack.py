@@ -29,7 +29,7 @@ from holotrain.reversible.two_step import TwoStep, in_words, stream_in, tapered,
 FIRST_HEADROOM_BITS = 20
 """In the first batch, when only the first stream is known, the streams may grow by a factor of 2^20."""
 
-SAMPLE = 2**16
+SAMPLE = 2**12
 """Elements of a stream from which a typical one is found."""
 
 FINENESS_BITS = 10
@@ -381,16 +381,20 @@ class _Pass:
             self._recorder = Recorder(self._stream.device, self._stack.checks)
         block, rebuilt = self._stack.blocks[index], schedule.kind == "rebuilt"
         bits = None if self._before is self._stream else self._stack.bits[index - 1]
-        coupling = TwoStep(self._grid, x, self._sign, self._weights[index], bits, rebuilt, self._on_backward)
+        if bits is None:
+            x = self._graph.to(x.dtype)  # which is on the grid
+        graphs, weights = (self._graph_before, self._graph), self._weights[index]
+        coupling = TwoStep(self._grid, x, graphs, self._sign, weights, bits, rebuilt, self._on_backward)
         run = self._recorder.block(index, schedule, coupling, block, (self._stream, self._before), forward)
         self._recorder.call.present = None  # what the model does between its blocks may draw random numbers
         with in_trace("forward", index):
             coupled = run("block", block, self._before, self._stream, words)
         self._before, self._stream, self._following = self._stream, coupled, index + 1
+        self._graph_before, self._graph = self._graph, coupling.take_graph()
         if self._choice is not None:
             self._choice.see(coupled)
         apart = self._choice is not None or self._following in self._stack.changed  # the model may change it in place
-        self._returned = coupled.to(coupling.written_as, copy=apart)
+        self._returned = self._graph.to(coupling.written_as, copy=apart)
         self._version = version_of(self._returned)
         others, coupling.others = coupling.others, None  # the graph holds the coupling, and must not hold these
         if self._task == -1:
@@ -418,16 +422,23 @@ class _Pass:
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 2:
             raise ValueError("the first argument of a block must be a floating-point tensor (batch, ...)")
         stack, self._choice = self._stack, None
-        grid, dtype = stack.grid, torch.promote_types(x.dtype, stack.stream_dtype or torch.float32)
+        # The first batch is in fp64; a plan is for the batch that needs most.
+        grid, dtype = stack.grid, torch.promote_types(x.dtype, stack.stream_dtype or torch.float64)
         if has_no_data(x):
             grid = FixedPointGrid(bits=0).to(x.device)
         elif not grid.known and x.numel():
             self._choice = _Choice(x)
-            grid, dtype = self._choice.grid, torch.float64
-        x = x.to(dtype)
-        self._grid = grid.in_call(x)
-        self._stream = self._before = self._grid.entered(x)
+            grid = self._choice.grid
+        self._grid = grid.in_call(x.to(dtype))
+        self._enter(x, dtype)
         self._draw_sign(x)
+
+    def _enter(self, x: Tensor, dtype: torch.dtype) -> None:
+        """The first stream of a recurrence, which autograd does not know, and what stands for it in the graph. So gradients are
+        in fp32, or in fp64 if the model is."""
+        entered = self._grid.entered(x.to(dtype))
+        self._stream = self._before = entered.detach()
+        self._graph = self._graph_before = entered.to(torch.promote_types(x.dtype, torch.float32))
 
     def _begin_anew(self, index: int, x: Tensor) -> None:
         """The model changed the stream before a block: from here on as at the first block."""
@@ -446,7 +457,7 @@ class _Pass:
                 f"the model changed the stream in place between block {last} and block {index}, which it had not done "
                 "before, so it was not kept; it is from the next forward on"
             ) from None
-        self._stream = self._before = self._grid.entered(x.to(torch.promote_types(x.dtype, self._stream.dtype)))
+        self._enter(x, torch.promote_types(x.dtype, self._stream.dtype))
         if len(x) != len(self._sign) or x.dim() != self._sign.dim():
             self._draw_sign(x)
 
@@ -455,11 +466,11 @@ class _Pass:
         self._sign = sign.to(self._stream.dtype).mul_(2).sub_(1)
 
     def _follow(self, x: Tensor) -> None:
-        """Gives the streams the graph of what the next block reads: a view with hooks of its own, or one without a graph."""
+        """The graph goes on from what the next block reads: a view with hooks of its own, or one without a graph."""
         if torch.is_grad_enabled() and x.grad_fn is None:  # detached, or computed without gradients
-            self._stream, self._before = self._stream.detach(), self._before.detach()
-        if same_tensor(x, self._stream):
-            self._stream = x
+            self._graph, self._graph_before = self._graph.detach(), self._graph_before.detach()
+        if same_tensor(x, self._graph):
+            self._graph = x
 
     def _end_recording(self) -> None:
         recorder, self._recorder = self._recorder, None

@@ -129,13 +129,13 @@ class Tape:
             self.check.compare(source, coupled)
         output, saved = branch.run_again(branch.coupling.read(source), not branch.first, ahead)
         if not branch.first:
-            self._undo(branch, coupled, source, output)
+            self._undo(branch, coupled, source, output, last_use=not ahead and self._position < len(self.branches) - 1)
         self._position -= 1
         return saved
 
-    def _undo(self, branch: _Rebuilt, coupled: Tensor, source: Tensor, output: Any) -> None:
+    def _undo(self, branch: _Rebuilt, coupled: Tensor, source: Tensor, output: Any, last_use: bool) -> None:
         """Inverts the coupling of a branch or of a tile; the first tile, which comes last, completes that of its branch."""
-        target = branch.coupling.undo(branch.part(coupled), branch.part(source), output)
+        target = branch.coupling.undo(branch.part(coupled), branch.part(source), output, last_use)
         if branch.tiled:
             self._target = torch.empty_like(coupled) if self._target is None else self._target
             branch.part(self._target).copy_(target)

@@ -17,13 +17,14 @@ block and has ``a[k] = 1 + g[k]``. There the sum is off by ``g (h[k] - h[k-1])``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby, repeat
 from statistics import mean
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holotrain.numeric import counted
 from holotrain.reversible.block import Coupling
@@ -124,12 +125,32 @@ def _widths(bits: int) -> list[int]:
     return [width for width in (8, 4, 2, 1) if bits & width]
 
 
+PIECES, LEAST_PIECE = 8, 2**20
+"""Couplings take a large stream in so many pieces, of at least so many elements, since each operation makes another tensor."""
+
+
+def in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of tensors (B, ...) of the same shape, cut along their first or second dimension, where that is not 1."""
+    first = tensors[0]
+    count = min(PIECES, first.numel() // LEAST_PIECE)
+    if count < 2 or is_traceable_wrapper_subclass(first):
+        yield tensors
+        return
+    dim = 0 if len(first) >= count else 1
+    length = -(-first.shape[dim] // count)
+    yield from zip(*(each.split(length, dim) if each.shape[dim] > 1 else repeat(each) for each in tensors), strict=False)
+
+
 class TwoStep(Coupling):
     """The coupling of one block. The target is x[k-1] and becomes x[k+1]; the source is x[k].
+
+    The streams are outside of autograd. Their gradients go through other tensors of the same shapes, which may be in a narrower
+    dtype than the streams: the gradients then are, too.
 
     Args:
         grid: of the streams.
         x: the source as the model hands it to the block, maybe in a narrower dtype.
+        graphs: what target and source are in the graph.
         sign: of g, 1 or -1 for each sample, of shape (B, 1, ...) and the streams' dtype.
         weights: a where the sign is 1, and where it is -1.
         bits: m; None for the first block, which has no x[k-1].
@@ -138,13 +159,14 @@ class TwoStep(Coupling):
     """
 
     grid: Grid
-    _low: Tensor
-    """The bits that the division drops, packed."""
+    _low: list[Tensor]
+    """The bits that the division drops, packed, of each piece."""
 
     def __init__(
         self,
         grid: Grid,
         x: Tensor,
+        graphs: tuple[Tensor, Tensor],
         sign: Tensor,
         weights: tuple[float, float],
         bits: int | None,
@@ -152,7 +174,10 @@ class TwoStep(Coupling):
         on_backward: Callable[[], Callable[[], None] | None] = lambda: None,
     ) -> None:
         self.grid, self._sign, self._weights, self._bits, self._rebuilt = grid, sign, weights, bits, rebuilt
-        self._x: Tensor | None = None if bits is None else x  # the first is not on the grid yet
+        # The graph holds the coupling, which lets go of what is in the graph.
+        self._x: Tensor | None = x
+        self._graphs: tuple[Tensor, ...] = graphs
+        self._coupled: tuple[Tensor, ...] = ()
         self._read_as, self._on_backward = x.dtype, on_backward
         self.others: tuple[Any, ...] | None = None
         """What the block returned behind its stream; None: it returned one tensor."""
@@ -181,9 +206,16 @@ class TwoStep(Coupling):
             )
         self.others, self._kind = (None, Tensor) if output is update else (tuple(output[1:]), type(output))
         self.written_as = update.dtype
-        coupled = _TwoStep.apply(target, source, update, self)
+        graph = _TwoStep.apply(*self._graphs, update, target, source, self)
+        (coupled,), self._graphs = self._coupled, (graph,)
+        self._coupled = ()
         self.grid.watch(coupled)
         return coupled
+
+    def take_graph(self) -> Tensor:
+        """What the coupled stream is in the graph, once."""
+        (graph,), self._graphs = self._graphs, ()
+        return graph
 
     def reached(self) -> None:
         if (call := self._on_backward()) is not None:
@@ -194,23 +226,25 @@ class TwoStep(Coupling):
         together = (stream, *others)
         return self._kind(*together) if hasattr(self._kind, "_fields") else self._kind(together)
 
-    def undo(self, coupled: Tensor, source: Tensor, output: Any) -> Tensor:
+    def undo(self, coupled: Tensor, source: Tensor, output: Any, last_use: bool = False) -> Tensor:
         """Rebuilds x[k-1], bit for bit."""
         if self._bits is None:
             return source
-        target = (coupled - self.step(source, stream_in(output))).mul_(self._sign * 2**self._bits)
-        low = unpacked(self._low, self._bits, target.numel()).view(target.shape)
-        target.addcmul_(low.to(target.dtype), self.grid.step)
-        if target.stride() != self._strides:  # a block may compute otherwise on another layout
-            target = torch.empty_strided(target.shape, self._strides, dtype=target.dtype, device=target.device).copy_(target)
+        gain, *factors = self._factors()
+        target = coupled
+        if not last_use or coupled.dtype == self._read_as or coupled.stride() != self._strides:  # the block behind read it
+            target = torch.empty_strided(coupled.shape, self._strides, dtype=coupled.dtype, device=coupled.device)
+        pieces = in_pieces(target, coupled, source, stream_in(output), self._sign * 2**self._bits, *factors)
+        for (part, total, read, update, scale, *weights), low in zip(pieces, self._low, strict=True):
+            torch.sub(total, self._step(read, update, *weights), out=part).mul_(scale)
+            part.addcmul_(unpacked(low, self._bits, part.numel()).view(part.shape).to(part.dtype), self.grid.step)
         return target
 
-    def step(self, source: Tensor, update: Tensor) -> Tensor:
+    def _step(self, source: Tensor, update: Tensor, weight: Tensor, rest: Tensor) -> Tensor:
         """``a block(x) + (1 - a - g) x`` on the grid.
 
         No kernel both multiplies and adds, so each result is rounded in the same way wherever it is computed.
         """
-        _, weight, rest = self._factors()
         return self.grid.nearest((update.to(source.dtype) * weight).add_(source * rest))
 
     def _factors(self) -> tuple[Tensor | float, Tensor, Tensor]:
@@ -222,32 +256,43 @@ class TwoStep(Coupling):
 
     def merged(self, target: Tensor, source: Tensor, update: Tensor) -> Tensor:
         """x[k+1]; keeps the bits that it drops of the target."""
-        coupled = self.step(source, update)
-        if self._bits is None:
-            return coupled
-        units = target / self.grid.step
-        whole = torch.floor(units * 2**-self._bits)
-        if self._rebuilt:
-            self._low = packed(units.sub_(whole, alpha=2**self._bits).to(torch.uint8), self._bits)
-            self._strides = target.stride()
-        return coupled.addcmul_(whole.mul_(self.grid.step), self._sign)
+        gain, *factors = self._factors()
+        coupled = torch.empty_like(update, dtype=source.dtype)
+        self._low, self._strides = [], target.stride()
+        for part, before, read, each, sign, *weights in in_pieces(coupled, target, source, update, self._sign, *factors):
+            part.copy_(self._step(read, each, *weights))
+            if self._bits is not None:
+                part.addcmul_(self._divided(before, self._bits), sign)
+        return coupled
 
-    def gradients(self, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    def _divided(self, target: Tensor, bits: int) -> Tensor:
+        """``x[k-1] / 2^m``, rounded down to the grid."""
+        units = target / self.grid.step
+        whole = torch.floor(units * 2**-bits)
+        if self._rebuilt:
+            self._low.append(packed(units.sub_(whole, alpha=2**bits).to(torch.uint8), bits))
+        return whole.mul_(self.grid.step)
+
+    def gradients(self, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         """Those of target, source and update."""
-        gain, weight, rest = self._factors()
+        gain, weight, rest = (each.to(grad.dtype) if isinstance(each, Tensor) else each for each in self._factors())
         return None if self._bits is None else grad * gain, grad * rest, (grad * weight).to(self.written_as)
 
 
 class _TwoStep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, target: Tensor, source: Tensor, update: Tensor, coupling: TwoStep) -> Tensor:
+    def forward(
+        ctx, target_graph: Tensor, source_graph: Tensor, update: Tensor, target: Tensor, source: Tensor, coupling: TwoStep
+    ) -> Tensor:
         ctx.coupling = coupling
-        return coupling.merged(target, source, update)
+        coupled = coupling.merged(target, source, update)
+        coupling._coupled = (coupled.detach(),)
+        return coupled.to(source_graph.dtype)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, None]:  # ty: ignore[incompatible-method-override]
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # ty: ignore[incompatible-method-override]
         ctx.coupling.reached()
-        return *ctx.coupling.gradients(grad), None
+        return *ctx.coupling.gradients(grad), None, None, None
 
 
 def stream_in(output: Any) -> Any:

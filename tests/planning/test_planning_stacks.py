@@ -57,12 +57,18 @@ def training_step(backward, fake=False):
     )
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
 @pytest.mark.parametrize("backward", ["autograd", "checkpoint", "reversible"])
-def test_a_plan_is_what_the_tensors_take(backward):
+def test_a_plan_is_what_the_tensors_take(backward, first):
+    """The streams of the first batch are in fp64."""
     with fake_tensors():
-        planned = simulate_step(training_step(backward, fake=True))
+        step = training_step(backward, fake=True)
+        for stack in [] if first else step.sequences:
+            stack.stream_dtype = torch.float32
+        planned = simulate_step(step)
     step = training_step(backward)
-    step.loss()  # chooses the grid
+    if not first:
+        step.loss()  # chooses the grid
     check_plan(planned, step)
 
 

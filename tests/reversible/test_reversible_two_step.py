@@ -54,7 +54,7 @@ def test_the_inverse_is_exact(dtype, bits):
     target = grid.nearest(torch.randn(5, 64, WIDTH, dtype=dtype)).transpose(0, 1)  # a stream may have any layout
     update = torch.randn(64, 5, WIDTH, dtype=dtype)
     sign = (torch.randint(0, 2, (64, 1, 1)) * 2 - 1).to(dtype)
-    coupling = TwoStep(grid, source, sign, (1.3, 0.7), bits, rebuilt=True)
+    coupling = TwoStep(grid, source, (target, source), sign, (1.3, 0.7), bits, rebuilt=True)
     coupled = coupling.couple(target, source, update)
     rebuilt = coupling.undo(coupled, source, update)
     assert_equal(rebuilt, target)
