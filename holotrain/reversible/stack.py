@@ -393,7 +393,8 @@ class _Pass:
         self._graph_before, self._graph = self._graph, coupling.take_graph()
         if self._choice is not None:
             self._choice.see(coupled)
-        apart = self._choice is not None or self._following in self._stack.changed  # the model may change it in place
+        may_change = self._choice is not None or self._following in self._stack.changed  # in place, by the model
+        apart = may_change and self._graph.dtype == coupled.dtype
         self._returned = self._graph.to(coupling.written_as, copy=apart)
         self._version = version_of(self._returned)
         others, coupling.others = coupling.others, None  # the graph holds the coupling, and must not hold these

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from holotrain.reversible.lists_of_blocks import is_list_of_blocks, outermost
 from holotrain.reversible.replaced_forward import ReplacedForward
+from holotrain.reversible.replay import has_no_data
 from holotrain.reversible.tiled_loss import language_model, tile_loss, untile_loss
 from holotrain.reversible.tokenwise import drops_samples, may_be_tokenwise, require_tile, tiles_of
 
@@ -88,8 +89,26 @@ class Tiled(ReplacedForward):
             tiles = tiles_of(self.module, self.tile, x, keywords)
         if not tiles or drops_samples(self.module):
             return run(x)
-        parts = (x[:, part].contiguous() for part in tiles)
-        return torch.cat([checkpoint(_within(run), part, use_reentrant=False) for part in parts], 1)
+        run, sizes = partial(checkpoint, _within(run), use_reentrant=False), [part.stop - part.start for part in tiles]
+        if not has_no_data(x) or len(tiles) <= 3:
+            return torch.cat([run(part.contiguous()) for part in x.split(sizes, 1)], 1)
+        first, second, others, last = x.split([*sizes[:2], sum(sizes[2:-1]), sizes[-1]], 1)
+        outputs = [run(part.contiguous()) for part in (first, second, last)]
+        outputs.insert(2, _Planned.apply(others.contiguous(), outputs[0]))
+        return torch.cat(outputs, 1)
+
+
+class _Planned(torch.autograd.Function):
+    """Stands in a plan for the tiles that need no more than those before them: holds what they hold, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, other: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return other.new_empty(*x.shape[:2], *other.shape[2:])
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # ty: ignore[invalid-method-override]
+        return torch.empty_like(ctx.saved_tensors[0]), None
 
 
 @contextmanager

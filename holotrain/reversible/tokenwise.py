@@ -112,7 +112,7 @@ def tiles_of(branch: nn.Module, tile: int | None, x: Tensor, keywords: dict[str,
     if kinds not in found:
         plain = getattr(branch, "_orig_mod", branch)
         found[kinds] = may_be_tokenwise(plain) and not is_tensor_parallel(plain) and _works_on(plain, x, keywords)
-    return [slice(start, start + tile) for start in range(0, x.shape[1], tile)] if found[kinds] else []
+    return [slice(start, min(start + tile, x.shape[1])) for start in range(0, x.shape[1], tile)] if found[kinds] else []
 
 
 def _is_hooked(part: nn.Module) -> bool:
