@@ -13,7 +13,7 @@ from holotrain.config import checkpointed
 from holotrain.config.build import class_names, synthesis_of, with_adapters
 from holotrain.config.command_options import Config, FitConfig, RunConfig
 from holotrain.config.given import PYTHON_OBJECT
-from holotrain.config.option_groups import HUGGING_FACE, TEXT, is_a
+from holotrain.config.option_groups import HUGGING_FACE, TEXT, is_a, takes
 from holotrain.data.tokenizers import tokenizer_text
 from holotrain.errors import UserError, naming_group
 from holotrain.models import building, saved
@@ -50,7 +50,10 @@ def chosen_before(config: Config, path: Path) -> Config:
     if config.batch_is_open:
         config = config.with_batch(kept["data"][config.batch_option[0].removeprefix("data.")])
     if config.backward.open:
-        config = replace(config, backward=replace(config.backward, blocks=list(kept["backward"]["blocks"])))
+        backward = replace(config.backward, blocks=list(kept["backward"]["blocks"]), tile=kept["backward"]["tile"])
+        config = replace(config, backward=backward)
+        if takes(config.model, "reversible"):
+            config = replace(config, model=config.model.with_arguments(reversible=kept["model"]["reversible"]))
     return config
 
 

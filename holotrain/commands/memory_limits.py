@@ -14,11 +14,12 @@ from holotrain.commands.run_folder import Run
 from holotrain.config.build_trainer import device_kind, device_name
 from holotrain.config.command_options import Config, RunConfig
 from holotrain.config.given import PYTHON_OBJECT
-from holotrain.config.option_groups import AUTO, OBJECT_GROUPS, PLAIN, reversible, takes
-from holotrain.config.plans import NO_OPTION, budget_of, planner_of, smallest_batch
+from holotrain.config.option_groups import ADAMW, AUTO, OBJECT_GROUPS, PLAIN, reversible, takes
+from holotrain.config.plans import NO_OPTION, budget_of, planner_of, smallest_batch, variants_of, with_variant
 from holotrain.errors import UserError
 from holotrain.numeric import counted, in_words
-from holotrain.planning import ALLOCATORS, Choice, Plan, TooSmall, Unplannable, choose_batch, choose_schedules, make_plan
+from holotrain.planning import ALLOCATORS, Choice, Plan, TooSmall, Unplannable, choose_batch, choose_variant, make_plan
+from holotrain.planning.memory_plan import largest_batch, least_memory
 
 
 def chosen(
@@ -58,14 +59,19 @@ def chosen(
             say("backward=auto: planning what each block stores ...")
             with as_out_of_memory():
                 budget = budget_of(config, device, processes)
-                choice = choose_schedules(planner_of(config, data, device), budget)
-            say(f"  {described(choice, budget)}")
+                planner = planner_of(config, data, device)
+                variant, choice = choose_variant(planner, variants_of(config, data, planner), budget)
+            say(f"  {described(choice, budget, '' if variant is None else variant.options)}")
+            if variant is not None:
+                config = with_variant(config, variant.tile, variant.bits)
             config = replace(config, backward=replace(config.backward, blocks=choice.blocks))
     except TooSmall as error:
         option, size = (smallest_batch(config) if config.batch_is_open else config).batch_option
+        with as_out_of_memory():
+            less = f"; {what_fits(config, data, device, budget)}" if config.backward.open else ""
         raise UserError(
             f"memory: {in_words(budget)} is too little: {'' if size is None else f'with {option}={size} '}this run needs "
-            f"{in_words(error.least, up=True)}"
+            f"{in_words(error.least, up=True)}{less}"
         ) from error
     except Unplannable as error:
         raise UserError(f"auto: {error}; set backward and the batch size yourself") from error
@@ -74,9 +80,44 @@ def chosen(
     return config
 
 
-def described(choice: Choice, budget: int) -> str:
-    """The choice of ``backward=auto`` as text."""
+def what_fits(config: Config, data: pl.LightningDataModule, device: str, budget: int) -> str:
+    """Overrides with which a training fits that does not fit under ``backward=auto``, as text; if there are none, others that
+    need less memory."""
+    inexact = replace(config, backward=replace(config.backward, inexact=True))
+    planner, fitting = planner_of(inexact, data, device), []
+    planners = [planner, *(variant.planner for variant in variants_of(inexact, data, planner))]
+    if any(each.footprint(least_memory(each)).bound <= budget for each in planners):
+        fitting.append("backward.inexact=true")
+    planner = planner_of(config, data, device)
+    planners = [planner, *(each.planner for each in variants_of(config, data, planner) if each.may_be_chosen)]
+    if size := max(largest_batch(each, least_memory(each), budget).value for each in planners):
+        fitting.append(f"{planner.batch.name}={size}")
+    if fitting:
+        return f"it fits with {', or with '.join(fitting)}"
+    return f"these need less memory: {'; '.join([*rules_of_states(config), *rules(config)])}"
+
+
+def rules_of_states(config: RunConfig) -> list[str]:
+    """As :func:`rules`, for the memory of weights, gradients and optimizer states."""
+    found, trainer = [], config.trainer
+    if config.optimizer is not None and config.optimizer.target == ADAMW:
+        found.append("optimizer=adamw_8bit (8 bits for each number of its state)")
+    if not (config.steps_in_backward or config.synthesis) and trainer.strategy == "single":
+        clipped = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+        words = ["optimizer.in_backward=true"]
+        words += ["trainer.gradient_clip_val=null"] if clipped else []
+        words += ["trainer.accumulate_grad_batches=1"] if trainer.accumulate_grad_batches > 1 else []
+        found.append(f"{' '.join(words)} (each gradient is freed after its step)")
+    if takes(config.model, "reversible") and config.model.trained == "all" and not config.model.adapters:
+        lora = "model.adapters={_target_: peft.LoraConfig, r: 8, target_modules: all-linear}"
+        found.append(f"'{lora}' (LoRA: other weights have no gradients and no states)")
+    return found
+
+
+def described(choice: Choice, budget: int, options: str = "") -> str:
+    """The choice of ``backward=auto``, with further options, as text."""
     runs = ", ".join(f"{len(list(run))} {name}" for name, run in groupby(choice.blocks))
+    runs = f"{runs} with {options}" if options else runs
     saved = 1 - choice.cost / choice.most_expensive
     memory = f"{in_words(choice.bound, up=True)} of {in_words(budget)}"
     return f"{runs}; {memory}; {saved:.0%} less computation in blocks than with full recomputation"

@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
+import lightning.pytorch as pl
 import torch
 from rich import box
 from rich.table import Table
@@ -12,12 +14,12 @@ from rich.table import Table
 from holotrain.callbacks import GPUS, multiprocessors, peak_flops
 from holotrain.commands.checkpoint import tokenizer_for
 from holotrain.commands.console import console, plain
-from holotrain.commands.memory_limits import chosen, described, remedies
+from holotrain.commands.memory_limits import chosen, described, remedies, rules_of_states
 from holotrain.commands.run_folder import Run
 from holotrain.commands.writing import write_whole
 from holotrain.config.build import build_data
 from holotrain.config.command_options import PlanConfig
-from holotrain.config.plans import budget_of, planner_of, smallest_batch
+from holotrain.config.plans import budget_of, longest_context, planner_of, smallest_batch, variants_of, with_variant
 from holotrain.errors import UserError, one_of
 from holotrain.models.division import divide
 from holotrain.numeric import counted, in_words, unit_of
@@ -26,7 +28,7 @@ from holotrain.planning import Band, Gpu, Plan, Planner, Scaling, Unplannable, m
 
 PLAN = "plan.json"
 
-SHOWN = ("parameters", "gradients", "optimizer", "activations", "temporary")
+SHOWN = ("parameters", "gradients", "optimizer", "activations", "head", "temporary")
 """Parts of the peak that have a column. The rest is summed up as "other"."""
 
 COLOURS = {
@@ -38,6 +40,7 @@ COLOURS = {
     "hologram": "#b5852a",
     "batch": "#8fa81f",
     "activations": "#e07b22",
+    "head": "#c9a66b",
     "temporary": "#d1495b",
     "scratch": "#d9dde2",
 }
@@ -64,7 +67,9 @@ def run(config: PlanConfig, run: Run) -> int:
     finally:
         status.stop()
     needed = [] if plan.fits else remedies(config, plan)
-    found = plan.as_json() | {"remedies": needed} | ({"scaling": scaling.as_json()} if scaling else {})
+    states = plan.configured.lasting + plan.configured.parts["gradients"]
+    less = rules_of_states(config) if plan.budget and states > plan.budget else []
+    found = plan.as_json() | {"remedies": needed, "less_for_states": less} | ({"scaling": scaling.as_json()} if scaling else {})
     figures = json.dumps(found, indent=2) + "\n"
     write_whole(run.folder / PLAN, figures)
     write_whole(run.folder / "plan.svg", picture(plan))
@@ -74,6 +79,8 @@ def run(config: PlanConfig, run: Run) -> int:
     if config.json:
         write_whole(Path(config.json), figures)
     _show(config, run, plan, needed)
+    if less:
+        console.print(f"weights, gradients and optimizer states take {in_words(states)}; these need less: {'; '.join(less)}")
     if scaling:
         show_scaling(scaling)
     console.print(f"written to {run.folder}: {PLAN}, plan.svg")
@@ -118,11 +125,23 @@ def planned(
         budget = None  # the memory of the device is not known
     try:
         planner = planner_of(config, data, device)
-        plan = make_plan(planner, budget, begin)
+        plan = make_plan(planner, budget, begin, variants_of(config, data, planner))
+        plan = _with_longest_context(config, data, planner, plan, begin)
         scaling = None if config.devices is None else _scaling(config, config.devices, planner, plan, begin)
     except Unplannable as error:
         raise UserError(f"plan: {error}") from error
     return config, plan, scaling
+
+
+def _with_longest_context(
+    config: PlanConfig, data: pl.LightningDataModule, planner: Planner, plan: Plan, begin: Callable[[str], object]
+) -> Plan:
+    if plan.budget is None:
+        return plan
+    if plan.variant is not None:
+        config, planner = with_variant(config, plan.variant.tile, plan.variant.bits), plan.variant.planner
+    limit = longest_context(config, data, planner, plan.schedule, plan.budget, begin)
+    return plan if limit is None else replace(plan, limits=[*plan.limits, limit])
 
 
 def _scaling(config: PlanConfig, devices: int, planner: Planner, plan: Plan, begin: Callable[[str], object]) -> Scaling:
@@ -151,10 +170,12 @@ def _show(config: PlanConfig, run: Run, plan: Plan, needed: list[str]) -> None:
         figures = [footprint.peak, *(footprint.parts[kind] for kind in SHOWN), other, footprint.scratch]
         fits = ("yes" if footprint.bound <= plan.budget else "no") if plan.budget else ""
         style = "bold" if name == plan.backward else ""
-        name = f"{name} *" if name == plan.backward else name
+        name = f"{name} *" if name == plan.backward else name.replace(" model.reversible=", ", ").replace(" backward.", ", ")
         table.add_row(name, footprint.phase, *(f"{figure / size:.3f}" for figure in figures), fits, style=style)
     plain(width=max(console.width, 120)).print(table)  # one line per row
-    console.print("*: the backward of this configuration; peak in: the phase of the step in which memory peaks")
+    console.print(
+        "*: the backward of this configuration; peak in: the phase of the step in which memory peaks; head: logits and loss"
+    )
     if plan.device == "cuda" and config.device == "auto" and not torch.cuda.is_available():
         console.print("no GPU was found here; to plan for this machine, give device=cpu")
     if plan.configured.scratch:
@@ -165,7 +186,7 @@ def _show(config: PlanConfig, run: Run, plan: Plan, needed: list[str]) -> None:
     if plan.between_blocks is not None:
         console.print(f"between blocks under backward={plan.backward}: {plan.between_blocks}")
     if plan.choice is not None and plan.budget is not None:
-        console.print(f"backward=auto (by FLOPs; fit measures times): {described(plan.choice, plan.budget)}")
+        console.print(f"backward=auto (by FLOPs; fit measures times): {described(plan.choice, plan.budget, plan.options)}")
     for limit in plan.limits:
         found = f"up to {'' if limit.exact else 'about '}{limit.value}" if limit.value else "none fits"
         console.print(f"{limit.option}={limit.configured}: {found} under backward={plan.backward}")

@@ -47,6 +47,9 @@ class BackwardConfig:
     tile: int | None = None
     """tokens at a time that layers take which work token by token, such as MLPs; null: all tokens at once"""
 
+    inexact: bool = False
+    """backward=auto may also choose checkpoint8 and, for a model of transformers or timm, model.reversible=4bit"""
+
     on_mismatch: str = "store"
     """what follows if activations are rebuilt wrongly: store: a warning, and block inputs are stored from then on; error"""
 
@@ -73,6 +76,8 @@ class BackwardConfig:
             raise UserError("backward.blocks: needs backward=auto")
         for words in self.blocks:
             one_of("backward.blocks", words.partition("+")[0], SCHEDULES)
+        if self.inexact and self.kind != AUTO:
+            raise UserError("backward.inexact: needs backward=auto")
         if self.kind == AUTO and (stored != [0] or self.keep):
             raise UserError("backward=auto: it chooses what to store; remove backward.store and backward.keep")
         if self.keep and self.kind not in ("reversible", "pareprop"):
@@ -107,6 +112,7 @@ MASKED_LM = "holotrain.tasks.language.MaskedLM"
 TIMM = "holotrain.models.foreign.Timm"
 HUGGING_FACE = "holotrain.models.huggingface.HuggingFace"
 
+ADAMW = "holotrain.tasks.optimizer_functions.adamw"
 LOW_BIT = "holotrain.tasks.optimizer_functions.adamw_low_bit"
 LOW_BIT_OPTIONS = ("adamw_8bit", "adamw_4bit", "adamw_fp8")
 
@@ -124,6 +130,9 @@ FIT = {
     MASKED_LM: ((_ROBERTA, HUGGING_FACE), TEXT),
 }
 """The models and the data of each of our tasks."""
+
+LANGUAGE_MODELS = FIT[CAUSAL_LM][0]
+"""Causal ones, which read sequences of any length up to a limit, ``longest``, if they have one."""
 
 TASK_OPTIONS = {
     ERROR_DIFFUSION: "error_diffusion",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -16,13 +17,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from holotrain.config.build import build_model, build_task, facts_of, synthesis_of
 from holotrain.config.build_trainer import autocast_of
 from holotrain.config.command_options import Config, RunConfig
-from holotrain.config.option_groups import AUTO, MASKED_LM, PLAIN, SCHEDULES, BackwardConfig, is_a, takes
+from holotrain.config.option_groups import AUTO, LANGUAGE_MODELS, MASKED_LM, PLAIN, SCHEDULES, BackwardConfig, is_a, takes
 from holotrain.data.example import batch_unit, example_batch, first_batch, samples_in
+from holotrain.data.text import TextDataModule
 from holotrain.errors import UserError
-from holotrain.models.block_schedules import listed_blocks, sequences, set_backward
+from holotrain.models.block_schedules import listed_blocks, sequences, set_backward, set_tile
 from holotrain.models.layers.blocks import ResidualSequence
 from holotrain.numeric import parse_bytes
-from holotrain.planning import Backward, Planner, Size, TrainingStep, free_memory
+from holotrain.planning import Backward, Limit, Planner, Size, TrainingStep, Variant, free_memory, largest
 from holotrain.tasks.task import model_of, optimizer_of, training_loss
 
 NO_OPTION = "batch"
@@ -52,6 +54,87 @@ def planner_of(config: RunConfig, data: pl.LightningDataModule, device: str) -> 
         keeps_results=not config.compile,  # compiled blocks cannot keep results
         selected=config.task.mask_probability if is_a(config.task, MASKED_LM) else None,
         listed=listed,
+        tiled=backward.tile is not None,
+        inexact=backward.inexact,
+    )
+
+
+TILE, BITS = 512, "4bit"
+"""Of the variants."""
+
+
+def variants_of(config: RunConfig, data: pl.LightningDataModule, planner: Planner) -> list[Variant]:
+    """Variants of a training that need less memory, the fastest first: MLPs in tiles; reversible blocks; both.
+
+    Args:
+        planner: that of the training.
+    """
+    found: list[Variant] = []
+
+    def add(tile: int | None, bits: str | None, may_be_chosen: bool) -> None:
+        varied = with_variant(config, tile, bits)
+        try:
+            if tile is not None:
+                with torch.device("meta"):
+                    set_tile(build_model(replace(varied, backward=BackwardConfig()), facts_of(data)), tile)
+            other = replace(planner_of(varied, data, planner.device), updates=planner.updates)
+        except (UserError, ValueError):  # the model cannot be in tiles, or has no blocks to make reversible
+            return
+        row = next((name for name in ("reversible", PLAIN[1]) if name in other.schedules), None)
+        if row is not None:
+            found.append(Variant(other, row, tile, bits, may_be_chosen))
+
+    if config.backward.tile is None and config.model is not None:
+        add(TILE, None, True)
+    if takes(config.model, "reversible") and config.model.reversible is None:
+        add(None, BITS, config.backward.inexact)
+        if config.backward.tile is None:
+            add(TILE, BITS, config.backward.inexact)
+    return found
+
+
+def with_variant(config: Config, tile: int | None, bits: str | None) -> Config:
+    """The configuration of a :class:`~holotrain.planning.Variant`."""
+    backward = config.backward if tile is None else replace(config.backward, tile=tile)
+    if backward.tile is not None and backward.kind == PLAIN[0]:
+        backward = replace(backward, kind=PLAIN[1])
+    model = config.model if bits is None or config.model is None else config.model.with_arguments(reversible=bits)
+    return replace(config, backward=backward, model=model)
+
+
+CONTEXT_UNIT = 64
+
+
+def longest_context(
+    config: RunConfig,
+    data: pl.LightningDataModule,
+    planner: Planner,
+    backward: Backward,
+    budget: int,
+    begin: Callable[[str], object] = lambda what: None,
+) -> Limit | None:
+    """The longest sequence, in steps of 64 tokens, with which a training fits; None: no option sets one length for all.
+
+    Args:
+        config: of the planner.
+        begin: called with what is planned next.
+    """
+    if not isinstance(data, TextDataModule) or data.layout != "packed" or not is_a(config.model, *LANGUAGE_MODELS):
+        return None
+    with torch.device("meta"):
+        most = getattr(build_model(config, facts_of(data)), "longest", None)
+
+    def bound(context: int) -> int:
+        begin(f"data.context={context}")
+        other = copy.copy(data)
+        other.context = context
+        make = partial(_task, config, other), partial(_step, config, other, planner.device, None)
+        return replace(planner, make_model=make[0], make_step=make[1]).footprint(backward).bound
+
+    start = max(data.context // CONTEXT_UNIT, 1) * CONTEXT_UNIT
+    most = None if most is None else max(most // CONTEXT_UNIT, 1) * CONTEXT_UNIT
+    return Limit(
+        "data.context", data.context, largest(bound, budget, start, CONTEXT_UNIT, most, planner.footprint(backward).lasting)
     )
 
 

@@ -116,7 +116,7 @@ class HuggingFace(Foreign):
             raise ValueError(f"config: {first_line(error)}") from error
         self.theirs = getattr(network, "vocab_size", None)
         _fit_to_data(network, head, classes, vocab, {"image_size": image_size, "num_channels": channels}, pad_id)
-        self.context = _context(network, context)
+        self.context, self.longest = _context(network, context), _context(network, None)
         with alone(transformers):
             # The Trainer's precision decides, not that of the weights.
             model = self._auto.from_config(network, trust_remote_code=False, dtype=torch.float32)

@@ -16,8 +16,8 @@ several_devices  the prediction for each parallel strategy
 from holotrain.planning.allocators import ALLOCATORS
 from holotrain.planning.choice import Choice, TooSmall
 from holotrain.planning.fake_tensors import Unplannable, fake_parameters, fake_tensors
-from holotrain.planning.memory_plan import Plan, choose_batch, choose_schedules, make_plan
-from holotrain.planning.planner import Backward, Planner, Size, free_memory
+from holotrain.planning.memory_plan import Limit, Plan, choose_batch, choose_schedules, choose_variant, largest, make_plan
+from holotrain.planning.planner import Backward, Planner, Size, Variant, free_memory
 from holotrain.planning.scaling import Band
 from holotrain.planning.several_devices import Scaling, make_scaling
 from holotrain.planning.step_times import Gpu
@@ -29,6 +29,7 @@ __all__ = [
     "Band",
     "Choice",
     "Gpu",
+    "Limit",
     "Plan",
     "Planner",
     "Scaling",
@@ -36,11 +37,14 @@ __all__ = [
     "TooSmall",
     "TrainingStep",
     "Unplannable",
+    "Variant",
     "choose_batch",
     "choose_schedules",
+    "choose_variant",
     "fake_parameters",
     "fake_tensors",
     "free_memory",
+    "largest",
     "make_plan",
     "make_scaling",
     "measured_peak",

@@ -7,7 +7,7 @@ needs a GPU, and kills the process on a CPU. The plan has none of these limits.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,13 +16,15 @@ import torch
 from holotrain.numeric import counted
 from holotrain.planning.allocators import ALLOCATORS
 from holotrain.planning.choice import MARGIN, Choice, TooSmall, choose, flops, seconds, stage_of, visits_of
-from holotrain.planning.planner import Backward, Planner
+from holotrain.planning.planner import Backward, Planner, Variant
 from holotrain.planning.tracker import Footprint
 from holotrain.reversible import kept_between_blocks
 from holotrain.reversible.backward_schedules import KEPT
 
 
-def largest(bound: Callable[[int], int], budget: int, start: int, unit: int = 1, most: int | None = None) -> int:
+def largest(
+    bound: Callable[[int], int], budget: int, start: int, unit: int = 1, most: int | None = None, empty: int = 0
+) -> int:
     """Returns the largest multiple of ``unit`` whose bound fits the budget; 0 if not even one unit fits.
 
     The bound must be convex and must not fall as the size grows, like the maximum of several straight lines; the memory of
@@ -33,7 +35,10 @@ def largest(bound: Callable[[int], int], budget: int, start: int, unit: int = 1,
         bound: bytes that a size needs at most.
         start: the first size to try, a multiple of ``unit``.
         most: the largest size allowed, a multiple of ``unit``.
+        empty: bytes that a size of 0 needs at least.
     """
+    if empty > budget:
+        return 0
     known: dict[int, int] = {}
     size = start
     while True:
@@ -45,7 +50,8 @@ def largest(bound: Callable[[int], int], budget: int, start: int, unit: int = 1,
             return low
         if not fitting:
             assert beyond is not None
-            size = max(beyond // 2 // unit, 1) * unit
+            guess = _crossing({0: empty, **known}, 0, beyond, budget, unit) or 0
+            size = max(min(guess, 3 * beyond // 4 // unit * unit), unit)
             continue
         size = 2 * low if len(fitting) == 1 else _crossing(known, *fitting[-2:], budget, unit) or 2 * low
         if size == low:
@@ -100,7 +106,9 @@ def largest_batch(
         return planner.footprint(backward, size).bound
 
     start = max(batch.value // batch.unit, 1) * batch.unit
-    return Limit(batch.name, batch.value, largest(bound, budget, min(start, most) if most else start, batch.unit, most))
+    start = start if most is None else min(start, most)
+    empty = planner.footprint(backward).lasting
+    return Limit(batch.name, batch.value, largest(bound, budget, start, batch.unit, most, empty))
 
 
 def largest_depth(
@@ -152,21 +160,61 @@ def choose_schedules(planner: Planner, budget: int, measure: bool = True) -> Cho
     return choose(stages, lambda blocks: planner.footprint(blocks).bound, budget)
 
 
+TILED_COST = 0.6
+"""What the MLP of a block costs that runs once more, in forwards of the block."""
+
+
 def _choose_recomputed(planner: Planner, budget: int) -> Choice:
     """The fewest blocks to checkpoint, first to last, with which the training fits; if it fits with none, the fewest whose
-    inputs are offloaded. For blocks that are in no sequence.
+    inputs are offloaded, or rounded to 8 bits. For blocks that are in no sequence.
 
     The last ones store their activations, because that memory is free again when the others recompute.
     """
     depth = planner.listed
     ways = [["checkpoint"] * count + ["autograd"] * (depth - count) for count in range(depth + 1)]
-    if "offload" in planner.schedules:
-        ways += [["offload"] * count + ["checkpoint"] * (depth - count) for count in range(1, depth + 1)]
+    if (last := least_memory(planner)) not in ("checkpoint", "autograd"):
+        ways += [[last] * count + ["checkpoint"] * (depth - count) for count in range(1, depth + 1)]
     room = budget * (1 - MARGIN)
     first = bisect_left(range(len(ways) - 1), True, key=lambda number: planner.footprint(ways[number]).bound <= room)
     # A forward is a third of a block's computation, and recomputing runs it twice.
-    cost = 3 * depth + min(first, depth)
-    return Choice(ways[first], planner.footprint(ways[first]).bound, cost, 4 * depth)
+    least = depth * (3 + TILED_COST * planner.tiled)
+    return Choice(ways[first], planner.footprint(ways[first]).bound, least + min(first, depth), least + depth)
+
+
+FASTER = 0.97
+"""A variant is chosen if it costs less than this part of what is simpler."""
+
+
+def choose_variant(
+    planner: Planner, variants: Sequence[Variant], budget: int, measure: bool = True
+) -> tuple[Variant | None, Choice]:
+    """The fastest schedules of a training, or of one of its variants, with which it fits. Those that make a model reversible
+    are only tried if nothing else fits.
+
+    Args:
+        budget, measure: as :func:`choose_schedules` takes them.
+
+    Returns:
+        the variant, None: the training as it is; and its schedules.
+
+    Raises:
+        TooSmall: none of them fits.
+        Unplannable: an operation needs the values of its inputs.
+    """
+    found, least = None, []
+    for variant in (None, *(each for each in variants if each.may_be_chosen)):
+        if found is not None and variant is not None and variant.bits is not None:
+            break
+        try:
+            choice = choose_schedules(planner if variant is None else variant.planner, budget, measure)
+        except TooSmall as error:
+            least.append(error.least)
+            continue
+        if found is None or choice.cost < FASTER * found[1].cost:
+            found = variant, choice
+    if found is None:
+        raise TooSmall(min(least))
+    return found
 
 
 def choose_batch(planner: Planner, budget: int, least: int = 1, most: int | None = None) -> int:
@@ -189,7 +237,9 @@ def choose_batch(planner: Planner, budget: int, least: int = 1, most: int | None
 
 def least_memory(planner: Planner) -> str:
     """The schedule that needs the least memory."""
-    return next(name for name in ("reversible", "offload", "checkpoint", "autograd") if name in planner.schedules)
+    inexact = ["checkpoint8"] if planner.inexact else []
+    names = ("reversible", "offload", *inexact, "checkpoint", "autograd")
+    return next(name for name in names if name in planner.schedules)
 
 
 def _candidates(planner: Planner) -> list[str]:
@@ -229,6 +279,7 @@ class Plan:
         limits: largest batch and depth under the configured schedules; empty without a budget.
         between_blocks: what the configured schedules keep between blocks that ``make_reversible`` coupled, in words; None: the
             model has no such blocks.
+        variant: what was chosen of the variants; None: the training itself.
     """
 
     device: str
@@ -239,6 +290,12 @@ class Plan:
     choice: Choice | None
     limits: list[Limit]
     between_blocks: str | None = None
+    variant: Variant | None = None
+
+    @property
+    def options(self) -> str:
+        """Further options of the choice."""
+        return "" if self.variant is None else self.variant.options
 
     @property
     def configured(self) -> Footprint:
@@ -257,6 +314,7 @@ class Plan:
             "fits": self.fits,
             "peak_bytes": self.configured.bound,
             "blocks": self.choice.blocks if self.choice else None,
+            "options": self.options or None,
             "between_blocks": self.between_blocks,
             "footprints": {
                 name: asdict(footprint) | {"scratch": footprint.scratch, "bound": footprint.bound}
@@ -266,26 +324,41 @@ class Plan:
         }
 
 
-def make_plan(planner: Planner, budget: int | None, begin: Callable[[str], object] = lambda what: None) -> Plan:
+def make_plan(
+    planner: Planner,
+    budget: int | None,
+    begin: Callable[[str], object] = lambda what: None,
+    variants: Sequence[Variant] = (),
+) -> Plan:
     """
     Args:
         budget: memory budget in bytes; None: not known, which needs a planner with configured schedules.
         begin: called with what is planned next.
+        variants: of the training; one that needs no less than the training itself is left out.
 
     Raises:
         Unplannable: an operation needs the values of its inputs.
     """
-    footprints = {}
+    footprints: dict[str, Footprint] = {}
     for name in planner.schedules:
         begin(f"backward={name}")
         footprints[name] = planner.footprint(name)
-    choice, backward = None, planner.backward
+    useful = []
+    for variant in variants:
+        name = f"{variant.row} {variant.options}"
+        begin(f"backward={name}")
+        footprint = variant.planner.footprint(variant.row)
+        if variant.row not in footprints or footprint.bound < footprints[variant.row].bound:
+            footprints[name] = footprint
+            useful.append(variant)
+    choice, backward, variant = None, planner.backward, None
     if backward is None:
         assert budget is not None
         begin(f"backward={AUTO}")
         try:
-            choice = choose_schedules(planner, budget, measure=False)
+            variant, choice = choose_variant(planner, useful, budget, measure=False)
             backward = choice.blocks
+            planner = planner if variant is None else variant.planner
         except TooSmall:  # the table shows by how much
             backward = least_memory(planner)
     name = backward if isinstance(backward, str) else AUTO
@@ -300,4 +373,4 @@ def make_plan(planner: Planner, budget: int | None, begin: Callable[[str], objec
         if planner.depth is not None:
             limits.append(largest_depth(planner, varied, budget, begin))
     between = kept_between_blocks(planner.fake_model(backward))
-    return Plan(planner.device, budget, name, backward, footprints, choice, limits, between)
+    return Plan(planner.device, budget, name, backward, footprints, choice, limits, between, variant)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -83,6 +84,9 @@ class Planner:
         keeps_results: whether blocks that are rebuilt can keep the outputs of attention and of matrix products.
         selected: the share of its entries that a boolean mask is assumed to select; None: the step uses no such mask.
         listed: number of equal blocks in lists of a model without sequences; they can be recomputed.
+        tiled: whether MLPs in these blocks are taken in tiles, and so run once more.
+        inexact: schedules that change gradients a little may be chosen.
+        updates: what is known of updates, by the shapes of the parameters; planners of one training may share it.
     """
 
     make_model: Callable[[Backward, int | None], nn.Module]
@@ -95,7 +99,9 @@ class Planner:
     keeps_results: bool = True
     selected: float | None = None
     listed: int = 0
-    _updates: dict[int | None, Update] = field(default_factory=dict, init=False, repr=False)
+    tiled: bool = False
+    inexact: bool = False
+    updates: dict[Any, Update] = field(default_factory=dict, repr=False)
     _known: dict[str, Footprint] = field(default_factory=dict, init=False, repr=False)
 
     def footprint(self, backward: Backward, batch: int | None = None, depth: int | None = None) -> Footprint:
@@ -109,9 +115,10 @@ class Planner:
         if asked not in self._known:
             allocator = ALLOCATORS[self.device]
             with self.fake_step(self.fake_model(backward, depth), batch) as step:
-                if depth not in self._updates:
-                    self._updates[depth] = simulate_update(step, allocator)
-                self._known[asked] = simulate_step(step, allocator, self._updates[depth])
+                shapes = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in step.model.parameters())
+                if shapes not in self.updates:
+                    self.updates[shapes] = simulate_update(step, allocator)
+                self._known[asked] = simulate_step(step, allocator, self.updates[shapes])
         return self._known[asked]
 
     def fake_model(self, backward: Backward, depth: int | None = None) -> nn.Module:
@@ -135,3 +142,28 @@ class Planner:
                     if group.get("foreach", 0) is None and not group.get("fused"):
                         group["foreach"] = True
             yield step
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The same training, which takes less memory and more time.
+
+    Args:
+        planner: of it.
+        row: the schedules that a plan shows of it.
+        tile: tokens of a tile; None: as in the training.
+        bits: what is kept between the blocks of a model that was not reversible, such as ``"4bit"``; None: as in the training.
+        may_be_chosen: False: it is only shown.
+    """
+
+    planner: Planner
+    row: str
+    tile: int | None = None
+    bits: str | None = None
+    may_be_chosen: bool = True
+
+    @property
+    def options(self) -> str:
+        """The options that make it, such as ``"backward.tile=512"``."""
+        known = {"model.reversible": self.bits, "backward.tile": self.tile}
+        return " ".join(f"{name}={value}" for name, value in known.items() if value is not None)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -35,7 +36,8 @@ LASTING = ("parameters", "buffers", "gradients", "optimizer", "average", "hologr
 class Allocation:
     """One storage: its bytes, as its allocator counts them, and its kind.
 
-    ``kind`` is the phase in which it was made, until :meth:`AllocationTracker.label` changes it.
+    ``kind`` is the phase in which it was made, or ``head`` after the last block of a forward, until
+    :meth:`AllocationTracker.label` changes it.
     """
 
     bytes: int
@@ -58,6 +60,7 @@ class AllocationTracker:
 
     allocator: Allocator = ALLOCATORS["cpu"]
     phase: str = "before"
+    kind: str = "before"
     alive: int = 0
     events: list[Event] = field(default_factory=list)
     _reached: dict[str, int] = field(default_factory=dict)
@@ -65,7 +68,12 @@ class AllocationTracker:
 
     def enter(self, phase: str) -> None:
         """Begins a phase: later events belong to it."""
-        self.phase = phase
+        self.phase = self.kind = phase
+
+    def enter_head(self) -> None:
+        """What a forward makes from here on is of the head and the loss."""
+        if self.phase == "forward":
+            self.kind = "head"
 
     def add(self, kind: str, size: int) -> None:
         """Counts bytes that have no tensor."""
@@ -74,7 +82,7 @@ class AllocationTracker:
     def add_temporary(self, size: int) -> None:
         """Counts bytes that are allocated and freed at once."""
         if size:
-            allocation = Allocation(size, self.phase)
+            allocation = Allocation(size, self.kind)
             self._note(allocation)
             self._note(allocation, freed=True)
 
@@ -93,7 +101,7 @@ class AllocationTracker:
         key = storage._cdata
         if key in self._of_storage:
             return self._of_storage[key]
-        allocation = self._of_storage[key] = Allocation(self.allocator.rounded(storage.nbytes()), self.phase)
+        allocation = self._of_storage[key] = Allocation(self.allocator.rounded(storage.nbytes()), self.kind)
         self._note(allocation)
 
         def freed() -> None:
@@ -105,7 +113,7 @@ class AllocationTracker:
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor was made in this phase, is not a view, and is held by autograd's engine once."""
-        made_here = self.count(tensor).kind == self.phase and not tensor._is_view()
+        made_here = self.count(tensor).kind == self.kind and not tensor._is_view()
         return made_here and tensor._use_count() <= _references_when_held_once()  # ty: ignore[missing-attribute]
 
     def _note(self, allocation: Allocation, freed: bool = False) -> None:
@@ -137,7 +145,7 @@ class AllocationTracker:
                 break
         parts = {kind: found.pop(kind, 0) for kind in LASTING}
         # The tracker cannot distinguish a forward's temporaries from what its backward needs. At the peak they are small.
-        parts["activations"] = found.pop("forward", 0)
+        parts["activations"], parts["head"] = found.pop("forward", 0), found.pop("head", 0)
         parts["temporary"] = found.total()
         return parts
 
@@ -148,6 +156,8 @@ class _Tracking(TorchDispatchMode):
         self._tracker = tracker
 
     def __torch_dispatch__(self, func, types, args: tuple[Any, ...] = (), kwargs=None):
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].device  # most calls by far; the modes behind this one say the same, later
         if is_wrapper_subclass(types):
             return NotImplemented
         tracker = self._tracker
@@ -156,7 +166,7 @@ class _Tracking(TorchDispatchMode):
             result = torch.ops.aten.add_.Tensor(*args, **(kwargs or {}))
         else:
             result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
+        for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 tracker.count(leaf)
         within = tracker.allocator.within(func, args, result)
@@ -205,7 +215,8 @@ class Footprint:
     Args:
         peak: the most bytes that are alive at once.
         phase: the phase of the peak.
-        parts: what the peak consists of, by kind: those of :data:`LASTING`, ``activations`` and ``temporary``.
+        parts: what the peak consists of, by kind: those of :data:`LASTING`, ``activations``, ``head`` (what the forward makes
+            after its last block: logits, the loss) and ``temporary``.
         by_phase: the peak of each phase.
         parts_by_phase: what the peak of each phase consists of.
         scratch_by_phase: how much scratch may add to the peak of each phase.
@@ -222,6 +233,11 @@ class Footprint:
     def bound(self) -> int:
         """The most bytes in use at once, with scratch: this must fit."""
         return max(peak + self.scratch_by_phase.get(phase, 0) for phase, peak in self.by_phase.items())
+
+    @property
+    def lasting(self) -> int:
+        """What any batch needs at least: parameters, optimizer state and the like."""
+        return sum(self.parts[kind] for kind in LASTING if kind not in ("gradients", "batch"))
 
     @property
     def scratch(self) -> int:

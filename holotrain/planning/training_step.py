@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
@@ -19,6 +20,7 @@ from holotrain.optimizers.low_bit import parts_of
 from holotrain.planning.allocators import ALLOCATORS, Allocator
 from holotrain.planning.fake_tensors import assume_ones
 from holotrain.planning.tracker import AllocationTracker, Footprint
+from holotrain.reversible.lists_of_blocks import is_list_of_blocks, outermost
 
 CPU = ALLOCATORS["cpu"]
 
@@ -151,13 +153,32 @@ def simulate_step(step: TrainingStep, allocator: Allocator = CPU, update: Update
         step.optimizer.observe(lambda parameter: tracker.label("gradients", _gradients([parameter])))
     else:
         tracker.add("optimizer", update.state)
-    with numbers, tracker.tracking():
+    with numbers, tracker.tracking(), _at_the_end_of_blocks(step, tracker.enter_head):
         step.differentiate(tracker.enter)
     tracker.label("gradients", _gradients(step.model.parameters()))
     tracker.enter("update")
     tracker.add_scratch(update.bound)
     tracker.add("temporary", update.beyond)
     return Footprint.of(tracker)
+
+
+@contextmanager
+def _at_the_end_of_blocks(step: TrainingStep, call: Callable[[], object]) -> Generator[None]:
+    """Inside, ``call`` is called after the last block of the model, if it has a list of blocks."""
+    ends = [sequence.ends[1] for sequence in step.sequences] or [
+        block for _, blocks in outermost(step.model, is_list_of_blocks) for block in [*blocks.children()][-1:]
+    ]
+
+    # For all modules, since branches with hooks of their own are not recomputed as others are.
+    def after(module: nn.Module, *_: Any) -> None:
+        if module in ends[-1:]:
+            call()
+
+    hook = register_module_forward_hook(after)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _label(tracker: AllocationTracker, step: TrainingStep) -> None:

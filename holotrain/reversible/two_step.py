@@ -18,7 +18,7 @@ block and has ``a[k] = 1 + g[k]``. There the sum is off by ``g (h[k] - h[k-1])``
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby, repeat
+from itertools import groupby, islice, repeat
 from statistics import mean
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from holotrain.numeric import counted
 from holotrain.reversible.block import Coupling
 from holotrain.reversible.grid import Grid
+from holotrain.reversible.replay import has_no_data
 
 LARGEST_BITS = 6
 """At the ends of a stack. For all blocks together that is at most 6 bits an element more than four for each, and 20 more than
@@ -130,7 +131,8 @@ PIECES, LEAST_PIECE = 8, 2**20
 
 
 def in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of tensors (B, ...) of the same shape, cut along their first or second dimension, where that is not 1."""
+    """Views of tensors (B, ...) of the same shape, cut along their first or second dimension, where that is not 1. In a plan
+    one piece shows what all need."""
     first = tensors[0]
     count = min(PIECES, first.numel() // LEAST_PIECE)
     if count < 2 or is_traceable_wrapper_subclass(first):
@@ -138,7 +140,8 @@ def in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         return
     dim = 0 if len(first) >= count else 1
     length = -(-first.shape[dim] // count)
-    yield from zip(*(each.split(length, dim) if each.shape[dim] > 1 else repeat(each) for each in tensors), strict=False)
+    pieces = zip(*(each.split(length, dim) if each.shape[dim] > 1 else repeat(each) for each in tensors), strict=False)
+    yield from islice(pieces, 1 if has_no_data(first) else None)
 
 
 class TwoStep(Coupling):
@@ -235,7 +238,7 @@ class TwoStep(Coupling):
         if not last_use or coupled.dtype == self._read_as or coupled.stride() != self._strides:  # the block behind read it
             target = torch.empty_strided(coupled.shape, self._strides, dtype=coupled.dtype, device=coupled.device)
         pieces = in_pieces(target, coupled, source, stream_in(output), self._sign * 2**self._bits, *factors)
-        for (part, total, read, update, scale, *weights), low in zip(pieces, self._low, strict=True):
+        for (part, total, read, update, scale, *weights), low in zip(pieces, self._low, strict=False):
             torch.sub(total, self._step(read, update, *weights), out=part).mul_(scale)
             part.addcmul_(unpacked(low, self._bits, part.numel()).view(part.shape).to(part.dtype), self.grid.step)
         return target
@@ -263,6 +266,9 @@ class TwoStep(Coupling):
             part.copy_(self._step(read, each, *weights))
             if self._bits is not None:
                 part.addcmul_(self._divided(before, self._bits), sign)
+        for kept in self._low if has_no_data(coupled) else []:  # of one piece; the others keep as much
+            share = part.numel() / coupled.numel()
+            self._low = [kept, kept.new_empty(round(len(kept) * (1 / share - 1)))]
         return coupled
 
     def _divided(self, target: Tensor, bits: int) -> Tensor:

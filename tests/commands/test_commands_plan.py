@@ -19,7 +19,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_a_bar_ends_at_the_bound_which_may_lie_beyond_the_budget():
-    parts = dict.fromkeys(LASTING, 0) | {"activations": 6 * MIB, "temporary": 2 * MIB}
+    parts = dict.fromkeys(LASTING, 0) | {"activations": 6 * MIB, "head": 0, "temporary": 2 * MIB}
     footprint = Footprint(8 * MIB, "backward", parts, {"backward": 8 * MIB}, {"backward": parts}, {"backward": 4 * MIB})
     plan = Plan("cpu", 10 * MIB, "autograd", "autograd", {"autograd": footprint}, None, [])
     drawn = ElementTree.fromstring(picture(plan))
