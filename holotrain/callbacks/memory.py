@@ -4,17 +4,26 @@ import re
 import resource
 import sys
 import warnings
+from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from holotrain.callbacks.monitor import Monitor, has_peers, log_scalars
+from holotrain.optimizers.low_bit import parts_of
+from holotrain.planning.tracker import AllocationTracker
 
 PHASES = {"forward_backward": "forward and backward", "optimizer": "the optimizer step", "validation": "validation"}
 BETWEEN = "data loading and callbacks"
+TRACKED_STEPS = 2
+"""The first has what is only made in the first batch, the second the states of the optimizer."""
 MARKS = ("forward", "backward", "step", "validation")
 
 
@@ -40,11 +49,17 @@ class MemoryMonitor(Monitor):
 
     Attributes:
         peak_bytes: the highest peak so far, of training and validation; None before the first window.
+        step_peak_bytes: on a CPU the most bytes of tensors that were alive at once in the first two optimizer steps: weights,
+            gradients, optimizer state, the batch and activations, as a plan counts them. None on other devices, and for
+            compiled models.
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
         super().__init__(every_n_steps)
         self.peak_bytes: int | None = None
+        self.step_peak_bytes: int | None = None
+        self._steps_begun = 0
+        self._tracked: ExitStack | None = None
         self._peaks: dict[str, int] = {}
         self._used: dict[str, int] = {}
         self._warned = False
@@ -62,6 +77,41 @@ class MemoryMonitor(Monitor):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         self._growth.mark("between", self._probe.current())
         self._probe.reset()
+        if self._tracked is None and self._steps_begun < TRACKED_STEPS and pl_module.device.type == "cpu":
+            self._steps_begun += 1
+            if not any(map(_is_compiled, pl_module.modules())):
+                self._track(pl_module, trainer.optimizers, batch)
+
+    def _track(self, model: nn.Module, optimizers: list[Optimizer], batch: Any) -> None:
+        """Tracks tensors until :meth:`_end_tracking`."""
+        weights, states = (
+            [*model.parameters(), *model.buffers()],
+            [state for each in optimizers for state in each.state.values()],
+        )
+        there = {
+            "parameters": weights,
+            "gradients": [weight.grad for weight in weights],
+            "optimizer": tree_leaves([[*state.values()] for state in states]),
+            "batch": tree_leaves(batch),
+        }
+        tracker = AllocationTracker()
+        for kind, tensors in there.items():
+            tracker.label(kind, [part for each in tensors if isinstance(each, Tensor) for part in parts_of(each)])
+        self._tracked = ExitStack()
+        self._tracked.callback(self._note_peak, tracker)
+        self._tracked.enter_context(tracker.tracking())
+
+    def _note_peak(self, tracker: AllocationTracker) -> None:
+        self.step_peak_bytes = max(self.step_peak_bytes or 0, tracker.peak())
+        tracker.events.clear()
+
+    def _end_tracking(self) -> None:
+        tracked, self._tracked = self._tracked, None
+        if tracked is not None:
+            tracked.close()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._end_tracking()
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
         if self.measures(trainer):
@@ -78,6 +128,7 @@ class MemoryMonitor(Monitor):
             self._close("forward_backward", "backward")
         else:
             self._close("optimizer", "step")
+            self._end_tracking()
             self._warn()
         if self.ends_window(trainer, trainer.global_step) and trainer.global_step != self._logged_step:
             self._logged_step = trainer.global_step
@@ -93,6 +144,7 @@ class MemoryMonitor(Monitor):
             self._close("validation", "validation")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end_tracking()
         if self._peaks:
             self._log(trainer, pl_module.device)
         self._training = False
@@ -134,6 +186,10 @@ CHECKED_AT = (CAPACITY // 4, CAPACITY // 2, CAPACITY)
 LEAST_BYTES = 16 * 2**20
 LEAST_SHARE = 1 / 16
 EVENNESS = 0.75
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
 
 
 class Growth:

@@ -58,7 +58,7 @@ def run(config: FitConfig, run: Run) -> int:
         check_not_empty(data, "val", ", or set trainer.limit_val_batches=0")
     if config.test and config.trainer.limit_test_batches != 0:
         check_not_empty(data, "test", ", or set test=false")
-    config = _chosen(config, data, run)
+    config, planned = _chosen(config, data, run)
     pl.seed_everything(config.seed, verbose=False)
     task = build_task(config, data, begin=start_checkpoint is None)
     if config.trainer.precision == "64-true":
@@ -133,6 +133,7 @@ def run(config: FitConfig, run: Run) -> int:
         return exit_status
     place.check()
     summary = _summary(config, run, trainer, task, status)
+    summary.planned_step_bytes = planned
     summary.metrics |= tested
     summary.write(run.folder)
     resumable = status != "completed" and summary.checkpoint
@@ -143,17 +144,19 @@ def run(config: FitConfig, run: Run) -> int:
     return exit_status
 
 
-def _chosen(config: FitConfig, data: pl.LightningDataModule, run: Run) -> FitConfig:
-    """The configuration with its ``auto`` options filled in, equal in all processes. Updates the batch size of ``data``."""
+def _chosen(config: FitConfig, data: pl.LightningDataModule, run: Run) -> tuple[FitConfig, int | None]:
+    """The configuration with its ``auto`` options filled in, equal in all processes, and the bytes that were planned. Updates
+    the batch size of ``data``."""
     choose = partial(chosen, config, data, device_kind(config.trainer.accelerator))
     if run.process is None or not (config.batch_is_open or config.backward.open):
         return choose()
+    planned = None
     if run.is_main:
-        config = choose(processes=run.process.local_size)
+        config, planned = choose(processes=run.process.local_size)
     config = cast(FitConfig, structured("fit", run.agreed("chosen", to_container(config))))
     option, size = config.batch_option
     setattr(data, option.removeprefix("data."), size)
-    return config
+    return config, planned
 
 
 def _summary(config: FitConfig, run: Run, trainer: pl.Trainer, task: pl.LightningModule, status: str) -> Summary:

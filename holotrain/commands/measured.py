@@ -10,7 +10,7 @@ KEY = "measured"
 """Where a checkpoint holds it."""
 
 OF_THROUGHPUT = ("samples_per_second", "tokens_per_second", "step_seconds")
-OF_MEMORY = "peak_memory_bytes"
+OF_MEMORY = ("peak_memory_bytes", "step_peak_bytes")
 
 
 class Measured(pl.Callback):
@@ -31,7 +31,7 @@ class Measured(pl.Callback):
             if isinstance(callback, ThroughputMonitor):
                 found |= {name: getattr(callback, name) for name in OF_THROUGHPUT}
             elif isinstance(callback, MemoryMonitor):
-                found[OF_MEMORY] = callback.peak_bytes
+                found |= dict(zip(OF_MEMORY, (callback.peak_bytes, callback.step_peak_bytes), strict=True))
         found = {name: value for name, value in found.items() if value is not None}
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         return self._before | found | {"metrics": self._before.get("metrics", {}) | metrics}
@@ -41,7 +41,7 @@ class Measured(pl.Callback):
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         if self.resumed and isinstance(kept := checkpoint.get(KEY), dict):
-            figures = {name: value for name, value in _numbers(kept).items() if name in (*OF_THROUGHPUT, OF_MEMORY)}
+            figures = {name: value for name, value in _numbers(kept).items() if name in (*OF_THROUGHPUT, *OF_MEMORY)}
             self._before = figures | {"metrics": _numbers(kept.get("metrics"))}
 
 

@@ -28,8 +28,9 @@ def chosen(
     device: str,
     processes: int = 1,
     say: Callable[[str], object] = console.print,
-) -> Config:
-    """The configuration with its ``auto`` options filled in. Reports the choice.
+) -> tuple[Config, int | None]:
+    """The configuration with its ``auto`` options filled in, and the bytes that a step then needs at most; None: nothing was
+    planned. Reports the choice.
 
     Args:
         data: set up; if the batch size is ``auto``, with the smallest one. Its batch size is changed.
@@ -44,6 +45,7 @@ def chosen(
         raise UserError(f"auto: planning does not support {device}; set backward and the batch size yourself")
     if config.memory is not None and not (config.batch_is_open or config.backward.open):
         say(f"memory={config.memory} has no effect without backward=auto or an automatic batch size")
+    planned = None
     try:
         if config.batch_is_open:
             option, _ = config.batch_option
@@ -51,7 +53,10 @@ def chosen(
             budget = budget_of(config, device, processes)
             least = smallest_batch(config).batch_option[1]  # a batch must hold the longest document
             most = len(data.train_dataloader()) if option == "data.batch_size" else None
-            size = choose_batch(planner_of(config, data, device), budget, least, most)
+            planner = planner_of(config, data, device)
+            size = choose_batch(planner, budget, least, most)
+            assert planner.backward is not None  # an automatic batch size does not go with open schedules
+            planned = planner.footprint(planner.backward, size).bound
             setattr(data, option.removeprefix("data."), size)
             config = config.with_batch(size)
             say(f"  {option}={size} is the largest that fits into {in_words(budget)} or that the data provide")
@@ -65,6 +70,7 @@ def chosen(
             if variant is not None:
                 config = with_variant(config, variant.tile, variant.bits)
             config = replace(config, backward=replace(config.backward, blocks=choice.blocks))
+            planned = choice.bound
     except TooSmall as error:
         option, size = (smallest_batch(config) if config.batch_is_open else config).batch_option
         with as_out_of_memory():
@@ -77,7 +83,7 @@ def chosen(
         raise UserError(f"auto: {error}; set backward and the batch size yourself") from error
     except OutOfMemory as error:
         raise UserError("auto: not enough memory to time a single block; use a smaller batch size") from error
-    return config
+    return config, planned
 
 
 def what_fits(config: Config, data: pl.LightningDataModule, device: str, budget: int) -> str:

@@ -116,7 +116,7 @@ def planned(
     data.setup("fit")
     if config.batch_is_open:
         begin("the batch size")
-        config = chosen(config, data, device, say=say)
+        config, _ = chosen(config, data, device, say=say)
     try:
         budget = budget_of(config, device)
     except UserError:

@@ -91,6 +91,10 @@ def show_end(summary: Summary, folder: Path, **files: Path) -> None:
     if summary.samples_per_second is not None and summary.step_seconds is not None:
         tokens = f"{summary.tokens_per_second:.0f} tokens/s, " if summary.tokens_per_second is not None else ""
         rows["throughput"] = f"{tokens}{summary.samples_per_second:.1f} samples/s, {summary.step_seconds * 1e3:.1f} ms per step"
+    if summary.step_peak_bytes is not None:
+        planned = summary.planned_step_bytes
+        words = "" if planned is None else f" (planned: at most {planned / 2**20:.0f} MiB)"
+        rows["peak of a step"] = f"{summary.step_peak_bytes / 2**20:.0f} MiB of tensors{words}"
     if summary.peak_memory_bytes is not None:
         of = " (whole process)" if summary.device.startswith("cpu") else ""
         rows["peak memory"] = f"{summary.peak_memory_bytes / 2**20:.0f} MiB{of}"

@@ -31,7 +31,8 @@ class Summary:
     """The results of a run. Times in seconds, memory in bytes; None where a figure does not apply.
 
     ``monitor`` is the metric that selects the best checkpoint, and ``mode`` its ``max`` or ``min``. ``between_blocks`` says
-    what a training kept between blocks that ``make_reversible`` coupled.
+    what a training kept between blocks that ``make_reversible`` coupled. ``step_peak_bytes`` is what the tensors of a step took
+    on a CPU, ``planned_step_bytes`` what was planned, if something was chosen by a plan.
     """
 
     command: str
@@ -55,6 +56,8 @@ class Summary:
     tokens_per_second: float | None = None
     step_seconds: float | None = None
     peak_memory_bytes: int | None = None
+    step_peak_bytes: int | None = None
+    planned_step_bytes: int | None = None
     between_blocks: str | None = None
     checkpoint: str | None = None
 
