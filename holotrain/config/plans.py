@@ -21,7 +21,7 @@ from holotrain.config.option_groups import AUTO, LANGUAGE_MODELS, MASKED_LM, PLA
 from holotrain.data.example import batch_unit, example_batch, first_batch, samples_in
 from holotrain.data.text import TextDataModule
 from holotrain.errors import UserError
-from holotrain.models.block_schedules import listed_blocks, sequences, set_backward, set_tile
+from holotrain.models.block_schedules import listed_blocks, sequences, set_backward
 from holotrain.models.layers.blocks import ResidualSequence
 from holotrain.numeric import parse_bytes
 from holotrain.planning import Backward, Limit, Planner, Size, TrainingStep, Variant, free_memory, largest
@@ -72,17 +72,16 @@ def variants_of(config: RunConfig, data: pl.LightningDataModule, planner: Planne
     found: list[Variant] = []
 
     def add(tile: int | None, bits: str | None, may_be_chosen: bool) -> None:
-        varied = with_variant(config, tile, bits)
         try:
-            if tile is not None:
-                with torch.device("meta"):
-                    set_tile(build_model(replace(varied, backward=BackwardConfig()), facts_of(data)), tile)
+            varied = with_variant(config, tile, bits)
             other = replace(planner_of(varied, data, planner.device), updates=planner.updates)
+            row = next((name for name in ("reversible", PLAIN[1]) if name in other.schedules), None)
+            if row is not None:
+                with torch.device("meta"):
+                    build_model(replace(varied, backward=BackwardConfig(row, tile=varied.backward.tile)), facts_of(data))
+                found.append(Variant(other, row, tile, bits, may_be_chosen))
         except (UserError, ValueError):  # the model cannot be in tiles, or has no blocks to make reversible
             return
-        row = next((name for name in ("reversible", PLAIN[1]) if name in other.schedules), None)
-        if row is not None:
-            found.append(Variant(other, row, tile, bits, may_be_chosen))
 
     if config.backward.tile is None and config.model is not None:
         add(TILE, None, True)
@@ -95,9 +94,9 @@ def variants_of(config: RunConfig, data: pl.LightningDataModule, planner: Planne
 
 def with_variant(config: Config, tile: int | None, bits: str | None) -> Config:
     """The configuration of a :class:`~holotrain.planning.Variant`."""
-    backward = config.backward if tile is None else replace(config.backward, tile=tile)
-    if backward.tile is not None and backward.kind == PLAIN[0]:
-        backward = replace(backward, kind=PLAIN[1])
+    backward = config.backward
+    if tile is not None:  # backward=autograd would keep each tile
+        backward = replace(backward, tile=tile, kind=PLAIN[1] if backward.kind == PLAIN[0] else backward.kind)
     model = config.model if bits is None or config.model is None else config.model.with_arguments(reversible=bits)
     return replace(config, backward=backward, model=model)
 

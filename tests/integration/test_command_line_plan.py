@@ -127,6 +127,64 @@ def test_the_least_that_is_named_is_enough(holotrain):
     assert holotrain("fit", *RUN, "backward=auto", f"memory={least}MiB", "trainer.max_epochs=1")[0] == 0
 
 
+@pytest.fixture
+def of_transformers(tmp_path) -> list[str]:
+    """Options of a small GPT-2 on long texts."""
+    sizes = {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 260, "n_positions": 2048}
+    sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    folder = tmp_path / "gpt2"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"} | sizes))
+    (folder / "text.txt").write_text("".join(f"a few words of line {number}\n" for number in range(8000)))
+    model = ["task=causal_lm", "model=huggingface", f"model.name={folder / 'config.json'}", "optimizer=adamw"]
+    data = ["data=text_files", f"data.files={folder / 'text.txt'}", "data.unit=line", "data.batch_size=1"]
+    context = ["data.context=2048", "data.val_fraction=0.1", "data.test_fraction=0.1"]
+    return [*model, *data, *context, "trainer.accelerator=cpu", "logger=none"]
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_is_trained_within_the_least_memory(holotrain, of_transformers):
+    """auto finds what needs least: all blocks are checkpointed, and their MLPs in tiles."""
+    fit = ["fit", *of_transformers, "trainer.max_steps=2", "test=false", "backward=auto"]
+    _, _, err = holotrain(*fit, "memory=12MiB")
+    least = int(float(re.search(r"this run needs ([\d.]+) MiB", err)[1]) + 1)
+    assert holotrain.done(*fit, f"memory={least}MiB", "hydra.run.dir=run")
+    backward = kept("run")["backward"]
+    assert backward["tile"] == 512 and set(backward["blocks"]) == {"checkpoint"}
+    left = summary(Path("run"))
+    assert left["step_peak_bytes"] <= least * 2**20 and left["planned_step_bytes"] <= least * 2**20
+    assert left["step_peak_bytes"] == pytest.approx(left["planned_step_bytes"], rel=1e-3)
+
+    status, _, err = holotrain(*fit, f"memory={least - 1}MiB")
+    assert status == 2 and "it fits with backward.inexact=true" in err
+
+    assert holotrain.done(*fit, f"memory={least - 1}MiB", "backward.inexact=true", "hydra.run.dir=less")
+    assert set(kept("less")["backward"]["blocks"]) > {"checkpoint8"} or kept("less")["model"]["reversible"] == "4bit"
+    assert summary(Path("less"))["step_peak_bytes"] <= (least - 1) * 2**20
+
+
+@pytest.mark.slow
+def test_a_plan_shows_what_makes_a_model_of_transformers_fit(holotrain, of_transformers):
+    figures = plan_of(holotrain, *of_transformers, "memory=40MiB")
+    rows = figures["footprints"]
+    tiles, reversible = "checkpoint backward.tile=512", "reversible model.reversible=4bit backward.tile=512"
+    assert rows[tiles]["bound"] < rows["checkpoint"]["bound"] < rows["autograd"]["bound"]
+    assert rows[reversible]["bound"] < rows["reversible model.reversible=4bit"]["bound"]
+    assert all(0 <= row["parts"]["head"] <= row["peak"] for row in rows.values())
+    for words in figures["remedies"]:
+        assert footprint(*of_transformers, *words.split()).peak <= 40 * 2**20, words
+    longest = figures["largest"]["data.context"]
+    assert 64 <= longest < 2048 and longest % 64 == 0
+    assert footprint(*of_transformers, f"data.context={longest}").peak <= 40 * 2**20
+    assert footprint(*of_transformers, f"data.context={longest + 64}").peak > 40 * 2**20
+
+
+@pytest.mark.slow
+def test_where_the_weights_are_too_large_other_states_are_proposed(holotrain, of_transformers):
+    figures = plan_of(holotrain, *of_transformers, "memory=2MiB")
+    assert figures["remedies"] == [] and any(words.startswith("optimizer=adamw_8bit") for words in figures["less_for_states"])
+
+
 @pytest.mark.slow
 def test_a_sweep_of_plans_ends_with_their_table(holotrain):
     words = [*PLANNED, "model.depth=2", "memory=10MiB"]
