@@ -9,6 +9,9 @@ longest sequence whose plan, all of the step, fits into 8 and 24 GiB: from plans
 length. --time R measures steps of --tokens tokens, R alternating rounds, and their peak of tracked bytes. Frozen or 8-bit
 weights, and steps within the backward, would leave more of a budget to activations, for all methods alike.
 
+A plan of two-step blocks is that of their first batch, whose streams are in fp64. "Later batches" are in fp32, unless a few
+elements of the streams are much larger than the others.
+
 Methods: gradient checkpointing of transformers, also with the loss in tiles (as Liger's), and with MLPs in tiles too (as
 ALST's); the same with block inputs in main memory (as Unsloth's: "offload", planned as on a GPU); with 8-bit inputs; two-step
 blocks.
@@ -30,6 +33,7 @@ from torch import nn
 from holotrain.planning import TrainingStep, fake_parameters, fake_tensors, measured_peak, simulate_step
 from holotrain.reversible import make_reversible, recompute
 from holotrain.reversible.side_stream import assuming_a_side_stream
+from holotrain.reversible.stack import stacks_in
 from holotrain.reversible.tiled_loss import tile_loss
 
 TILE = 512
@@ -55,8 +59,15 @@ METHODS: dict[str, Callable[[nn.Module], object]] = {
     "offload in tiles": lambda model: recompute(model, backward="offload", tile=TILE),
     "checkpoint8 in tiles": lambda model: recompute(model, backward="checkpoint8", tile=TILE),
     "4 bits in tiles": lambda model: make_reversible(model, bits=4, tile=TILE),
+    "4 bits in tiles, later batches": lambda model: later(make_reversible(model, bits=4, tile=TILE)),
     "2 bits in tiles": lambda model: make_reversible(model, bits=2, tile=TILE),
 }
+
+
+def later(model: nn.Module) -> None:
+    """As after the first batch, where the streams are small enough for fp32."""
+    for stack in stacks_in(model):
+        stack.stream_dtype = torch.float32
 
 
 def enable(model: Any) -> None:

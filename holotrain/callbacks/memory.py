@@ -50,8 +50,8 @@ class MemoryMonitor(Monitor):
     Attributes:
         peak_bytes: the highest peak so far, of training and validation; None before the first window.
         step_peak_bytes: on a CPU the most bytes of tensors that were alive at once in the first two optimizer steps: weights,
-            gradients, optimizer state, the batch and activations, as a plan counts them. None on other devices, and for
-            compiled models.
+            gradients, optimizer state, the batch and activations, as a plan counts them. None on other devices, for compiled
+            models, and where several processes train.
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
@@ -79,7 +79,7 @@ class MemoryMonitor(Monitor):
         self._probe.reset()
         if self._tracked is None and self._steps_begun < TRACKED_STEPS and pl_module.device.type == "cpu":
             self._steps_begun += 1
-            if not any(map(_is_compiled, pl_module.modules())):
+            if not has_peers() and not any(map(_is_compiled, pl_module.modules())):
                 self._track(pl_module, trainer.optimizers, batch)
 
     def _track(self, model: nn.Module, optimizers: list[Optimizer], batch: Any) -> None:

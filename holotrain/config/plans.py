@@ -130,11 +130,10 @@ def longest_context(
         make = partial(_task, config, other), partial(_step, config, other, planner.device, None)
         return replace(planner, make_model=make[0], make_step=make[1]).footprint(backward).bound
 
-    start = max(data.context // CONTEXT_UNIT, 1) * CONTEXT_UNIT
-    most = None if most is None else max(most // CONTEXT_UNIT, 1) * CONTEXT_UNIT
-    return Limit(
-        "data.context", data.context, largest(bound, budget, start, CONTEXT_UNIT, most, planner.footprint(backward).lasting)
-    )
+    unit = min(CONTEXT_UNIT, data.context)
+    most = None if most is None else most // unit * unit
+    empty = planner.footprint(backward).lasting
+    return Limit("data.context", data.context, largest(bound, budget, data.context // unit * unit, unit, most, empty))
 
 
 def _schedules(config: RunConfig, data: pl.LightningDataModule, device: str) -> tuple[tuple[str, ...], str, int]:
