@@ -109,7 +109,7 @@ def tracked_peak(make: Callable[..., tuple[nn.Module, dict[str, Tensor]]], way: 
         loss_of(model(**inputs)).backward()  # chooses the grid
     step = TrainingStep(model, lambda: loss_of(model(**inputs)), torch.optim.SGD(model.parameters(), 0.0))
     parts = simulate_step(step).parts
-    return parts["activations"] + parts["temporary"]
+    return parts["activations"] + parts["head"] + parts["temporary"]
 
 
 def planned_peak(make: Callable[..., tuple[nn.Module, dict[str, Tensor]]], way: str, depth: int = 12) -> int:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import timm
@@ -95,6 +96,7 @@ def step_of(shape: str, method: str, model: nn.Module, tokens: int) -> TrainingS
     return TrainingStep(model, loss, torch.optim.AdamW(model.parameters()), held={"batch": [x, labels]})
 
 
+@cache
 def planned(shape: str, method: str, tokens: int) -> tuple[int, float]:
     """The bytes of the step, and KiB a token above weights, gradients and optimizer state."""
     with torch.device("meta"):
@@ -103,7 +105,7 @@ def planned(shape: str, method: str, tokens: int) -> tuple[int, float]:
     with fake_tensors(), on_a_gpu:
         plan = simulate_step(step_of(shape, method, fake_parameters(model, torch.device("cpu")), tokens))
     phases = [part for phase, part in plan.parts_by_phase.items() if phase != "update"]
-    return plan.peak, max(part["activations"] + part["temporary"] for part in phases) / 2**10 / tokens
+    return plan.peak, max(part["activations"] + part["head"] + part["temporary"] for part in phases) / 2**10 / tokens
 
 
 def longest(shape: str, method: str, tokens: int, budget: int) -> int:

@@ -85,6 +85,43 @@ def test_validation_has_a_peak_of_its_own():
     assert monitor.peak_bytes == validation
 
 
+class Wide(Module):
+    """A layer of 1 MiB, whose optimizer has two states."""
+
+    def __init__(self, in_training=None):
+        super().__init__(in_training)
+        self.layer = nn.Linear(512, 512, bias=False)
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch.expand(-1, 512), batch_idx)
+        return self.layer(batch.expand(-1, 512)).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), foreach=False)
+
+
+def test_the_peak_of_a_step_is_that_of_its_tensors():
+    monitor = MemoryMonitor()
+    fit(Wide(), monitor)
+    assert 4 * MIB < monitor.step_peak_bytes <= 7 * MIB  # weights, gradients, states; and what an update makes
+    compiled, monitor = Wide(), MemoryMonitor()
+    compiled.layer.compile(backend="eager")
+    fit(compiled, monitor)
+    assert monitor.step_peak_bytes is None
+
+
+def test_an_exception_ends_the_tracking_of_a_step():
+    def fails(batch):
+        raise ZeroDivisionError
+
+    monitor = MemoryMonitor()
+    with pytest.raises(ZeroDivisionError):
+        fit(Wide(fails), monitor)
+    before = monitor.step_peak_bytes
+    torch.ones(4 * MIB).add(1)
+    assert MIB <= before == monitor.step_peak_bytes < 4 * MIB
+
+
 def test_windows_count_optimizer_steps():
     memo = fit(Module(), MemoryMonitor(every_n_steps=2), samples=16, accumulate_grad_batches=2)
     assert [step for step, _ in memo.of("memory/peak_bytes")] == [2, 4]

@@ -112,3 +112,16 @@ def test_a_straight_line_takes_three_simulations():
 
     assert largest(line, 7100, 16) == 1000
     assert len(asked) == 3
+
+
+@pytest.mark.parametrize("empty", [0, 90, 100])
+def test_what_a_size_of_zero_needs_shows_the_way_to_small_sizes(empty):
+    asked = []
+
+    def line(size):
+        asked.append(size)
+        return 100 + 7 * size
+
+    assert largest(line, 130, 512, empty=empty) == 4
+    assert len(asked) <= (14 if empty == 0 else 5)
+    assert largest(line, 99, 512, empty=100) == 0 and largest(line, 99, 512) == 0

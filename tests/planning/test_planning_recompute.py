@@ -1,5 +1,8 @@
 """Plans of blocks that are recomputed from what is kept of their inputs."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from small_planners import made, planner
@@ -8,7 +11,7 @@ from tracked_memory import check_plan
 
 from holotrain.models import GPT
 from holotrain.models.block_schedules import schedule_blocks
-from holotrain.planning import TrainingStep, choose_schedules, fake_tensors, simulate_step
+from holotrain.planning import TooSmall, TrainingStep, Variant, choose_schedules, choose_variant, fake_tensors, simulate_step
 from holotrain.planning.choice import MARGIN
 from holotrain.planning.memory_plan import least_memory
 
@@ -92,3 +95,50 @@ def test_the_choice_for_sequences_of_blocks_takes_main_memory_on_a_gpu():
     least = of_gpt.footprint("offload").bound
     blocks = choose_schedules(of_gpt, least, measure=False).blocks
     assert "offload" in blocks and "checkpoint8" not in blocks
+
+
+def test_the_cheapest_variant_that_fits_is_chosen():
+    """Tiles cost less than recomputing most blocks; bits are only taken where nothing else fits."""
+    plain, tiled, bits = planner_of("cpu"), replace(planner_of("cpu"), tiled=True), planner_of("cpu")
+    bounds = {"plain": (100, 50), "tiled": (60, 30), "bits": (20, 10)}
+
+    def bounded(of, name):
+        most, least = bounds[name]
+
+        def footprint(backward, batch=None, depth=None):
+            blocks = [backward] * DEPTH if isinstance(backward, str) else backward
+            share = blocks.count("autograd") / DEPTH
+            return SimpleNamespace(bound=int(least + (most - least) * share))
+
+        object.__setattr__(of, "footprint", footprint)
+
+    for of, name in ((plain, "plain"), (tiled, "tiled"), (bits, "bits")):
+        bounded(of, name)
+    in_tiles, reversible = Variant(tiled, "checkpoint", tile=64), Variant(bits, "checkpoint", bits="4bit")
+    assert [each.options for each in (in_tiles, reversible)] == ["backward.tile=64", "model.reversible=4bit"]
+
+    def chosen(budget, *variants):
+        variant, choice = choose_variant(plain, variants, budget, measure=False)
+        return variant, choice.blocks.count("checkpoint")
+
+    assert chosen(101, in_tiles, reversible) == (None, 0)
+    assert chosen(90, in_tiles, reversible)[0] is None
+    assert chosen(61, in_tiles, reversible) == (in_tiles, 0)
+    assert chosen(31, in_tiles, reversible)[0] is in_tiles
+    assert chosen(15, in_tiles, reversible)[0] is reversible
+    assert chosen(52, reversible)[0] is None
+    for variants in ((in_tiles,), (in_tiles, replace(reversible, may_be_chosen=False))):
+        with pytest.raises(TooSmall) as refusal:
+            chosen(15, *variants)
+        assert refusal.value.least == 30
+
+
+def test_inexact_schedules_are_chosen_only_where_they_are_allowed():
+    exact, inexact = planner_of("cpu"), replace(planner_of("cpu"), inexact=True)
+    peaks = {name: exact.footprint(name).bound for name in ("checkpoint", "checkpoint8")}
+    budget = (peaks["checkpoint"] + peaks["checkpoint8"]) // 2
+    with pytest.raises(TooSmall):
+        choose_schedules(exact, budget, measure=False)
+    object.__setattr__(inexact, "make_model", exact.make_model)
+    blocks = choose_schedules(inexact, budget, measure=False).blocks
+    assert set(blocks) == {"checkpoint8", "checkpoint"} and inexact.footprint(blocks).bound <= budget

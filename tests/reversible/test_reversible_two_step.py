@@ -7,7 +7,7 @@ from torch import nn
 
 from holotrain.reversible import ReversibleStack
 from holotrain.reversible.grid import FixedPointGrid
-from holotrain.reversible.two_step import TwoStep, packed, tapered, unpacked, weights
+from holotrain.reversible.two_step import TwoStep, in_pieces, packed, tapered, unpacked, weights
 
 WIDTH = 6
 
@@ -59,6 +59,40 @@ def test_the_inverse_is_exact(dtype, bits):
     rebuilt = coupling.undo(coupled, source, update)
     assert_equal(rebuilt, target)
     assert rebuilt.stride() == target.stride()
+
+
+@pytest.mark.parametrize("shape", [(1, 40, WIDTH), (40, 3, WIDTH), (2, 7, WIDTH)])
+@pytest.mark.parametrize("bits", [1, 3, 4, 6])
+def test_pieces_compute_what_the_whole_does(shape, bits, monkeypatch):
+    grid = FixedPointGrid(12).in_call(torch.zeros(()))
+    source, target, update = grid.nearest(torch.randn(shape)), grid.nearest(torch.randn(shape)), torch.randn(shape)
+    sign = (torch.randint(0, 2, (len(source), 1, 1)) * 2 - 1).float()
+
+    def coupled_and_undone():
+        coupling = TwoStep(grid, source, (target, source), sign, (1.3, 0.7), bits, rebuilt=True)
+        coupled = coupling.couple(target, source, update)
+        return coupled, coupling.undo(coupled, source, update)
+
+    whole = coupled_and_undone()
+    monkeypatch.setattr("holotrain.reversible.two_step.LEAST_PIECE", WIDTH)
+    assert len(list(in_pieces(source, sign))) > 1
+    for one, other in zip(whole, coupled_and_undone(), strict=True):
+        assert_equal(one, other)
+    assert_equal(whole[1], target)
+
+
+def test_a_wide_stream_is_undone_in_place_only_at_its_last_use():
+    grid = FixedPointGrid(12).in_call(torch.zeros((), dtype=torch.float64))
+    source, target = (grid.nearest(torch.randn(4, 5, WIDTH, dtype=torch.float64)) for _ in range(2))
+    update, sign = torch.randn(4, 5, WIDTH), torch.ones(4, 1, 1, dtype=torch.float64)
+    coupling = TwoStep(grid, source.float(), (target.float(), source.float()), sign, (1.3, 0.7), 4, rebuilt=True)
+    coupled = coupling.couple(target, source, update)
+    kept = coupled.clone()
+    assert_equal(coupling.undo(coupled, source, update), target)
+    assert_equal(coupled, kept)
+    undone = coupling.undo(coupled, source, update, last_use=True)
+    assert_equal(undone, target)
+    assert undone is coupled
 
 
 class Rounding(torch.autograd.Function):
