@@ -5,7 +5,7 @@ import resource
 import sys
 import warnings
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeGuard
 
 import lightning.pytorch as pl
 import numpy as np
@@ -96,7 +96,7 @@ class MemoryMonitor(Monitor):
         }
         tracker = AllocationTracker()
         for kind, tensors in there.items():
-            tracker.label(kind, [part for each in tensors if isinstance(each, Tensor) for part in parts_of(each)])
+            tracker.label(kind, [part for each in tensors if _has_storage(each) for part in parts_of(each)])
         self._tracked = ExitStack()
         self._tracked.callback(self._note_peak, tracker)
         self._tracked.enter_context(tracker.tracking())
@@ -135,6 +135,7 @@ class MemoryMonitor(Monitor):
             self._log(trainer, pl_module.device)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end_tracking()  # in the middle of an accumulation
         if self._training:
             self._growth.mark("between", self._probe.current())
             self._probe.reset()
@@ -186,6 +187,10 @@ CHECKED_AT = (CAPACITY // 4, CAPACITY // 2, CAPACITY)
 LEAST_BYTES = 16 * 2**20
 LEAST_SHARE = 1 / 16
 EVENNESS = 0.75
+
+
+def _has_storage(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.layout is torch.strided
 
 
 def _is_compiled(module: nn.Module) -> bool:

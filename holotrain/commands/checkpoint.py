@@ -50,10 +50,12 @@ def chosen_before(config: Config, path: Path) -> Config:
     if config.batch_is_open:
         config = config.with_batch(kept["data"][config.batch_option[0].removeprefix("data.")])
     if config.backward.open:
-        backward = replace(config.backward, blocks=list(kept["backward"]["blocks"]), tile=kept["backward"]["tile"])
-        config = replace(config, backward=backward)
-        if takes(config.model, "reversible"):
-            config = replace(config, model=config.model.with_arguments(reversible=kept["model"]["reversible"]))
+        blocks, model = list(kept["backward"]["blocks"]), kept["model"] or {}
+        if blocks:  # chosen together with these
+            backward = replace(config.backward, blocks=blocks, tile=kept["backward"].get("tile"))
+            config = replace(config, backward=backward)
+            if takes(config.model, "reversible") and model.get(TARGET) == config.model.target:
+                config = replace(config, model=config.model.with_arguments(reversible=model.get("reversible")))
     return config
 
 

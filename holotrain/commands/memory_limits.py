@@ -1,7 +1,7 @@
 """Training within the memory there is: automatic options, what to do after running out of memory, and what needs less."""
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import groupby
@@ -14,12 +14,33 @@ from holotrain.commands.run_folder import Run
 from holotrain.config.build_trainer import device_kind, device_name
 from holotrain.config.command_options import Config, RunConfig
 from holotrain.config.given import PYTHON_OBJECT
-from holotrain.config.option_groups import ADAMW, AUTO, OBJECT_GROUPS, PLAIN, reversible, takes
-from holotrain.config.plans import NO_OPTION, budget_of, planner_of, smallest_batch, variants_of, with_variant
+from holotrain.config.option_groups import ADAMW, AUTO, LOW_BIT, OBJECT_GROUPS, PLAIN, reversible, takes
+from holotrain.config.plans import (
+    NO_OPTION,
+    TILE,
+    budget_of,
+    longest_context,
+    planner_of,
+    smallest_batch,
+    variants_of,
+    with_variant,
+)
 from holotrain.errors import UserError
 from holotrain.numeric import counted, in_words
-from holotrain.planning import ALLOCATORS, Choice, Plan, TooSmall, Unplannable, choose_batch, choose_variant, make_plan
+from holotrain.planning import (
+    ALLOCATORS,
+    Choice,
+    Limit,
+    Plan,
+    Planner,
+    TooSmall,
+    Unplannable,
+    choose_batch,
+    choose_variant,
+    make_plan,
+)
 from holotrain.planning.memory_plan import largest_batch, least_memory
+from holotrain.targets import TARGET
 
 
 def chosen(
@@ -43,7 +64,9 @@ def chosen(
     """
     if device not in ALLOCATORS and (config.batch_is_open or config.backward.open):
         raise UserError(f"auto: planning does not support {device}; set backward and the batch size yourself")
-    if config.memory is not None and not (config.batch_is_open or config.backward.open):
+    if config.backward.kind == AUTO and not config.backward.open:
+        say(f"backward=auto: {runs_of(config.backward.blocks)}, as before")
+    elif config.memory is not None and not (config.batch_is_open or config.backward.open):
         say(f"memory={config.memory} has no effect without backward=auto or an automatic batch size")
     planned = None
     try:
@@ -73,8 +96,10 @@ def chosen(
             planned = choice.bound
     except TooSmall as error:
         option, size = (smallest_batch(config) if config.batch_is_open else config).batch_option
-        with as_out_of_memory():
-            less = f"; {what_fits(config, data, device, budget)}" if config.backward.open else ""
+        less = ""
+        if config.backward.open:
+            say("  it does not fit; planning what would ...")
+            less = f"; {what_fits(config, data, device, budget)}"
         raise UserError(
             f"memory: {in_words(budget)} is too little: {'' if size is None else f'with {option}={size} '}this run needs "
             f"{in_words(error.least, up=True)}{less}"
@@ -87,46 +112,94 @@ def chosen(
 
 
 def what_fits(config: Config, data: pl.LightningDataModule, device: str, budget: int) -> str:
-    """Overrides with which a training fits that does not fit under ``backward=auto``, as text; if there are none, others that
-    need less memory."""
+    """What helps a training that does not fit under ``backward=auto``, as text: overrides with which it fits, or what it needs
+    with others."""
+    with suppress(Unplannable, OutOfMemory), as_out_of_memory():
+        fitting = list(_fitting(config, data, device, budget))
+        if not fitting:
+            needs = dict(_needs(config, data, device))
+            fitting = [words for words, need in needs.items() if need <= budget]
+        if fitting:
+            return f"it fits with {', or with '.join(fitting)}"
+        return "; ".join(f"with {words} it needs {in_words(need, up=True)}" for words, need in needs.items())
+    return "nothing else could be planned"
+
+
+def _fitting(config: Config, data: pl.LightningDataModule, device: str, budget: int) -> Iterator[str]:
+    """Inexact schedules, smaller batches and shorter sequences with which it fits."""
     inexact = replace(config, backward=replace(config.backward, inexact=True))
-    planner, fitting = planner_of(inexact, data, device), []
-    planners = [planner, *(variant.planner for variant in variants_of(inexact, data, planner))]
-    if any(each.footprint(least_memory(each)).bound <= budget for each in planners):
-        fitting.append("backward.inexact=true")
+    if _least(_planners(inexact, data, device))[0] <= budget:
+        yield "backward.inexact=true"
+    planners = _planners(config, data, device)
+    best = max((largest_batch(each, least_memory(each), budget) for each in planners), key=lambda limit: limit.value)
+    if best.value:
+        yield _in_words(config, best)
+    planner = _least(planners)[1]
+    varied = replace(config, backward=replace(config.backward, tile=TILE)) if planner.tiled else config
+    longest = longest_context(varied, data, planner, least_memory(planner), budget)
+    if longest is not None and longest.value:
+        yield _in_words(config, longest)
+
+
+def _planners(config: Config, data: pl.LightningDataModule, device: str) -> list[Planner]:
+    """That of a training, and those of the variants that may be chosen."""
     planner = planner_of(config, data, device)
-    planners = [planner, *(each.planner for each in variants_of(config, data, planner) if each.may_be_chosen)]
-    if size := max(largest_batch(each, least_memory(each), budget).value for each in planners):
-        fitting.append(f"{planner.batch.name}={size}")
-    if fitting:
-        return f"it fits with {', or with '.join(fitting)}"
-    return f"these need less memory: {'; '.join([*rules_of_states(config), *rules(config)])}"
+    return [planner, *(each.planner for each in variants_of(config, data, planner) if each.may_be_chosen)]
 
 
-def rules_of_states(config: RunConfig) -> list[str]:
-    """As :func:`rules`, for the memory of weights, gradients and optimizer states."""
-    found, trainer = [], config.trainer
-    if config.optimizer is not None and config.optimizer.target == ADAMW:
-        found.append("optimizer=adamw_8bit (8 bits for each number of its state)")
-    if not (config.steps_in_backward or config.synthesis) and trainer.strategy == "single":
-        clipped = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
-        words = ["optimizer.in_backward=true"]
-        words += ["trainer.gradient_clip_val=null"] if clipped else []
-        words += ["trainer.accumulate_grad_batches=1"] if trainer.accumulate_grad_batches > 1 else []
-        found.append(f"{' '.join(words)} (each gradient is freed after its step)")
+def _least(planners: Sequence[Planner]) -> tuple[int, Planner]:
+    bounds = [planner.footprint(least_memory(planner)).bound for planner in planners]
+    return min(bounds), planners[bounds.index(min(bounds))]
+
+
+def _needs(config: Config, data: pl.LightningDataModule, device: str) -> Iterator[tuple[str, int]]:
+    """Overrides with which a training needs less, and the bytes that it then needs."""
+    usual = _least(_planners(config, data, device))[0]
+    lower = {"64-true": "32-true", "32-true": "bf16-mixed"}.get(config.trainer.precision)
+    others = smaller_states(config)
+    if lower is not None:
+        others[f"trainer.precision={lower}"] = replace(config, trainer=config.trainer.with_arguments(precision=lower))
+    for words, changed in others.items():
+        with suppress(UserError, Unplannable, ValueError):
+            need = _least(_planners(changed, data, device))[0]
+            if need < usual:
+                yield words, need
+
+
+def smaller_states(config: Config) -> dict[str, Config]:
+    """Overrides that make gradients and optimizer states smaller, and the configurations that they make."""
+    trainer, found = config.trainer, {}
+    words = ["optimizer.in_backward=true"]
+    words += ["trainer.gradient_clip_val=null"] if trainer.gradient_clip_val else []
+    words += ["trainer.accumulate_grad_batches=1"] if trainer.accumulate_grad_batches > 1 else []
+    lora = {TARGET: "peft.LoraConfig", "r": 8, "target_modules": "all-linear"}
+    optimizer = config.optimizer
+    if optimizer is not None and not config.steps_in_backward:
+        with suppress(UserError):  # something else is refused beside it
+            unclipped = trainer.with_arguments(gradient_clip_val=None, accumulate_grad_batches=1)
+            stepping = optimizer.with_arguments(in_backward=True)
+            found[" ".join(words)] = replace(config, trainer=unclipped, optimizer=stepping)
+    if optimizer is not None and optimizer.target == ADAMW:
+        few_bits = replace(optimizer, target=LOW_BIT, arguments={"bits": "8bit"} | optimizer.arguments)
+        found["optimizer=adamw_8bit"] = replace(config, optimizer=few_bits)
     if takes(config.model, "reversible") and config.model.trained == "all" and not config.model.adapters:
-        lora = "model.adapters={_target_: peft.LoraConfig, r: 8, target_modules: all-linear}"
-        found.append(f"'{lora}' (LoRA: other weights have no gradients and no states)")
+        words = f"'model.adapters={{{', '.join(f'{name}: {value}' for name, value in lora.items())}}}'"
+        found[words] = replace(config, model=config.model.with_arguments(adapters=lora))
     return found
 
 
 def described(choice: Choice, budget: int, options: str = "") -> str:
     """The choice of ``backward=auto``, with further options, as text."""
-    runs = ", ".join(f"{len(list(run))} {name}" for name, run in groupby(choice.blocks))
+    runs = runs_of(choice.blocks)
     runs = f"{runs} with {options}" if options else runs
     saved = 1 - choice.cost / choice.most_expensive
     memory = f"{in_words(choice.bound, up=True)} of {in_words(budget)}"
-    return f"{runs}; {memory}; {saved:.0%} less computation in blocks than with full recomputation"
+    return f"{runs}; {memory}" + (f"; {saved:.0%} less computation in blocks than with full recomputation" if saved else "")
+
+
+def runs_of(blocks: Sequence[str]) -> str:
+    """The schedules of blocks as text, such as ``"4 checkpoint, 2 autograd"``."""
+    return ", ".join(f"{len(list(run))} {name}" for name, run in groupby(blocks))
 
 
 def advice(config: RunConfig, data: pl.LightningDataModule, device: str) -> list[str]:
@@ -151,17 +224,17 @@ def remedies(config: RunConfig, plan: Plan) -> list[str]:
     """Overrides, each of which makes the run fit by its plan; those that store most come first."""
     if plan.budget is None:
         return []
-    undone = {"store": "0", "keep": "[]", "blocks": "[]"}  # options that other backwards do not support
+    undone = {"store": "0", "keep": "[]", "blocks": "[]", "inexact": "false"}  # options that other backwards do not support
     resets = "".join(f" backward.{name}={value}" for name, value in undone.items() if getattr(config.backward, name))
     fitting = [name for name, found in plan.footprints.items() if found.bound <= plan.budget and name != plan.backward]
-    sizes = [
-        f"batches of {counted(limit.value, 'sample')}{_options_of_data(config)}"
-        if limit.option == NO_OPTION
-        else f"{limit.option}={limit.value}"
-        for limit in plan.limits
-        if limit.value
-    ]
-    return [f"backward={name}{resets}" for name in fitting] + sizes
+    limits = [*plan.limits, *([] if fitting else plan.limits_of_least)]
+    return [f"backward={name}{resets}" for name in fitting] + [_in_words(config, limit) for limit in limits if limit.value]
+
+
+def _in_words(config: RunConfig, limit: Limit) -> str:
+    if limit.option == NO_OPTION:
+        return f"batches of {counted(limit.value, 'sample')}{_options_of_data(config)}"
+    return f"{limit.option}={limit.value}"
 
 
 def _options_of_data(config: RunConfig) -> str:

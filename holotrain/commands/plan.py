@@ -14,7 +14,7 @@ from rich.table import Table
 from holotrain.callbacks import GPUS, multiprocessors, peak_flops
 from holotrain.commands.checkpoint import tokenizer_for
 from holotrain.commands.console import console, plain
-from holotrain.commands.memory_limits import chosen, described, remedies, rules_of_states
+from holotrain.commands.memory_limits import chosen, described, remedies, smaller_states
 from holotrain.commands.run_folder import Run
 from holotrain.commands.writing import write_whole
 from holotrain.config.build import build_data
@@ -68,7 +68,7 @@ def run(config: PlanConfig, run: Run) -> int:
         status.stop()
     needed = [] if plan.fits else remedies(config, plan)
     states = plan.configured.lasting + plan.configured.parts["gradients"]
-    less = rules_of_states(config) if plan.budget and states > plan.budget else []
+    less = list(smaller_states(config)) if plan.budget and states > plan.budget else []
     found = plan.as_json() | {"remedies": needed, "less_for_states": less} | ({"scaling": scaling.as_json()} if scaling else {})
     figures = json.dumps(found, indent=2) + "\n"
     write_whole(run.folder / PLAN, figures)
@@ -172,7 +172,7 @@ def _show(config: PlanConfig, run: Run, plan: Plan, needed: list[str]) -> None:
         style = "bold" if name == plan.backward else ""
         name = f"{name} *" if name == plan.backward else name.replace(" model.reversible=", ", ").replace(" backward.", ", ")
         table.add_row(name, footprint.phase, *(f"{figure / size:.3f}" for figure in figures), fits, style=style)
-    plain(width=max(console.width, 120)).print(table)  # one line per row
+    plain(width=max(console.width, 160)).print(table)  # one line per row
     console.print(
         "*: the backward of this configuration; peak in: the phase of the step in which memory peaks; head: logits and loss"
     )

@@ -9,6 +9,7 @@ from torch import nn
 
 from holotrain.callbacks import trace
 from holotrain.commands.console import console
+from holotrain.commands.memory_limits import runs_of
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import SUMMARY, Summary, parameter_count
 from holotrain.config.build_trainer import data_shard_of, device_name, model_parallel_size, unsharded_layers
@@ -48,7 +49,7 @@ def show_start(
         "task": run.choices.get("task", config.task.name),
         "data": f"{run.choices.get('data', config.data.name)}, {_batches(config, run.process)}",
         "text": _text(data) if isinstance(data, TextDataModule) else None,
-        "backward": config.backward.kind,
+        "backward": _backward(config),
         "between blocks": kept_between_blocks(model) if command == "fit" else None,
         "synthesis": getattr(config.synthesis, "mode", None),
         "optimizer": _optimizer(config, config.optimizer, run) if command == "fit" and config.optimizer else None,
@@ -93,7 +94,7 @@ def show_end(summary: Summary, folder: Path, **files: Path) -> None:
         rows["throughput"] = f"{tokens}{summary.samples_per_second:.1f} samples/s, {summary.step_seconds * 1e3:.1f} ms per step"
     if summary.step_peak_bytes is not None:
         planned = summary.planned_step_bytes
-        words = "" if planned is None else f" (planned: at most {planned / 2**20:.0f} MiB)"
+        words = "" if planned is None else f" (planned: at most {planned / 2**20:.0f} MiB, with scratch)"
         rows["peak of a step"] = f"{summary.step_peak_bytes / 2**20:.0f} MiB of tensors{words}"
     if summary.peak_memory_bytes is not None:
         of = " (whole process)" if summary.device.startswith("cpu") else ""
@@ -105,6 +106,13 @@ def show_end(summary: Summary, folder: Path, **files: Path) -> None:
     rows |= files
     rows["written to"] = folder / SUMMARY
     console.print(table(summary.status, rows))
+
+
+def _backward(config: RunConfig) -> str | None:
+    backward = config.backward
+    blocks = f": {runs_of(backward.blocks)}" if backward.blocks else ""
+    tile = "" if backward.tile is None else f", tile={backward.tile}"
+    return None if backward.kind is None else f"{backward.kind}{blocks}{tile}"
 
 
 def _batches(config: RunConfig, process: ProcessRank | None) -> str:

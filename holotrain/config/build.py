@@ -132,7 +132,8 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
                 raise ValueError(f"{config.model.name} takes no option exact")
             set_backward(model, backward.kind, backward.store, backward.keep)
         if backward.tile is not None and not takes(config.model, "backward"):
-            set_tile(model, backward.tile)
+            with naming_group("backward.tile"):
+                set_tile(model, backward.tile)
     except ValueError as error:
         if backward.blocks:
             raise UserError(f"backward.blocks: {error}; use backward.blocks=[] to choose them again") from error

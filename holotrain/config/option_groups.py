@@ -66,7 +66,7 @@ class BackwardConfig:
         if self.tile is not None:
             require_at_least(1, tile=self.tile)
         if self.tile is not None and self.kind == "autograd":
-            raise UserError("backward.tile: backward=autograd stores every tile; use backward=reversible or pareprop")
+            raise UserError("backward.tile: backward=autograd stores every tile; use another backward, such as checkpoint")
         one_of("backward.on_mismatch", self.on_mismatch, ON_MISMATCH)
         if self.on_mismatch != ON_MISMATCH[0] and self.kind in PLAIN:
             raise UserError(f"backward.on_mismatch: backward={self.kind} rebuilds nothing; use backward=reversible or pareprop")
@@ -132,7 +132,7 @@ FIT = {
 """The models and the data of each of our tasks."""
 
 LANGUAGE_MODELS = FIT[CAUSAL_LM][0]
-"""Causal ones, which read sequences of any length up to a limit, ``longest``, if they have one."""
+"""Causal ones. They read sequences of any length, or up to the attribute ``longest``."""
 
 TASK_OPTIONS = {
     ERROR_DIFFUSION: "error_diffusion",

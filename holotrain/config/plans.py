@@ -24,7 +24,7 @@ from holotrain.errors import UserError
 from holotrain.models.block_schedules import listed_blocks, sequences, set_backward
 from holotrain.models.layers.blocks import ResidualSequence
 from holotrain.numeric import parse_bytes
-from holotrain.planning import Backward, Limit, Planner, Size, TrainingStep, Variant, free_memory, largest
+from holotrain.planning import Backward, Limit, Planner, Size, TrainingStep, Unplannable, Variant, free_memory, largest
 from holotrain.tasks.task import model_of, optimizer_of, training_loss
 
 NO_OPTION = "batch"
@@ -60,11 +60,12 @@ def planner_of(config: RunConfig, data: pl.LightningDataModule, device: str) -> 
 
 
 TILE, BITS = 512, "4bit"
-"""Of the variants."""
+"""Tile size and bits that the variants use."""
 
 
 def variants_of(config: RunConfig, data: pl.LightningDataModule, planner: Planner) -> list[Variant]:
-    """Variants of a training that need less memory, the fastest first: MLPs in tiles; reversible blocks; both.
+    """Variants of a training that need less memory, the fastest first: MLPs in tiles, where that saves something; reversible
+    blocks; both.
 
     Args:
         planner: that of the training.
@@ -76,18 +77,23 @@ def variants_of(config: RunConfig, data: pl.LightningDataModule, planner: Planne
             varied = with_variant(config, tile, bits)
             other = replace(planner_of(varied, data, planner.device), updates=planner.updates)
             row = next((name for name in ("reversible", PLAIN[1]) if name in other.schedules), None)
-            if row is not None:
-                with torch.device("meta"):
-                    build_model(replace(varied, backward=BackwardConfig(row, tile=varied.backward.tile)), facts_of(data))
-                found.append(Variant(other, row, tile, bits, may_be_chosen))
-        except (UserError, ValueError):  # the model cannot be in tiles, or has no blocks to make reversible
+            if row is None:
+                return
+            whole = next((each.planner for each in found if each.bits == bits and each.tile is None), planner)
+            if tile is not None and other.footprint(row).bound >= whole.footprint(row).bound:
+                return
+            other.footprint(row)
+        except (UserError, Unplannable, ValueError):  # the model cannot be in tiles, or its blocks cannot be coupled
             return
+        found.append(Variant(other, row, tile, bits, may_be_chosen))
+        if tile is not None and "checkpoint8" in other.schedules and row == PLAIN[1]:
+            found.append(Variant(other, "checkpoint8", tile, bits, may_be_chosen=False))
 
     if config.backward.tile is None and config.model is not None:
         add(TILE, None, True)
     if takes(config.model, "reversible") and config.model.reversible is None:
         add(None, BITS, config.backward.inexact)
-        if config.backward.tile is None:
+        if config.backward.tile is None and any(each.bits for each in found):
             add(TILE, BITS, config.backward.inexact)
     return found
 
@@ -132,8 +138,7 @@ def longest_context(
 
     unit = min(CONTEXT_UNIT, data.context)
     most = None if most is None else most // unit * unit
-    empty = planner.footprint(backward).lasting
-    return Limit("data.context", data.context, largest(bound, budget, data.context // unit * unit, unit, most, empty))
+    return Limit("data.context", data.context, largest(bound, budget, data.context // unit * unit, unit, most))
 
 
 def _schedules(config: RunConfig, data: pl.LightningDataModule, device: str) -> tuple[tuple[str, ...], str, int]:
@@ -193,7 +198,10 @@ def _step(
         batch = tree_map_only(Tensor, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
     batch = move_data_to_device(batch, process)
     model = model_of(task)
-    held: dict[str, Iterable[Tensor]] = {"batch": [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]}
+    own = [*model.buffers()]
+    others = [buffer for buffer in task.buffers() if not any(buffer is each for each in own)]
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    held: dict[str, Iterable[Tensor]] = {"batch": leaves, "buffers": others}
     if config.average is not None:
         held["average"] = [torch.empty_like(tensor) for tensor in model.state_dict().values()]
     if config.synthesis is not None:

@@ -58,7 +58,7 @@ class _FakeTensorMode(FakeTensorMode):
 
 def _has_values(func, args: Any, kwargs: Any) -> bool:
     """Whether an operation gives values that can be known: it takes real integers alone, or none, and is not random."""
-    if args and isinstance(args[0], FakeTensor):  # most often, and soon seen
+    if args and isinstance(args[0], FakeTensor):  # the common case
         return False
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if torch.Tag.nondeterministic_seeded in func.tags or func in _WITHOUT_VALUES:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -161,7 +161,7 @@ def choose_schedules(planner: Planner, budget: int, measure: bool = True) -> Cho
 
 
 TILED_COST = 0.6
-"""What the MLP of a block costs that runs once more, in forwards of the block."""
+"""Cost of running a block's MLP again, as a fraction of the block's forward."""
 
 
 def _choose_recomputed(planner: Planner, budget: int) -> Choice:
@@ -182,7 +182,7 @@ def _choose_recomputed(planner: Planner, budget: int) -> Choice:
 
 
 FASTER = 0.97
-"""A variant is chosen if it costs less than this part of what is simpler."""
+"""A variant is chosen if it costs less than this fraction of the cost of the simpler one."""
 
 
 def choose_variant(
@@ -280,6 +280,7 @@ class Plan:
         between_blocks: what the configured schedules keep between blocks that ``make_reversible`` coupled, in words; None: the
             model has no such blocks.
         variant: what was chosen of the variants; None: the training itself.
+        limits_of_least: if nothing fits, the largest batch under what needs least.
     """
 
     device: str
@@ -291,6 +292,7 @@ class Plan:
     limits: list[Limit]
     between_blocks: str | None = None
     variant: Variant | None = None
+    limits_of_least: Sequence[Limit] = ()
 
     @property
     def options(self) -> str:
@@ -334,7 +336,7 @@ def make_plan(
     Args:
         budget: memory budget in bytes; None: not known, which needs a planner with configured schedules.
         begin: called with what is planned next.
-        variants: of the training; one that needs no less than the training itself is left out.
+        variants: of the training; each has a row in the plan.
 
     Raises:
         Unplannable: an operation needs the values of its inputs.
@@ -343,20 +345,16 @@ def make_plan(
     for name in planner.schedules:
         begin(f"backward={name}")
         footprints[name] = planner.footprint(name)
-    useful = []
     for variant in variants:
         name = f"{variant.row} {variant.options}"
         begin(f"backward={name}")
-        footprint = variant.planner.footprint(variant.row)
-        if variant.row not in footprints or footprint.bound < footprints[variant.row].bound:
-            footprints[name] = footprint
-            useful.append(variant)
+        footprints[name] = variant.planner.footprint(variant.row)
     choice, backward, variant = None, planner.backward, None
     if backward is None:
         assert budget is not None
         begin(f"backward={AUTO}")
         try:
-            variant, choice = choose_variant(planner, useful, budget, measure=False)
+            variant, choice = choose_variant(planner, variants, budget, measure=False)
             backward = choice.blocks
             planner = planner if variant is None else variant.planner
         except TooSmall:  # the table shows by how much
@@ -372,5 +370,17 @@ def make_plan(
         limits = [largest_batch(planner, varied, budget, begin=begin)]
         if planner.depth is not None:
             limits.append(largest_depth(planner, varied, budget, begin))
+    of_least = []
+    if budget is not None and all(footprint.bound > budget for footprint in footprints.values()):
+        of_least = [_limit_of_least(planner, variants, budget)]
     between = kept_between_blocks(planner.fake_model(backward))
-    return Plan(planner.device, budget, name, backward, footprints, choice, limits, between, variant)
+    return Plan(planner.device, budget, name, backward, footprints, choice, limits, between, variant, of_least)
+
+
+def _limit_of_least(planner: Planner, variants: Sequence[Variant], budget: int) -> Limit:
+    """The largest batch of what needs least, of the training and of variants that may be chosen."""
+    ways = [(least_memory(planner), planner)]
+    ways += [(f"{each.row} {each.options}", each.planner) for each in variants if each.may_be_chosen]
+    name, least = min(ways, key=lambda way: way[1].footprint(least_memory(way[1])).bound)
+    limit = largest_batch(least, least_memory(least), budget)
+    return replace(limit, option=f"backward={name} {limit.option}")

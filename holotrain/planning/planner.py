@@ -149,8 +149,8 @@ class Variant:
     """The same training, which takes less memory and more time.
 
     Args:
-        planner: of it.
-        row: the schedules that a plan shows of it.
+        planner: its planner.
+        row: the schedule that a plan shows.
         tile: tokens of a tile; None: as in the training.
         bits: what is kept between the blocks of a model that was not reversible, such as ``"4bit"``; None: as in the training.
         may_be_chosen: False: it is only shown.

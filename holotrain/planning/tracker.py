@@ -157,17 +157,17 @@ class _Tracking(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args: tuple[Any, ...] = (), kwargs=None):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].device  # most calls by far; the modes behind this one say the same, later
+            return args[0].device  # the most frequent call, answered here for speed
         if is_wrapper_subclass(types):
             return NotImplemented
         tracker = self._tracker
-        if func is torch.ops.aten.add.Tensor and _engine_adds() and tracker.owns(args[0]):
-            # With real tensors autograd accumulates gradients in place; with fake ones it does not.
+        if func is torch.ops.aten.add.Tensor and isinstance(args[0], FakeTensor) and _engine_adds() and tracker.owns(args[0]):
+            # Without a dispatch mode autograd accumulates gradients in place.
             result = torch.ops.aten.add_.Tensor(*args, **(kwargs or {}))
         else:
             result = func(*args, **(kwargs or {}))
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:  # others have no storage
                 tracker.count(leaf)
         within = tracker.allocator.within(func, args, result)
         tracker.add_temporary(within)

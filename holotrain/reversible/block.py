@@ -60,7 +60,7 @@ class Coupling:
         """Returns the target, up to rounding, or exactly on a grid.
 
         Args:
-            last_use: nobody else needs ``coupled``, except those who have read it as it is.
+            last_use: ``coupled`` may be overwritten.
         """
         if self.grid is not None:
             output = self.grid.round(output.to(coupled.dtype))

@@ -383,14 +383,15 @@ class _Pass:
         bits = None if self._before is self._stream else self._stack.bits[index - 1]
         if bits is None:
             x = self._graph.to(x.dtype)  # which is on the grid
-        graphs, weights = (self._graph_before, self._graph), self._weights[index]
+        graphs, weights = (self._graph_before, (self._graph, self._graph_version)), self._weights[index]
         coupling = TwoStep(self._grid, x, graphs, self._sign, weights, bits, rebuilt, self._on_backward)
         run = self._recorder.block(index, schedule, coupling, block, (self._stream, self._before), forward)
         self._recorder.call.present = None  # what the model does between its blocks may draw random numbers
         with in_trace("forward", index):
             coupled = run("block", block, self._before, self._stream, words)
         self._before, self._stream, self._following = self._stream, coupled, index + 1
-        self._graph_before, self._graph = self._graph, coupling.take_graph()
+        self._graph_before, self._graph = (self._graph, self._graph_version), coupling.take_graph()
+        self._graph_version = version_of(self._graph)
         if self._choice is not None:
             self._choice.see(coupled)
         may_change = self._choice is not None or self._following in self._stack.changed  # in place, by the model
@@ -429,7 +430,7 @@ class _Pass:
             grid = FixedPointGrid(bits=0).to(x.device)
         elif not grid.known and x.numel():
             self._choice = _Choice(x)
-            grid = self._choice.grid
+            grid, dtype = self._choice.grid, torch.float64
         self._grid = grid.in_call(x.to(dtype))
         self._enter(x, dtype)
         self._draw_sign(x)
@@ -439,7 +440,9 @@ class _Pass:
         in fp32, or in fp64 if the model is."""
         entered = self._grid.entered(x.to(dtype))
         self._stream = self._before = entered.detach()
-        self._graph = self._graph_before = entered.to(torch.promote_types(x.dtype, torch.float32))
+        self._graph = entered.to(torch.promote_types(x.dtype, torch.float32))
+        self._graph_version = version_of(self._graph)
+        self._graph_before = (self._graph, self._graph_version)
 
     def _begin_anew(self, index: int, x: Tensor) -> None:
         """The model changed the stream before a block: from here on as at the first block."""
@@ -469,7 +472,8 @@ class _Pass:
     def _follow(self, x: Tensor) -> None:
         """The graph goes on from what the next block reads: a view with hooks of its own, or one without a graph."""
         if torch.is_grad_enabled() and x.grad_fn is None:  # detached, or computed without gradients
-            self._graph, self._graph_before = self._graph.detach(), self._graph_before.detach()
+            self._graph, (before, version) = self._graph.detach(), self._graph_before
+            self._graph_before = before.detach(), version
         if same_tensor(x, self._graph):
             self._graph = x
 

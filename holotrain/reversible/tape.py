@@ -60,6 +60,7 @@ class Tape:
         self._streams: tuple[Tensor, ...] = ()
         self._target: Tensor | None = None  # that of the branch, as far as its tiles have been undone
         self._complete, self._position = False, -1
+        self._is_read = True  # a branch reads the coupled stream itself, and may still need it
         self._end: Saved | None = None
         self._task = -1
         self._current: tuple[_Rebuilt, Tensor] | None = None
@@ -117,7 +118,7 @@ class Tape:
         for branch in self.branches:
             branch.saved.clear()
         self._streams, self._position = self._end.tensors(), len(self.branches) - 1
-        self._current, self._early, self._target = None, None, None
+        self._current, self._early, self._target, self._is_read = None, None, None, True
         self._side = side_of(self._streams[0])
         if task != -1 and not _get_current_graph_task_keep_graph():
             self._end = None
@@ -127,9 +128,14 @@ class Tape:
         branch, (coupled, source) = self.branches[self._position], self._streams
         if branch.place == 0 and self.check is not None:
             self.check.compare(source, coupled)
-        output, saved = branch.run_again(branch.coupling.read(source), not branch.first, ahead)
+        read = branch.coupling.read(source)
+        output, saved = branch.run_again(read, not branch.first, ahead)
+        # The streams of the last branch, and what it read, are needed again if the graph stays.
+        kept = len(self.branches) - (1 if self._end is None else 2)
+        last_use = not (ahead or self._is_read) and self._position < kept
+        self._is_read = read is source
         if not branch.first:
-            self._undo(branch, coupled, source, output, last_use=not ahead and self._position < len(self.branches) - 1)
+            self._undo(branch, coupled, source, output, last_use)
         self._position -= 1
         return saved
 

@@ -116,7 +116,7 @@ def _tiles(labels: Tensor, size: int, shift: int = 0) -> list[slice]:
     """The tiles, each with the ``shift`` tokens after it, whose labels are its last."""
     tokens = labels.shape[1]
     tiles = [slice(start, min(start + size + shift, tokens)) for start in range(0, tokens - shift, size)]
-    # In a plan a few show what all need.
+    # A plan runs only a few tiles; the others need no more memory.
     return [*tiles[:2], *tiles[2:][-1:]] if has_no_data(labels) else tiles
 
 

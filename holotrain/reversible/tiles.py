@@ -91,14 +91,14 @@ class Tiled(ReplacedForward):
             return run(x)
         run, sizes = partial(checkpoint, _within(run), use_reentrant=False), [part.stop - part.start for part in tiles]
         if not has_no_data(x) or len(tiles) <= 3:
-            return torch.cat([run(part.contiguous()) for part in x.split(sizes, 1)], 1)
-        first, second, others, last = x.split([*sizes[:2], sum(sizes[2:-1]), sizes[-1]], 1)
+            return torch.cat([run(part.contiguous()) for part in torch.unsafe_split_with_sizes(x, sizes, 1)], 1)
+        first, second, others, last = torch.unsafe_split_with_sizes(x, [*sizes[:2], sum(sizes[2:-1]), sizes[-1]], 1)
         outputs = [run(part.contiguous()) for part in (first, second, last)]
-        outputs.insert(2, _Planned.apply(others.contiguous(), outputs[0]))
+        outputs.insert(2, _SkippedTiles.apply(others.contiguous(), outputs[0]))
         return torch.cat(outputs, 1)
 
 
-class _Planned(torch.autograd.Function):
+class _SkippedTiles(torch.autograd.Function):
     """Stands in a plan for the tiles that need no more than those before them: holds what they hold, and computes nothing."""
 
     @staticmethod

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from holotrain.numeric import counted
 from holotrain.reversible.block import Coupling
 from holotrain.reversible.grid import Grid
+from holotrain.reversible.reads import version_of
 from holotrain.reversible.replay import has_no_data
 
 LARGEST_BITS = 6
@@ -127,18 +128,18 @@ def _widths(bits: int) -> list[int]:
 
 
 PIECES, LEAST_PIECE = 8, 2**20
-"""Couplings take a large stream in so many pieces, of at least so many elements, since each operation makes another tensor."""
+"""Large streams are coupled in up to 8 pieces of at least 2^20 elements, which makes temporary tensors smaller."""
 
 
 def in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of tensors (B, ...) of the same shape, cut along their first or second dimension, where that is not 1. In a plan
-    one piece shows what all need."""
+    """Views of tensors of the same shape, cut along one dimension, where theirs is not 1. A plan takes one piece; the others
+    need no more."""
     first = tensors[0]
     count = min(PIECES, first.numel() // LEAST_PIECE)
-    if count < 2 or is_traceable_wrapper_subclass(first):
+    dim = next((place for place, size in enumerate(first.shape) if size >= count), None)
+    if count < 2 or dim is None or is_traceable_wrapper_subclass(first):
         yield tensors
         return
-    dim = 0 if len(first) >= count else 1
     length = -(-first.shape[dim] // count)
     pieces = zip(*(each.split(length, dim) if each.shape[dim] > 1 else repeat(each) for each in tensors), strict=False)
     yield from islice(pieces, 1 if has_no_data(first) else None)
@@ -147,13 +148,13 @@ def in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 class TwoStep(Coupling):
     """The coupling of one block. The target is x[k-1] and becomes x[k+1]; the source is x[k].
 
-    The streams are outside of autograd. Their gradients go through other tensors of the same shapes, which may be in a narrower
-    dtype than the streams: the gradients then are, too.
+    The streams are outside of autograd. Other tensors of the same shapes carry their gradients. They may be in a narrower dtype
+    than the streams, so the gradients are in that dtype.
 
     Args:
         grid: of the streams.
         x: the source as the model hands it to the block, maybe in a narrower dtype.
-        graphs: what target and source are in the graph.
+        graphs: the tensors that carry the gradients of target and source, and their versions when the model got them.
         sign: of g, 1 or -1 for each sample, of shape (B, 1, ...) and the streams' dtype.
         weights: a where the sign is 1, and where it is -1.
         bits: m; None for the first block, which has no x[k-1].
@@ -169,7 +170,7 @@ class TwoStep(Coupling):
         self,
         grid: Grid,
         x: Tensor,
-        graphs: tuple[Tensor, Tensor],
+        graphs: Sequence[tuple[Tensor, int]],
         sign: Tensor,
         weights: tuple[float, float],
         bits: int | None,
@@ -179,7 +180,8 @@ class TwoStep(Coupling):
         self.grid, self._sign, self._weights, self._bits, self._rebuilt = grid, sign, weights, bits, rebuilt
         # The graph holds the coupling, which lets go of what is in the graph.
         self._x: Tensor | None = x
-        self._graphs: tuple[Tensor, ...] = graphs
+        self._graphs = graphs
+        self._carried: Tensor | None = None
         self._coupled: tuple[Tensor, ...] = ()
         self._read_as, self._on_backward = x.dtype, on_backward
         self.others: tuple[Any, ...] | None = None
@@ -209,16 +211,22 @@ class TwoStep(Coupling):
             )
         self.others, self._kind = (None, Tensor) if output is update else (tuple(output[1:]), type(output))
         self.written_as = update.dtype
-        graph = _TwoStep.apply(*self._graphs, update, target, source, self)
-        (coupled,), self._graphs = self._coupled, (graph,)
-        self._coupled = ()
+        if any(version_of(graph) != version for graph, version in self._graphs):
+            raise ValueError(
+                "something changed the input or the output of a block in place, so the blocks cannot be coupled; "
+                "the first operation of a block must return a new tensor (inplace=False)"
+            )
+        carried = [graph for graph, _ in self._graphs]
+        self._carried = _TwoStep.apply(*carried, update, target, source, self)
+        (coupled,), self._coupled, self._graphs = self._coupled, (), ()
         self.grid.watch(coupled)
         return coupled
 
     def take_graph(self) -> Tensor:
-        """What the coupled stream is in the graph, once."""
-        (graph,), self._graphs = self._graphs, ()
-        return graph
+        """The tensor that carries the gradient of the coupled stream, once."""
+        carried, self._carried = self._carried, None
+        assert carried is not None
+        return carried
 
     def reached(self) -> None:
         if (call := self._on_backward()) is not None:
@@ -235,11 +243,13 @@ class TwoStep(Coupling):
             return source
         gain, *factors = self._factors()
         target = coupled
-        if not last_use or coupled.dtype == self._read_as or coupled.stride() != self._strides:  # the block behind read it
+        if coupled.stride() != self._strides:
             target = torch.empty_strided(coupled.shape, self._strides, dtype=coupled.dtype, device=coupled.device)
+        elif not last_use:
+            target = torch.empty_like(coupled)
         pieces = in_pieces(target, coupled, source, stream_in(output), self._sign * 2**self._bits, *factors)
         for (part, total, read, update, scale, *weights), low in zip(pieces, self._low, strict=False):
-            torch.sub(total, self._step(read, update, *weights), out=part).mul_(scale)
+            part.copy_(total - self._step(read, update, *weights)).mul_(scale)
             part.addcmul_(unpacked(low, self._bits, part.numel()).view(part.shape).to(part.dtype), self.grid.step)
         return target
 
@@ -265,14 +275,13 @@ class TwoStep(Coupling):
         for part, before, read, each, sign, *weights in in_pieces(coupled, target, source, update, self._sign, *factors):
             part.copy_(self._step(read, each, *weights))
             if self._bits is not None:
-                part.addcmul_(self._divided(before, self._bits), sign)
-        for kept in self._low if has_no_data(coupled) else []:  # of one piece; the others keep as much
-            share = part.numel() / coupled.numel()
-            self._low = [kept, kept.new_empty(round(len(kept) * (1 / share - 1)))]
+                part.addcmul_(self._divided_and_packed(before, self._bits), sign)
+        if self._low and has_no_data(coupled) and (pieces := coupled.numel() / max(part.numel(), 1)) > 1:
+            self._low.append(self._low[0].new_empty(round(len(self._low[0]) * (pieces - 1))))
         return coupled
 
-    def _divided(self, target: Tensor, bits: int) -> Tensor:
-        """``x[k-1] / 2^m``, rounded down to the grid."""
+    def _divided_and_packed(self, target: Tensor, bits: int) -> Tensor:
+        """``x[k-1] / 2^m``, rounded down to the grid. Keeps the bits that this drops."""
         units = target / self.grid.step
         whole = torch.floor(units * 2**-bits)
         if self._rebuilt:
