@@ -232,9 +232,9 @@ def remedies(config: RunConfig, plan: Plan) -> list[str]:
 
 
 def _in_words(config: RunConfig, limit: Limit) -> str:
-    if limit.option == NO_OPTION:
-        return f"batches of {counted(limit.value, 'sample')}{_options_of_data(config)}"
-    return f"{limit.option}={limit.value}"
+    way, _, option = limit.option.rpartition(" ")  # beside the options of what needs least
+    size = f"batches of {counted(limit.value, 'sample')}{_options_of_data(config)}"
+    return f"{way} {size if option == NO_OPTION else f'{option}={limit.value}'}".strip()
 
 
 def _options_of_data(config: RunConfig) -> str:
