@@ -10,7 +10,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,24 @@ def waited(work: Callable[[], object], device: str, before: Callable[[], object]
 def median_ratio(over: list[float], under: list[float]) -> float:
     """The median over rounds of the ratio of two times, which is robust against drift of the machine's speed."""
     return statistics.median(a / b for a, b in zip(over, under, strict=True))
+
+
+def fine_tune(model: torch.nn.Module, losses: Iterable[torch.Tensor], steps: int, rate: float) -> None:
+    """AdamW with gradients clipped to a norm of 1, a linear warm-up of a tenth of the steps and a linear decay.
+
+    Args:
+        losses: one for each step, computed when it is asked for.
+    """
+    weights, warm = [weight for weight in model.parameters() if weight.requires_grad], max(steps // 10, 1)
+    optimizer = torch.optim.AdamW(weights, rate, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: min((k + 1) / warm, (steps - k) / max(steps - warm, 1)))
+    model.train()
+    for loss in losses:
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        schedule.step()
 
 
 def plotter():

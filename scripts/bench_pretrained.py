@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_common import arguments, begin, save
-from torch import Tensor, nn
+from bench_common import arguments, begin, fine_tune, save
+from torch import Tensor
 
 from holotrain.reversible import make_reversible, recompute, undo
 
@@ -81,20 +81,6 @@ def gradients(model: Any, rows: Tensor) -> Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-def tune(model: Any, rows: Tensor, order: Tensor, rate: float) -> None:
-    """AdamW with a linear warm-up of a tenth and a linear decay."""
-    steps, warm = len(order), max(len(order) // 10, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.95), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: min((k + 1) / warm, (steps - k) / max(steps - warm, 1)))
-    model.train()
-    for some in order:
-        optimizer.zero_grad()
-        loss_of(model, rows[some]).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-
-
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--model", help="a folder of transformers")
@@ -127,7 +113,7 @@ def main() -> None:
                 found["gradient error"] = ((there - plain).double().norm() / plain.double().norm()).item()
                 found["cosine"] = torch.cosine_similarity(there.double(), plain.double(), dim=0).item()
                 del there
-            tune(model, trained, order, options.rate)
+            fine_tune(model, (loss_of(model, trained[some]) for some in order), options.steps, options.rate)
             undo(model)
             found["reached"].append(bits_per_byte(model, held_out, size))
         results["ways"][way] = found

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, those_that_work, timed
+from bench_common import DEVICE, alternating, arguments, begin, fine_tune, median_ratio, save, those_that_work, timed
 from bench_make_reversible import SHAPES, Block, Stack
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -246,24 +246,16 @@ def texts() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def train(model: Gpt, text: Tensor, steps: int, options: argparse.Namespace, seed: int, lr: float, amp: bool = False) -> None:
-    """AdamW with a linear warm-up of a tenth and a linear decay."""
     torch.manual_seed(seed)
-    places = torch.randint(
-        len(text) - options.context - 1, (steps, options.batch), generator=torch.Generator().manual_seed(seed)
-    )
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr, betas=(0.9, 0.95))
-    warm = max(steps // 10, 1)
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / warm, (steps - step) / (steps - warm)))
-    model.train()
-    for some in places:
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(text) - options.context - 1, (steps, options.batch), generator=generator)
+
+    def loss_of(some: Tensor) -> Tensor:
         rows = text[some[:, None] + torch.arange(options.context + 1)].long().to(DEVICE)
         with torch.autocast(DEVICE, torch.bfloat16, enabled=amp):
-            loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1).float(), rows[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        rate.step()
+            return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1).float(), rows[:, 1:].flatten())
+
+    fine_tune(model, map(loss_of, starts), steps, lr)
 
 
 @torch.no_grad()

@@ -5,20 +5,21 @@ import resource
 import sys
 import warnings
 from contextlib import ExitStack
-from typing import Any, TypeGuard
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from holotrain.callbacks.monitor import Monitor, has_peers, log_scalars
 from holotrain.optimizers.low_bit import parts_of
 from holotrain.planning.tracker import AllocationTracker
+from holotrain.planning.training_step import state_of
+from holotrain.reversible.reads import is_compiled
 
 PHASES = {"forward_backward": "forward and backward", "optimizer": "the optimizer step", "validation": "validation"}
 BETWEEN = "data loading and callbacks"
@@ -79,24 +80,21 @@ class MemoryMonitor(Monitor):
         self._probe.reset()
         if self._tracked is None and self._steps_begun < TRACKED_STEPS and pl_module.device.type == "cpu":
             self._steps_begun += 1
-            if not has_peers() and not any(map(_is_compiled, pl_module.modules())):
+            if not has_peers() and not any(map(is_compiled, pl_module.modules())):
                 self._track(pl_module, trainer.optimizers, batch)
 
     def _track(self, model: nn.Module, optimizers: list[Optimizer], batch: Any) -> None:
         """Tracks tensors until :meth:`_end_tracking`."""
-        weights, states = (
-            [*model.parameters(), *model.buffers()],
-            [state for each in optimizers for state in each.state.values()],
-        )
+        weights = [*model.parameters(), *model.buffers()]
         there = {
             "parameters": weights,
             "gradients": [weight.grad for weight in weights],
-            "optimizer": tree_leaves([[*state.values()] for state in states]),
+            "optimizer": [state for optimizer in optimizers for state in state_of(optimizer)],
             "batch": tree_leaves(batch),
         }
         tracker = AllocationTracker()
         for kind, tensors in there.items():
-            tracker.label(kind, [part for each in tensors if _has_storage(each) for part in parts_of(each)])
+            tracker.label(kind, [part for each in tensors if isinstance(each, Tensor) for part in parts_of(each)])
         self._tracked = ExitStack()
         self._tracked.callback(self._note_peak, tracker)
         self._tracked.enter_context(tracker.tracking())
@@ -187,14 +185,6 @@ CHECKED_AT = (CAPACITY // 4, CAPACITY // 2, CAPACITY)
 LEAST_BYTES = 16 * 2**20
 LEAST_SHARE = 1 / 16
 EVENNESS = 0.75
-
-
-def _has_storage(value: Any) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and value.layout is torch.strided
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
 
 
 class Growth:

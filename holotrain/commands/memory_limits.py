@@ -17,7 +17,6 @@ from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.option_groups import ADAMW, AUTO, LOW_BIT, OBJECT_GROUPS, PLAIN, reversible, takes
 from holotrain.config.plans import (
     NO_OPTION,
-    TILE,
     budget_of,
     longest_context,
     planner_of,
@@ -35,11 +34,12 @@ from holotrain.planning import (
     Planner,
     TooSmall,
     Unplannable,
+    Variant,
     choose_batch,
     choose_variant,
     make_plan,
 )
-from holotrain.planning.memory_plan import largest_batch, least_memory
+from holotrain.planning.memory_plan import largest_batch, least_memory, smallest
 from holotrain.targets import TARGET
 
 
@@ -68,7 +68,7 @@ def chosen(
         say(f"backward=auto: {runs_of(config.backward.blocks)}, as before")
     elif config.memory is not None and not (config.batch_is_open or config.backward.open):
         say(f"memory={config.memory} has no effect without backward=auto or an automatic batch size")
-    planned = None
+    planned, less = None, ""
     try:
         if config.batch_is_open:
             option, _ = config.batch_option
@@ -88,7 +88,13 @@ def chosen(
             with as_out_of_memory():
                 budget = budget_of(config, device, processes)
                 planner = planner_of(config, data, device)
-                variant, choice = choose_variant(planner, variants_of(config, data, planner), budget)
+                variants = variants_of(config, data, planner, config.backward.inexact)
+                try:
+                    variant, choice = choose_variant(planner, variants, budget)
+                except TooSmall:
+                    say("  it does not fit; planning what would ...")
+                    less = f"; {what_fits(config, data, planner, variants, budget)}"
+                    raise
             say(f"  {described(choice, budget, '' if variant is None else variant.options)}")
             if variant is not None:
                 config = with_variant(config, variant.tile, variant.bits)
@@ -96,10 +102,6 @@ def chosen(
             planned = choice.bound
     except TooSmall as error:
         option, size = (smallest_batch(config) if config.batch_is_open else config).batch_option
-        less = ""
-        if config.backward.open:
-            say("  it does not fit; planning what would ...")
-            less = f"; {what_fits(config, data, device, budget)}"
         raise UserError(
             f"memory: {in_words(budget)} is too little: {'' if size is None else f'with {option}={size} '}this run needs "
             f"{in_words(error.least, up=True)}{less}"
@@ -111,13 +113,13 @@ def chosen(
     return config, planned
 
 
-def what_fits(config: Config, data: pl.LightningDataModule, device: str, budget: int) -> str:
+def what_fits(config: Config, data: pl.LightningDataModule, planner: Planner, variants: Sequence[Variant], budget: int) -> str:
     """What helps a training that does not fit under ``backward=auto``, as text: overrides with which it fits, or what it needs
     with others."""
     with suppress(Unplannable, OutOfMemory), as_out_of_memory():
-        fitting = list(_fitting(config, data, device, budget))
+        fitting = list(_fitting(config, data, planner, variants, budget))
         if not fitting:
-            needs = dict(_needs(config, data, device))
+            needs = _needs(config, data, planner.device, smallest(planner, variants)[1])
             fitting = [words for words, need in needs.items() if need <= budget]
         if fitting:
             return f"it fits with {', or with '.join(fitting)}"
@@ -125,45 +127,40 @@ def what_fits(config: Config, data: pl.LightningDataModule, device: str, budget:
     return "nothing else could be planned"
 
 
-def _fitting(config: Config, data: pl.LightningDataModule, device: str, budget: int) -> Iterator[str]:
+def _fitting(
+    config: Config, data: pl.LightningDataModule, planner: Planner, variants: Sequence[Variant], budget: int
+) -> Iterator[str]:
     """Inexact schedules, smaller batches and shorter sequences with which it fits."""
-    inexact = replace(config, backward=replace(config.backward, inexact=True))
-    if _least(_planners(inexact, data, device))[0] <= budget:
-        yield "backward.inexact=true"
-    planners = _planners(config, data, device)
+    if not config.backward.inexact:
+        inexact = replace(config, backward=replace(config.backward, inexact=True))
+        if _least(inexact, data, replace(planner, inexact=True)) <= budget:
+            yield "backward.inexact=true"
+    planners = [planner, *(each.planner for each in variants if each.may_be_chosen)]
     best = max((largest_batch(each, least_memory(each), budget) for each in planners), key=lambda limit: limit.value)
     if best.value:
         yield _in_words(config, best)
-    planner = _least(planners)[1]
-    varied = replace(config, backward=replace(config.backward, tile=TILE)) if planner.tiled else config
-    longest = longest_context(varied, data, planner, least_memory(planner), budget)
+    variant, _ = smallest(planner, variants)
+    backward = least_memory(planner if variant is None else variant.planner)
+    longest = longest_context(config, data, planner, variant, backward, budget)
     if longest is not None and longest.value:
         yield _in_words(config, longest)
 
 
-def _planners(config: Config, data: pl.LightningDataModule, device: str) -> list[Planner]:
-    """That of a training, and those of the variants that may be chosen."""
-    planner = planner_of(config, data, device)
-    return [planner, *(each.planner for each in variants_of(config, data, planner) if each.may_be_chosen)]
+def _least(config: Config, data: pl.LightningDataModule, planner: Planner) -> int:
+    """Bytes that a training needs at least, as it is or as a variant that may be chosen."""
+    return smallest(planner, variants_of(config, data, planner, config.backward.inexact))[1]
 
 
-def _least(planners: Sequence[Planner]) -> tuple[int, Planner]:
-    bounds = [planner.footprint(least_memory(planner)).bound for planner in planners]
-    return min(bounds), planners[bounds.index(min(bounds))]
-
-
-def _needs(config: Config, data: pl.LightningDataModule, device: str) -> Iterator[tuple[str, int]]:
-    """Overrides with which a training needs less, and the bytes that it then needs."""
-    usual = _least(_planners(config, data, device))[0]
+def _needs(config: Config, data: pl.LightningDataModule, device: str, usual: int) -> dict[str, int]:
+    """Overrides with which a training needs less than the usual bytes, and the bytes that it then needs."""
     lower = {"64-true": "32-true", "32-true": "bf16-mixed"}.get(config.trainer.precision)
-    others = smaller_states(config)
+    others, needs = smaller_states(config), {}
     if lower is not None:
         others[f"trainer.precision={lower}"] = replace(config, trainer=config.trainer.with_arguments(precision=lower))
     for words, changed in others.items():
         with suppress(UserError, Unplannable, ValueError):
-            need = _least(_planners(changed, data, device))[0]
-            if need < usual:
-                yield words, need
+            needs[words] = _least(changed, data, planner_of(changed, data, device))
+    return {words: need for words, need in needs.items() if need < usual}
 
 
 def smaller_states(config: Config) -> dict[str, Config]:

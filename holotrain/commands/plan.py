@@ -6,7 +6,6 @@ from dataclasses import replace
 from html import escape
 from pathlib import Path
 
-import lightning.pytorch as pl
 import torch
 from rich import box
 from rich.table import Table
@@ -19,7 +18,7 @@ from holotrain.commands.run_folder import Run
 from holotrain.commands.writing import write_whole
 from holotrain.config.build import build_data
 from holotrain.config.command_options import PlanConfig
-from holotrain.config.plans import budget_of, longest_context, planner_of, smallest_batch, variants_of, with_variant
+from holotrain.config.plans import budget_of, longest_context, planner_of, smallest_batch, variants_of
 from holotrain.errors import UserError, one_of
 from holotrain.models.division import divide
 from holotrain.numeric import counted, in_words, unit_of
@@ -69,7 +68,8 @@ def run(config: PlanConfig, run: Run) -> int:
     needed = [] if plan.fits else remedies(config, plan)
     states = plan.configured.lasting + plan.configured.parts["gradients"]
     less = list(smaller_states(config)) if plan.budget and states > plan.budget else []
-    found = plan.as_json() | {"remedies": needed, "less_for_states": less} | ({"scaling": scaling.as_json()} if scaling else {})
+    found = plan.as_json() | {"remedies": needed}
+    found |= ({"less_for_states": less} if less else {}) | ({"scaling": scaling.as_json()} if scaling else {})
     figures = json.dumps(found, indent=2) + "\n"
     write_whole(run.folder / PLAN, figures)
     write_whole(run.folder / "plan.svg", picture(plan))
@@ -125,23 +125,14 @@ def planned(
         budget = None  # the memory of the device is not known
     try:
         planner = planner_of(config, data, device)
-        plan = make_plan(planner, budget, begin, variants_of(config, data, planner))
-        plan = _with_longest_context(config, data, planner, plan, begin)
+        plan = make_plan(planner, budget, begin, variants_of(config, data, planner, inexact=True, begin=begin))
+        if budget is not None:
+            longest = longest_context(config, data, planner, plan.variant, plan.schedule, budget, begin)
+            plan = replace(plan, limits=[*plan.limits, *([] if longest is None else [longest])])
         scaling = None if config.devices is None else _scaling(config, config.devices, planner, plan, begin)
     except Unplannable as error:
         raise UserError(f"plan: {error}") from error
     return config, plan, scaling
-
-
-def _with_longest_context(
-    config: PlanConfig, data: pl.LightningDataModule, planner: Planner, plan: Plan, begin: Callable[[str], object]
-) -> Plan:
-    if plan.budget is None:
-        return plan
-    if plan.variant is not None:
-        config, planner = with_variant(config, plan.variant.tile, plan.variant.bits), plan.variant.planner
-    limit = longest_context(config, data, planner, plan.schedule, plan.budget, begin)
-    return plan if limit is None else replace(plan, limits=[*plan.limits, limit])
 
 
 def _scaling(config: PlanConfig, devices: int, planner: Planner, plan: Plan, begin: Callable[[str], object]) -> Scaling:

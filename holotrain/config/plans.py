@@ -63,22 +63,32 @@ TILE, BITS = 512, "4bit"
 """Tile size and bits that the variants use."""
 
 
-def variants_of(config: RunConfig, data: pl.LightningDataModule, planner: Planner) -> list[Variant]:
+def variants_of(
+    config: RunConfig,
+    data: pl.LightningDataModule,
+    planner: Planner,
+    inexact: bool,
+    begin: Callable[[str], object] = lambda what: None,
+) -> list[Variant]:
     """Variants of a training that need less memory, the fastest first: MLPs in tiles, where that saves something; reversible
     blocks; both.
 
     Args:
         planner: that of the training.
+        inexact: also those that change gradients or the model; they may be chosen with ``backward.inexact``.
+        begin: called with what is planned next.
     """
     found: list[Variant] = []
 
-    def add(tile: int | None, bits: str | None, may_be_chosen: bool) -> None:
+    def add(tile: int | None, bits: str | None) -> None:
+        may_be_chosen = bits is None or config.backward.inexact
         try:
             varied = with_variant(config, tile, bits)
             other = replace(planner_of(varied, data, planner.device), updates=planner.updates)
             row = next((name for name in ("reversible", PLAIN[1]) if name in other.schedules), None)
             if row is None:
                 return
+            begin(f"backward={row} {Variant(other, row, tile, bits).options}")
             whole = next((each.planner for each in found if each.bits == bits and each.tile is None), planner)
             if tile is not None and other.footprint(row).bound >= whole.footprint(row).bound:
                 return
@@ -86,15 +96,15 @@ def variants_of(config: RunConfig, data: pl.LightningDataModule, planner: Planne
         except (UserError, Unplannable, ValueError):  # the model cannot be in tiles, or its blocks cannot be coupled
             return
         found.append(Variant(other, row, tile, bits, may_be_chosen))
-        if tile is not None and "checkpoint8" in other.schedules and row == PLAIN[1]:
+        if inexact and tile is not None and "checkpoint8" in other.schedules and row == PLAIN[1]:
             found.append(Variant(other, "checkpoint8", tile, bits, may_be_chosen=False))
 
     if config.backward.tile is None and config.model is not None:
-        add(TILE, None, True)
-    if takes(config.model, "reversible") and config.model.reversible is None:
-        add(None, BITS, config.backward.inexact)
+        add(TILE, None)
+    if inexact and takes(config.model, "reversible") and config.model.reversible is None:
+        add(None, BITS)
         if config.backward.tile is None and any(each.bits for each in found):
-            add(TILE, BITS, config.backward.inexact)
+            add(TILE, BITS)
     return found
 
 
@@ -114,6 +124,7 @@ def longest_context(
     config: RunConfig,
     data: pl.LightningDataModule,
     planner: Planner,
+    variant: Variant | None,
     backward: Backward,
     budget: int,
     begin: Callable[[str], object] = lambda what: None,
@@ -121,15 +132,20 @@ def longest_context(
     """The longest sequence, in steps of 64 tokens, with which a training fits; None: no option sets one length for all.
 
     Args:
-        config: of the planner.
+        planner: that of the training.
+        variant: of the training, to look at in its place.
         begin: called with what is planned next.
     """
     if not isinstance(data, TextDataModule) or data.layout != "packed" or not is_a(config.model, *LANGUAGE_MODELS):
         return None
+    if variant is not None:
+        config, planner = with_variant(config, variant.tile, variant.bits), variant.planner
     with torch.device("meta"):
         most = getattr(build_model(config, facts_of(data)), "longest", None)
 
     def bound(context: int) -> int:
+        if context == data.context:
+            return planner.footprint(backward).bound
         begin(f"data.context={context}")
         other = copy.copy(data)
         other.context = context
@@ -198,8 +214,8 @@ def _step(
         batch = tree_map_only(Tensor, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
     batch = move_data_to_device(batch, process)
     model = model_of(task)
-    own = [*model.buffers()]
-    others = [buffer for buffer in task.buffers() if not any(buffer is each for each in own)]
+    own = {*map(id, model.buffers())}
+    others = [buffer for buffer in task.buffers() if id(buffer) not in own]
     leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     held: dict[str, Iterable[Tensor]] = {"batch": leaves, "buffers": others}
     if config.average is not None:

@@ -242,6 +242,15 @@ def least_memory(planner: Planner) -> str:
     return next(name for name in names if name in planner.schedules)
 
 
+def smallest(planner: Planner, variants: Sequence[Variant]) -> tuple[Variant | None, int]:
+    """What needs least of a training, which is None, and of its variants that may be chosen; and the bytes that it needs."""
+    found, least = None, planner.footprint(least_memory(planner)).bound
+    for variant in variants:
+        if variant.may_be_chosen and (bound := variant.planner.footprint(least_memory(variant.planner)).bound) < least:
+            found, least = variant, bound
+    return found, least
+
+
 def _candidates(planner: Planner) -> list[str]:
     """On a CPU ``pareprop`` is ``reversible``; on a GPU it takes less time, or more, and more memory.
 
@@ -378,9 +387,10 @@ def make_plan(
 
 
 def _limit_of_least(planner: Planner, variants: Sequence[Variant], budget: int) -> Limit:
-    """The largest batch of what needs least, of the training and of variants that may be chosen."""
-    ways = [(least_memory(planner), planner)]
-    ways += [(f"{each.row} {each.options}", each.planner) for each in variants if each.may_be_chosen]
-    name, least = min(ways, key=lambda way: way[1].footprint(least_memory(way[1])).bound)
-    limit = largest_batch(least, least_memory(least), budget)
-    return replace(limit, option=f"backward={name} {limit.option}")
+    """The largest batch of what needs least, with the options that make it."""
+    variant, _ = smallest(planner, variants)
+    least = planner if variant is None else variant.planner
+    name = least_memory(least)
+    limit = largest_batch(least, name, budget)
+    options = "" if variant is None else f" {variant.options}"
+    return replace(limit, option=f"backward={name}{options} {limit.option}")

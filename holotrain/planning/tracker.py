@@ -91,9 +91,10 @@ class AllocationTracker:
         self._reached[self.phase] = max(self._reached.get(self.phase, 0), self.alive + size)
 
     def label(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Sets the kind of tensors, and counts those that are not known yet."""
+        """Sets the kind of tensors, and counts those that are not known yet. Tensors without a storage are passed over."""
         for tensor in tensors:
-            self.count(tensor).kind = kind
+            if tensor.layout is torch.strided:
+                self.count(tensor).kind = kind
 
     def count(self, tensor: Tensor) -> Allocation:
         """The allocation behind a tensor."""
@@ -167,7 +168,7 @@ class _Tracking(TorchDispatchMode):
         else:
             result = func(*args, **(kwargs or {}))
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:  # others have no storage
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
                 tracker.count(leaf)
         within = tracker.allocator.within(func, args, result)
         tracker.add_temporary(within)

@@ -99,8 +99,13 @@ class TrainingStep:
 
     @property
     def optimizer_state(self) -> list[Tensor]:
-        kept = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
-        return [part for tensor in kept for part in parts_of(tensor)]
+        return state_of(self.optimizer)
+
+
+def state_of(optimizer: Optimizer) -> list[Tensor]:
+    """The tensors of an optimizer's state; of one that consists of several, its parts."""
+    kept = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+    return [part for tensor in kept for part in parts_of(tensor)]
 
 
 @dataclass(frozen=True)

@@ -382,21 +382,20 @@ class _Pass:
         block, rebuilt = self._stack.blocks[index], schedule.kind == "rebuilt"
         bits = None if self._before is self._stream else self._stack.bits[index - 1]
         if bits is None:
-            x = self._graph.to(x.dtype)  # which is on the grid
-        graphs, weights = (self._graph_before, (self._graph, self._graph_version)), self._weights[index]
+            x = self._graph[0].to(x.dtype)  # which is on the grid
+        graphs, weights = (self._graph_before, self._graph), self._weights[index]
         coupling = TwoStep(self._grid, x, graphs, self._sign, weights, bits, rebuilt, self._on_backward)
         run = self._recorder.block(index, schedule, coupling, block, (self._stream, self._before), forward)
         self._recorder.call.present = None  # what the model does between its blocks may draw random numbers
         with in_trace("forward", index):
             coupled = run("block", block, self._before, self._stream, words)
         self._before, self._stream, self._following = self._stream, coupled, index + 1
-        self._graph_before, self._graph = (self._graph, self._graph_version), coupling.take_graph()
-        self._graph_version = version_of(self._graph)
+        self._graph_before, self._graph = self._graph, _with_version(coupling.take_graph())
         if self._choice is not None:
             self._choice.see(coupled)
         may_change = self._choice is not None or self._following in self._stack.changed  # in place, by the model
-        apart = may_change and self._graph.dtype == coupled.dtype
-        self._returned = self._graph.to(coupling.written_as, copy=apart)
+        carrier = self._graph[0]
+        self._returned = carrier.to(coupling.written_as, copy=may_change and carrier.dtype == coupled.dtype)
         self._version = version_of(self._returned)
         others, coupling.others = coupling.others, None  # the graph holds the coupling, and must not hold these
         if self._task == -1:
@@ -431,18 +430,21 @@ class _Pass:
         elif not grid.known and x.numel():
             self._choice = _Choice(x)
             grid, dtype = self._choice.grid, torch.float64
-        self._grid = grid.in_call(x.to(dtype))
-        self._enter(x, dtype)
+        stream = x.to(dtype)
+        self._grid = grid.in_call(stream)
+        self._enter(stream, x.dtype)
         self._draw_sign(x)
 
-    def _enter(self, x: Tensor, dtype: torch.dtype) -> None:
+    def _enter(self, stream: Tensor, dtype: torch.dtype) -> None:
         """The first stream of a recurrence, which autograd does not know, and what stands for it in the graph. So gradients are
-        in fp32, or in fp64 if the model is."""
-        entered = self._grid.entered(x.to(dtype))
+        in fp32, or in fp64 if the model is.
+
+        Args:
+            dtype: of the model.
+        """
+        entered = self._grid.entered(stream)
         self._stream = self._before = entered.detach()
-        self._graph = entered.to(torch.promote_types(x.dtype, torch.float32))
-        self._graph_version = version_of(self._graph)
-        self._graph_before = (self._graph, self._graph_version)
+        self._graph = self._graph_before = _with_version(entered.to(torch.promote_types(dtype, torch.float32)))
 
     def _begin_anew(self, index: int, x: Tensor) -> None:
         """The model changed the stream before a block: from here on as at the first block."""
@@ -461,7 +463,7 @@ class _Pass:
                 f"the model changed the stream in place between block {last} and block {index}, which it had not done "
                 "before, so it was not kept; it is from the next forward on"
             ) from None
-        self._enter(x, torch.promote_types(x.dtype, self._stream.dtype))
+        self._enter(x.to(torch.promote_types(x.dtype, self._stream.dtype)), x.dtype)
         if len(x) != len(self._sign) or x.dim() != self._sign.dim():
             self._draw_sign(x)
 
@@ -472,10 +474,10 @@ class _Pass:
     def _follow(self, x: Tensor) -> None:
         """The graph goes on from what the next block reads: a view with hooks of its own, or one without a graph."""
         if torch.is_grad_enabled() and x.grad_fn is None:  # detached, or computed without gradients
-            self._graph, (before, version) = self._graph.detach(), self._graph_before
-            self._graph_before = before.detach(), version
-        if same_tensor(x, self._graph):
-            self._graph = x
+            self._graph, self._graph_before = ((each.detach(), version) for each, version in (self._graph, self._graph_before))
+        carrier, version = self._graph
+        if same_tensor(x, carrier):
+            self._graph = x, version
 
     def _end_recording(self) -> None:
         recorder, self._recorder = self._recorder, None
@@ -487,6 +489,10 @@ class _Pass:
             self._stack.stream_dtype = self._choice.settle(self._stack.grid, self._grid)
         elif self._task == -1:  # a recomputation in a backward leaves the grid as it is
             self._stack.grid.follow(self._grid)
+
+
+def _with_version(tensor: Tensor) -> tuple[Tensor, int]:
+    return tensor, version_of(tensor)
 
 
 class _Choice:

@@ -107,7 +107,7 @@ class _SkippedTiles(torch.autograd.Function):
         return other.new_empty(*x.shape[:2], *other.shape[2:])
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # ty: ignore[invalid-method-override]
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # ty: ignore[incompatible-method-override]
         return torch.empty_like(ctx.saved_tensors[0]), None
 
 

@@ -241,7 +241,7 @@ class TwoStep(Coupling):
         """Rebuilds x[k-1], bit for bit."""
         if self._bits is None:
             return source
-        gain, *factors = self._factors()
+        _, *factors = self._factors()
         target = coupled
         if coupled.stride() != self._strides:
             target = torch.empty_strided(coupled.shape, self._strides, dtype=coupled.dtype, device=coupled.device)
@@ -269,7 +269,7 @@ class TwoStep(Coupling):
 
     def merged(self, target: Tensor, source: Tensor, update: Tensor) -> Tensor:
         """x[k+1]; keeps the bits that it drops of the target."""
-        gain, *factors = self._factors()
+        _, *factors = self._factors()
         coupled = torch.empty_like(update, dtype=source.dtype)
         self._low, self._strides = [], target.stride()
         for part, before, read, each, sign, *weights in in_pieces(coupled, target, source, update, self._sign, *factors):

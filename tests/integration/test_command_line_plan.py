@@ -186,6 +186,17 @@ def test_a_plan_shows_what_makes_a_model_of_transformers_fit(holotrain, of_trans
 
 
 @pytest.mark.slow
+def test_what_would_fit_is_planned_with_the_tile_that_is_given(holotrain, of_transformers):
+    words = [*of_transformers, "backward=auto", "backward.tile=64", "backward.inexact=true"]
+    status, _, err = holotrain("fit", *words, "memory=12MiB")
+    assert status == 2 and err.startswith("holotrain: memory: 12 MiB is too little: with data.batch_size=1 this run needs ")
+    longest = int(re.search(r"it fits with data.context=(\d+)", err)[1])
+    asked = [*of_transformers, "backward=checkpoint8", "backward.tile=64"]
+    assert footprint(*asked, f"data.context={longest}").bound <= 12 * 2**20
+    assert footprint(*asked, f"data.context={longest + 64}").bound > 12 * 2**20
+
+
+@pytest.mark.slow
 def test_where_the_weights_are_too_large_other_states_are_proposed(holotrain, of_transformers):
     figures = plan_of(holotrain, *of_transformers, "memory=2MiB")
     assert figures["remedies"] == [] and "optimizer=adamw_8bit" in figures["less_for_states"]

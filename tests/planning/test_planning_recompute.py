@@ -11,7 +11,16 @@ from tracked_memory import check_plan
 
 from holotrain.models import GPT
 from holotrain.models.block_schedules import schedule_blocks
-from holotrain.planning import TooSmall, TrainingStep, Variant, choose_schedules, choose_variant, fake_tensors, simulate_step
+from holotrain.planning import (
+    TooSmall,
+    TrainingStep,
+    Variant,
+    choose_schedules,
+    choose_variant,
+    fake_tensors,
+    make_plan,
+    simulate_step,
+)
 from holotrain.planning.choice import MARGIN
 from holotrain.planning.memory_plan import least_memory
 
@@ -131,6 +140,24 @@ def test_the_cheapest_variant_that_fits_is_chosen():
         with pytest.raises(TooSmall) as refusal:
             chosen(15, *variants)
         assert refusal.value.least == 30
+
+
+def test_the_largest_batch_where_nothing_fits_names_what_needs_least():
+    """On a GPU the inputs of blocks are offloaded, in a variant too."""
+    plain, tiled = planner_of("cuda", "autograd"), planner_of("cuda")
+    whole = tiled.footprint
+
+    def smaller(*arguments, **keywords):
+        found = whole(*arguments, **keywords)
+        return replace(found, by_phase={phase: peak - 1024 for phase, peak in found.by_phase.items()})
+
+    object.__setattr__(tiled, "footprint", smaller)
+    budget = (plain.footprint("offload", 1).bound + plain.footprint("offload").bound) // 2
+    (limit,) = make_plan(plain, budget).limits_of_least
+    assert limit.option.split() == ["backward=offload", plain.batch.name] and 0 < limit.value < 16
+    variants = [Variant(tiled, "checkpoint", tile=64)]
+    (limit,) = make_plan(plain, budget, variants=variants).limits_of_least
+    assert limit.option.split() == ["backward=offload", "backward.tile=64", plain.batch.name]
 
 
 def test_inexact_schedules_are_chosen_only_where_they_are_allowed():
