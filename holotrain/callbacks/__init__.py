@@ -26,11 +26,10 @@ from holotrain.callbacks.model_monitors import DriftMonitor, ErrorDiffusionMonit
 from holotrain.callbacks.optimization import Histograms, OptimizationMonitor
 from holotrain.callbacks.samples import Samples
 from holotrain.callbacks.synthesis_callback import SynthesisCallback
-from holotrain.callbacks.throughput import GPUS, ThroughputMonitor, multiprocessors, peak_flops, training_flops
+from holotrain.callbacks.throughput import ThroughputMonitor, peak_flops, training_flops
 from holotrain.callbacks.trace import TraceProfiler
 
 __all__ = [
-    "GPUS",
     "BestCheckpoint",
     "ConfusionMatrix",
     "DriftMonitor",
@@ -51,7 +50,6 @@ __all__ = [
     "TraceProfiler",
     "WeightAverage",
     "last_checkpoint",
-    "multiprocessors",
     "peak_flops",
     "progress",
     "training_flops",

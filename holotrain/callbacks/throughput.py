@@ -183,22 +183,19 @@ def first_length(batch: Any) -> int:
     raise ValueError("the batch has no tensor; set ThroughputMonitor(count_samples=...)")
 
 
-# Dense peaks in TFLOP/s, without sparsity, and streaming multiprocessors. Sources: NVIDIA's data sheet of each card; for
+# Dense peaks in TFLOP/s, without sparsity. Sources: NVIDIA's data sheet of each card; for
 # GeForce, the rows with FP32 accumulation (as PyTorch uses it) in the Ada and Blackwell whitepapers. The first match counts;
 # "float32" is for matrix products without TF32.
 PEAKS: list[tuple[str, dict[str, float]]] = [
-    (r"H100 PCIe", {"half": 756, "tf32": 378, "float32": 51, "sms": 114}),
-    (r"H100 NVL", {"half": 835, "tf32": 417.5, "float32": 60, "sms": 132}),
-    (r"H100|H200", {"half": 989.5, "tf32": 494.7, "float32": 67, "sms": 132}),
-    (r"B200", {"half": 2250, "tf32": 1125, "float32": 75, "sms": 148}),
-    (r"A100", {"half": 312, "tf32": 156, "float32": 19.5, "sms": 108}),
-    (r"L40S", {"half": 362, "tf32": 183, "float32": 91.6, "sms": 142}),
-    (r"RTX 4090(?! (?:D|Laptop))", {"half": 165.2, "tf32": 82.6, "float32": 82.6, "sms": 128}),
-    (r"RTX 5090(?! (?:D|Laptop))", {"half": 209.5, "tf32": 104.8, "float32": 104.8, "sms": 170}),
+    (r"H100 PCIe", {"half": 756, "tf32": 378, "float32": 51}),
+    (r"H100 NVL", {"half": 835, "tf32": 417.5, "float32": 60}),
+    (r"H100|H200", {"half": 989.5, "tf32": 494.7, "float32": 67}),
+    (r"B200", {"half": 2250, "tf32": 1125, "float32": 75}),
+    (r"A100", {"half": 312, "tf32": 156, "float32": 19.5}),
+    (r"L40S", {"half": 362, "tf32": 183, "float32": 91.6}),
+    (r"RTX 4090(?! (?:D|Laptop))", {"half": 165.2, "tf32": 82.6, "float32": 82.6}),
+    (r"RTX 5090(?! (?:D|Laptop))", {"half": 209.5, "tf32": 104.8, "float32": 104.8}),
 ]
-
-GPUS = ("A100", "B200", "H100", "H100 NVL", "H100 PCIe", "H200", "L40S", "RTX 4090", "RTX 5090")
-"""GPUs in the table, as names for the option ``gpu``."""
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
@@ -217,12 +214,6 @@ def peak_flops(device_name: str, precision: str) -> float | None:
         return None
     peaks = _peaks_of(device_name)
     return peaks[kind] * 1e12 if peaks else None
-
-
-def multiprocessors(device_name: str) -> int | None:
-    """The number of streaming multiprocessors of a GPU, or None if it is not known."""
-    peaks = _peaks_of(device_name)
-    return int(peaks["sms"]) if peaks else None
 
 
 def _peaks_of(device_name: str) -> dict[str, float] | None:

@@ -1,4 +1,4 @@
-"""``holotrain plan``: predicts the memory of a training without allocating it, and the speed on several devices."""
+"""``holotrain plan``: predicts the memory of a training without allocating it."""
 
 import json
 from collections.abc import Callable
@@ -10,7 +10,6 @@ import torch
 from rich import box
 from rich.table import Table
 
-from holotrain.callbacks import GPUS, multiprocessors, peak_flops
 from holotrain.commands.checkpoint import tokenizer_for
 from holotrain.commands.console import console, plain
 from holotrain.commands.memory_limits import chosen, described, remedies, smaller_states
@@ -19,11 +18,9 @@ from holotrain.commands.writing import write_whole
 from holotrain.config.build import build_data
 from holotrain.config.command_options import PlanConfig
 from holotrain.config.plans import budget_of, longest_context, planner_of, smallest_batch, variants_of
-from holotrain.errors import UserError, one_of
-from holotrain.models.division import divide
-from holotrain.numeric import counted, in_words, unit_of
-from holotrain.overlap import LINKS
-from holotrain.planning import Band, Gpu, Plan, Planner, Scaling, Unplannable, make_plan, make_scaling
+from holotrain.errors import UserError
+from holotrain.numeric import in_words, unit_of
+from holotrain.planning import Plan, Unplannable, make_plan
 
 PLAN = "plan.json"
 
@@ -62,14 +59,14 @@ def run(config: PlanConfig, run: Run) -> int:
             status.start()  # not before the data are read: a running display captures what they print
 
     try:
-        config, plan, scaling = planned(config, say, begin)
+        config, plan = planned(config, say, begin)
     finally:
         status.stop()
     needed = [] if plan.fits else remedies(config, plan)
     states = plan.configured.lasting + plan.configured.parts["gradients"]
     less = list(smaller_states(config)) if plan.budget and states > plan.budget else []
     found = plan.as_json() | {"remedies": needed}
-    found |= ({"less_for_states": less} if less else {}) | ({"scaling": scaling.as_json()} if scaling else {})
+    found |= {"less_for_states": less} if less else {}
     figures = json.dumps(found, indent=2) + "\n"
     write_whole(run.folder / PLAN, figures)
     write_whole(run.folder / "plan.svg", picture(plan))
@@ -81,16 +78,12 @@ def run(config: PlanConfig, run: Run) -> int:
     _show(config, run, plan, needed)
     if less:
         console.print(f"weights, gradients and optimizer states take {in_words(states)}; these need less: {'; '.join(less)}")
-    if scaling:
-        show_scaling(scaling)
     console.print(f"written to {run.folder}: {PLAN}, plan.svg")
     return 0
 
 
-def planned(
-    config: PlanConfig, say: Callable[[str], object], begin: Callable[[str], object]
-) -> tuple[PlanConfig, Plan, Scaling | None]:
-    """The configuration with its batch size, the plan and, with ``devices``, that of several devices.
+def planned(config: PlanConfig, say: Callable[[str], object], begin: Callable[[str], object]) -> tuple[PlanConfig, Plan]:
+    """The configuration with its batch size, and the plan.
 
     Args:
         say: called with each line about the choice of a batch size.
@@ -104,10 +97,6 @@ def planned(
         raise UserError("plan: Apple GPUs are not supported; use device=cpu or device=cuda")
     if device == "auto":
         device = "cpu" if config.trainer.accelerator == "cpu" else "cuda"
-    one_of("link", config.link, LINKS)
-    if config.gpu is not None:
-        one_of("gpu", config.gpu, GPUS)
-        one_of("device", device, ["cuda"])
     if device == "cpu" and config.trainer.precision == "16-mixed":
         raise UserError("trainer.precision=16-mixed: not supported on the CPU; use bf16-mixed or device=cuda")
     known = tokenizer_for(config, Path(config.ckpt_path) if config.ckpt_path else None)
@@ -129,19 +118,9 @@ def planned(
         if budget is not None:
             longest = longest_context(config, data, planner, plan.variant, plan.schedule, budget, begin)
             plan = replace(plan, limits=[*plan.limits, *([] if longest is None else [longest])])
-        scaling = None if config.devices is None else _scaling(config, config.devices, planner, plan, begin)
     except Unplannable as error:
         raise UserError(f"plan: {error}") from error
-    return config, plan, scaling
-
-
-def _scaling(config: PlanConfig, devices: int, planner: Planner, plan: Plan, begin: Callable[[str], object]) -> Scaling:
-    def known(name: str) -> Gpu:
-        precision = config.trainer.precision
-        return Gpu(name, precision, peak_flops(name, precision), multiprocessors(name))
-
-    unit = "tokens/s" if planner.batch.name == "data.max_tokens" else "samples/s"
-    return make_scaling(planner, plan, devices, config.link, divide, config.gpu, known, unit, begin)
+    return config, plan
 
 
 def _show(config: PlanConfig, run: Run, plan: Plan, needed: list[str]) -> None:
@@ -183,43 +162,6 @@ def _show(config: PlanConfig, run: Run, plan: Plan, needed: list[str]) -> None:
         console.print(f"{limit.option}={limit.configured}: {found} under backward={plan.backward}")
     if needed:
         console.print(f"it fits with {', or with '.join(needed)}")
-
-
-def show_scaling(scaling: Scaling) -> None:
-    """Prints the predictions and their assumptions."""
-    link = f" over {scaling.link}" if scaling.devices > 1 else ""
-    title = f"predicted, not measured: {counted(scaling.devices, 'device')}{link}"
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    table.add_column("strategy", no_wrap=True)
-    for name in ("peak per rank", "ms per step", scaling.unit, "efficiency"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for found in scaling.predictions:
-        if found.memory is None:
-            continue
-        table.add_row(
-            found.strategy,
-            in_words(found.memory),
-            _band(found.seconds, lambda seconds: f"{1e3 * seconds:.4g}"),
-            _band(found.throughput, lambda rate: f"{rate:.4g}"),
-            _band(found.efficiency, lambda share: f"{share:.0%}"),
-        )
-    plain(width=max(console.width, 120)).print(table)
-    reasons: dict[str, list[str]] = {}
-    for found in scaling.predictions:
-        if found.reason:
-            reasons.setdefault(found.reason, []).append(found.strategy)
-    for reason, strategies in reasons.items():
-        console.print(f"not possible: {'; '.join(strategies)}: {reason}")
-    console.print("assumptions:")
-    for line in scaling.assumptions:
-        console.print(f"- {line}")
-
-
-def _band(band: Band | None, said: Callable[[float], str]) -> str:
-    if band is None:
-        return "-"
-    low, high = said(band.low), said(band.high)
-    return low if low == high else f"{low} - {high}"
 
 
 def picture(plan: Plan) -> str:

@@ -237,7 +237,6 @@ class RunConfig(Composed):
             "synthesis rewrites gradients after it; use synthesis=none": self.synthesis is not None,
             "a CUDA graph holds all gradients; use backward.cuda_graph=false": self.backward.cuda_graph,
             "error diffusion is measured between backward and step; set it to false": is_a(self.task, ERROR_DIFFUSION),
-            "DDP and FSDP2 average gradients after it; plan without devices": getattr(self, "devices", None) is not None,
         }
         for reason in [reason for reason, found in refused.items() if found]:
             raise UserError(f"optimizer.{IN_BACKWARD}: steps within the backward, and {reason}")
@@ -374,7 +373,7 @@ class ExportConfig(ModelConfig):
 
 @dataclass
 class PlanConfig(RunConfig):
-    """Predict peak memory, the largest batch and depth that fit, and the speed on several devices."""
+    """Predict peak memory and the largest batch and depth that fit."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """cuda or cpu; auto: cpu with trainer.accelerator=cpu, else cuda, even if this machine has no GPU"""
@@ -382,25 +381,10 @@ class PlanConfig(RunConfig):
     json: str | None = None
     """another file for the content of plan.json; -: print it to standard output instead of the table"""
 
-    devices: int | None = None
-    """number of devices for which to predict memory and time of DDP, FSDP2 and tensor parallel; null: none"""
-
-    link: str = "nvlink"
-    """link between the devices: nvlink, nvlink3 to 5, pcie, pcie4, pcie5, infiniband, ethernet, ethernet10 or ethernet100"""
-
-    gpu: str | None = None
-    """estimate times for A100, B200, H100, H100 NVL, H100 PCIe, H200, L40S, RTX 4090 or RTX 5090; null: measure them here"""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.trainer.strategy in ("fsdp", "tp", "pipeline"):
-            raise UserError(
-                f"trainer={self.trainer.strategy}: plan runs in one process; use trainer=default, and devices=8 to plan for 8"
-            )
-        require_at_least(1, devices=self.devices)
-        for name, given in (("gpu", self.gpu is not None), ("link", self.link != "nvlink")):
-            if given and self.devices is None:
-                raise UserError(f"{name}: needs devices, the number of devices; give devices=8, for example")
+            raise UserError(f"trainer={self.trainer.strategy}: plan runs in one process; use trainer=default")
 
 
 @dataclass

@@ -6,18 +6,14 @@ MLP. The output of each branch is a sum over ranks, and so is the gradient of it
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from holotrain.models.block_schedules import sequences
 from holotrain.models.layers.attention import Attention
 from holotrain.models.layers.blocks import MLPBranch
 from holotrain.numeric import counted
-from holotrain.overlap import Job
-from holotrain.overlap.groups import ALL_REDUCE
 
 
 class Indivisible(ValueError):
@@ -61,81 +57,3 @@ def division(model: nn.Module, ranks: int) -> Division:
     if not layers:
         raise Indivisible("; ".join(whole) or "it has no such layers")
     return Division(layers, list(whole))
-
-
-@dataclass
-class Sums:
-    """The products whose results are summed over ranks, in the order in which they were computed.
-
-    Args:
-        whole: a phrase for each kind of layer that every rank computes whole, saying why.
-    """
-
-    ranks: int
-    whole: list[str] = field(default_factory=list)
-    jobs: list[Job] = field(default_factory=list)
-
-    def note(self, rows: Tensor, inputs: int, outputs: int, covered: bool) -> None:
-        """
-        Args:
-            rows: (..., any), the result of the product or its input, which gives number of rows and dtype.
-            inputs, outputs: features of the product.
-            covered: whether the weight's gradient is computed next.
-        """
-        count = rows.numel() // rows.shape[-1]
-        self.jobs.append(Job(count, inputs, outputs, ALL_REDUCE, self.ranks, rows.dtype, torch.device("cpu"), covered))
-
-
-def divide(model: nn.Module, ranks: int) -> Sums:
-    """Replaces layers that can be split by one rank's part of them, in place. Sums over ranks are not computed, only recorded.
-
-    Returns:
-        the record, which is filled while the model runs forward and backward.
-
-    Raises:
-        Indivisible: no layer can be split.
-    """
-    found = division(model, ranks)
-    sums = Sums(ranks, found.whole)
-    for layer in found.layers:
-        if isinstance(layer, Attention):
-            layer.query_key_value = _Columns(layer.query_key_value, sums, outputs=ranks)
-            layer.project = _Rows(layer.project, sums, inputs=ranks)
-        else:
-            layer.widen = _Columns(layer.widen, sums, outputs=ranks)
-            layer.narrow = _Rows(layer.narrow, sums, inputs=ranks)
-    return sums
-
-
-class _Part(nn.Linear):
-    """A part of a Linear, trained if it is: ``1 / inputs`` of its inputs and ``1 / outputs`` of its outputs."""
-
-    def __init__(self, whole: nn.Linear, sums: Sums, inputs: int = 1, outputs: int = 1) -> None:
-        sizes = whole.in_features // inputs, whole.out_features // outputs
-        super().__init__(*sizes, whole.bias is not None, whole.weight.device, whole.weight.dtype)
-        for own, of_whole in zip(self.parameters(), whole.parameters(), strict=True):
-            own.requires_grad_(of_whole.requires_grad)
-        self.sums = sums
-
-
-class _Columns(_Part):
-    """Some of a Linear's outputs; the gradient of its input is one term of a sum over ranks."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        x = input
-        # In the precision of the product, in which the overlapped layers send it.
-        if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        x = x.view_as(x)  # whose gradient is that of this product alone
-        if x.requires_grad:
-            x.register_hook(lambda grad: self.sums.note(grad, self.out_features, grad.shape[-1], covered=True))
-        return F.linear(x, self.weight, self.bias)
-
-
-class _Rows(_Part):
-    """Some of a Linear's inputs; its output is one term of a sum over ranks."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        y = super().forward(input)
-        self.sums.note(y, self.in_features, self.out_features, covered=False)
-        return y

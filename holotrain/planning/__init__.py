@@ -8,9 +8,6 @@ training_step    one training step, simulated or measured
 planner          the memory of a step with other schedules, batch sizes and depths; free memory
 choice           memory and time of a block under each schedule; what backward=auto chooses for each within a budget
 memory_plan      memory under each schedule, largest batch and depth; asks `choice` for what a training leaves open
-step_times       the arithmetic of a step, and its time on one device
-scaling          memory and time of a step on several devices
-several_devices  the prediction for each parallel strategy
 """
 
 from holotrain.planning.allocators import ALLOCATORS
@@ -18,21 +15,15 @@ from holotrain.planning.choice import Choice, TooSmall
 from holotrain.planning.fake_tensors import Unplannable, fake_parameters, fake_tensors
 from holotrain.planning.memory_plan import Limit, Plan, choose_batch, choose_schedules, choose_variant, largest, make_plan
 from holotrain.planning.planner import Backward, Planner, Size, Variant, free_memory
-from holotrain.planning.scaling import Band
-from holotrain.planning.several_devices import Scaling, make_scaling
-from holotrain.planning.step_times import Gpu
 from holotrain.planning.training_step import TrainingStep, measured_peak, simulate_step
 
 __all__ = [
     "ALLOCATORS",
     "Backward",
-    "Band",
     "Choice",
-    "Gpu",
     "Limit",
     "Plan",
     "Planner",
-    "Scaling",
     "Size",
     "TooSmall",
     "TrainingStep",
@@ -46,7 +37,6 @@ __all__ = [
     "free_memory",
     "largest",
     "make_plan",
-    "make_scaling",
     "measured_peak",
     "simulate_step",
 ]

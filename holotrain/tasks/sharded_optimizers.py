@@ -37,12 +37,7 @@ class ShardedAdafactor(_EachWhole, Adafactor):
     Its update depends on means over rows and columns and on norms of the whole parameter, which torch (2.15) cannot compute in
     place on shards. Here every process gathers one parameter and its gradient at a time and computes what a single process
     would. Its state is small and stays whole.
-
-    Attributes:
-        whole_state, whole_copies: for a plan of the memory: the state is whole, and so are one parameter and its gradient.
     """
-
-    whole_state, whole_copies = True, 2
 
     def _step_whole(self, parameter: DTensor, grad: DTensor, group: dict[str, Any]) -> None:
         whole = parameter.full_tensor()
@@ -57,12 +52,7 @@ class ShardedMuon(_EachWhole, Muon):
 
     On shards, each of its ten matrix products would be a collective in half precision, and the result would depend on how many
     there are. Here every process gathers an update once and computes what a single process would. Momentum stays sharded.
-
-    Attributes:
-        whole_copies: for a plan of the memory: a matrix, its gradient and its momentum are whole in a step.
     """
-
-    whole_copies = 3
 
     def _step_whole(self, parameter: DTensor, grad: DTensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]

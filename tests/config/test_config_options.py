@@ -3,7 +3,6 @@
 import copy
 import inspect
 import math
-import re
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
@@ -19,19 +18,17 @@ from lightning_utilities.core.imports import RequirementCache
 from omegaconf import OmegaConf
 
 import holotrain
-from holotrain.callbacks import GPUS, BestCheckpoint, MemoryMonitor, ThroughputMonitor
+from holotrain.callbacks import BestCheckpoint, MemoryMonitor, ThroughputMonitor
 from holotrain.config import option_groups
 from holotrain.config.build import build_data, build_task, check_values, synthesis_of
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_trainer import build_trainer, check_device, check_training_device, float32_products, nccl_options
-from holotrain.config.command_options import COMMANDS, options_of
 from holotrain.config.composition import composed, config_folder, option_names, register
 from holotrain.config.option_groups import SEQUENCE_CLASSIFIER, TASK_OPTIONS, is_a
 from holotrain.config.structured import structured, to_container, with_replaced_classes
 from holotrain.data import HubImages, TextDataModule
 from holotrain.errors import UserError, naming_group
 from holotrain.models.layers.blocks import ResidualSequence
-from holotrain.overlap.links import LINKS
 from holotrain.reversible import backward_schedules, checks
 from holotrain.synthesis import SynthesisOptions
 
@@ -535,8 +532,3 @@ def test_lists_that_help_and_checks_repeat_are_those_of_the_parts():
     assert tuple(backward_schedules.SCHEDULES) == option_groups.SCHEDULES and option_groups.PLAIN == ResidualSequence.SCHEDULES
     options = {path.stem for path in Path(config_folder(), "backward").glob("*.yaml")}
     assert options == {*option_groups.SCHEDULES, option_groups.AUTO}
-    plan = options_of(COMMANDS["plan"])
-    gpus = plan["gpu"].meaning.partition(";")[0].removeprefix("estimate times for ")
-    assert set(re.split(", | or ", gpus)) == set(GPUS)
-    links = plan["link"].meaning.partition(": ")[2].replace("nvlink3 to 5", "nvlink3, nvlink4, nvlink5")
-    assert set(re.split(", | or ", links)) == set(LINKS)

@@ -106,7 +106,7 @@ VALID = [
     "fit trainer=ddp trainer.devices=2 trainer.backend=gloo trainer.precision=bf16-mixed trainer.max_steps=9",
     "fit --cfg job --resolve data=fake data.size=100 data.num_classes=3 profiler=simple test=false",
     "fit --config-dir empty --info=defaults model=vit_tiny scheduler=cosine backward.kind=checkpoint",
-    "plan model=rev_vit_tiny device=cpu devices=8 link=nvlink gpu=H100 memory=16GiB json=-",
+    "plan model=rev_vit_tiny device=cpu memory=16GiB json=-",
     "test ckpt_path=run data.batch_size=16 trainer.limit_test_batches=3",
     "predict ckpt_path=run images=occupied int8=false",
     "export ckpt_path=run to=out format=safetensors",

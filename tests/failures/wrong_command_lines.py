@@ -190,12 +190,6 @@ TABLES = {
         ("device=tpu", "device: 'tpu' is not one of auto, cuda, cpu"),
         ("data.batch_size=many", "data.batch_size: 'many' is not a whole number or one of 'auto'"),
         ("backward=auto device=cuda", "memory: this machine has no GPU"),
-        ("devices=0", "devices must be at least 1, not 0"),
-        ("devices=2 link=nvlnk", "Did you mean 'nvlink'?"),
-        ("link=pcie", "link: needs devices, the number of devices; give devices=8"),
-        ("gpu=H100", "gpu: needs devices, the number of devices"),
-        ("devices=2 gpu=H10 device=cuda", "Did you mean 'H100'?"),
-        ("devices=2 gpu=H100 device=cpu", "device: 'cpu' is not one of cuda"),
     ],
     "fit trainer.accelerator=cpu": [
         ("trainer.devices=2", "trainer=default uses one process"),
