@@ -9,7 +9,7 @@ synthesis_callback  SynthesisCallback: holographic weight synthesis before each 
 classifiers         Predictions and ConfusionMatrix: what a classifier says of its validation data
 samples             Samples: texts of a causal language model
 drawing             pictures and texts for each kind of logger
-trace               TraceProfiler: a few batches as a trace for Perfetto, and memory during a batch as SVG
+trace               TraceProfiler: a few batches as a trace for Perfetto, with their memory
 exact_resume        ExactResume: random states and more that Lightning leaves out of checkpoints; stops after whole steps only
 exact_checkpoint    ExactCheckpoint, BestCheckpoint: checkpoints for exact resumption; WeightAverage: of the weights
 interrupt           SaveOnSignal: saves a checkpoint before a signal ends the training, in all processes at the same batch

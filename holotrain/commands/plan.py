@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from html import escape
 from pathlib import Path
 
 import torch
@@ -27,24 +26,9 @@ PLAN = "plan.json"
 SHOWN = ("parameters", "gradients", "optimizer", "activations", "head", "temporary")
 """Parts of the peak that have a column. The rest is summed up as "other"."""
 
-COLOURS = {
-    "parameters": "#3b7dd8",
-    "buffers": "#7a8794",
-    "gradients": "#0fa3b1",
-    "optimizer": "#8a63d2",
-    "average": "#d45fa6",
-    "hologram": "#b5852a",
-    "batch": "#8fa81f",
-    "activations": "#e07b22",
-    "head": "#c9a66b",
-    "temporary": "#d1495b",
-    "scratch": "#d9dde2",
-}
-LEFT, WIDTH, ROW, BAR, TOP = 130, 640, 44, 26, 20
-
 
 def run(config: PlanConfig, run: Run) -> int:
-    """Writes plan.json and plan.svg. Returns 0, even if the run does not fit.
+    """Writes plan.json. Returns 0, even if the run does not fit.
 
     Raises:
         UserError: the training step cannot be planned.
@@ -69,7 +53,6 @@ def run(config: PlanConfig, run: Run) -> int:
     found |= {"less_for_states": less} if less else {}
     figures = json.dumps(found, indent=2) + "\n"
     write_whole(run.folder / PLAN, figures)
-    write_whole(run.folder / "plan.svg", picture(plan))
     if quiet:
         print(figures, end="")
         return 0
@@ -78,7 +61,7 @@ def run(config: PlanConfig, run: Run) -> int:
     _show(config, run, plan, needed)
     if less:
         console.print(f"weights, gradients and optimizer states take {in_words(states)}; these need less: {'; '.join(less)}")
-    console.print(f"written to {run.folder}: {PLAN}, plan.svg")
+    console.print(f"written to {run.folder / PLAN}")
     return 0
 
 
@@ -162,44 +145,3 @@ def _show(config: PlanConfig, run: Run, plan: Plan, needed: list[str]) -> None:
         console.print(f"{limit.option}={limit.configured}: {found} under backward={plan.backward}")
     if needed:
         console.print(f"it fits with {', or with '.join(needed)}")
-
-
-def picture(plan: Plan) -> str:
-    """The text of an SVG file."""
-    rows = plan.footprints
-    parts = {name: footprint.parts | {"scratch": footprint.scratch} for name, footprint in rows.items()}
-    most = max([footprint.bound for footprint in rows.values()] + [plan.budget or 0])
-    scale = WIDTH / most
-    bottom = TOP + ROW * len(rows)
-    pieces = []
-    for place, (name, footprint) in enumerate(rows.items()):
-        y, x = TOP + ROW * place, float(LEFT)
-        weight = "bold" if name == plan.backward else "normal"
-        pieces.append(_text(LEFT - 10, y + BAR / 2 + 4, name, anchor="end", weight=weight))
-        for kind, size in parts[name].items():
-            pieces.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{size * scale:.1f}" height="{BAR}" fill="{COLOURS[kind]}">'
-                f"<title>{escape(kind)}: {in_words(size)}</title></rect>"
-            )
-            x += size * scale
-        pieces.append(_text(x + 6, y + BAR / 2 + 4, in_words(footprint.bound, up=True)))
-    if plan.budget:
-        x = LEFT + plan.budget * scale
-        pieces.append(f'<line x1="{x:.1f}" y1="{TOP - 8}" x2="{x:.1f}" y2="{bottom}" stroke="#555" stroke-dasharray="4 3"/>')
-        pieces.append(_text(x, bottom + 14, f"memory: {in_words(plan.budget)}", anchor="middle"))
-    used = [kind for kind in COLOURS if any(sizes[kind] * scale >= 0.5 for sizes in parts.values())]
-    for place, kind in enumerate(used):
-        x = LEFT + 110 * (place % 6)
-        y = bottom + 34 + 20 * (place // 6)
-        pieces.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{COLOURS[kind]}"/>' + _text(x + 17, y, kind))
-    height = bottom + 44 + 20 * ((len(used) - 1) // 6)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 110}" height="{height}" '
-        f'font-family="system-ui, sans-serif" font-size="12">\n<rect width="100%" height="100%" fill="white"/>\n'
-        + "\n".join(pieces)
-        + "\n</svg>\n"
-    )
-
-
-def _text(x: float, y: float, words: str, anchor: str = "start", weight: str = "normal") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}">{escape(words)}</text>'

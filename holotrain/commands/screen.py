@@ -25,7 +25,6 @@ PROFILES = {
     "profile": "fit-profile.txt",
     "trace": f"{trace.TRACE}*",
     "operators": trace.OPERATORS,
-    "memory": trace.MEMORY,
     "allocations": trace.ALLOCATIONS,
 }
 """Files that a profiler may have written."""

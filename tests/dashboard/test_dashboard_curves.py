@@ -31,8 +31,6 @@ def test_thinning_keeps_ends_and_what_sticks_out():
     assert {0, 777, 5005, 10_000} <= set(kept.tolist())
     assert thinned(values[:200], 200).tolist() == list(range(200))
     assert thinned(values, 1).tolist()[0] == 0
-    places, steps = np.array([0, 1, 2, 3, 4, 900, 1000]), np.array([0, 5, 1, 9, 3, 2, 2])
-    assert thinned(steps, 4, at=places).tolist() == [0, 3, 4, 5, 6]  # the gap begins at the last of the first interval
 
 
 def test_smoothing_is_the_mean_of_what_lies_around():

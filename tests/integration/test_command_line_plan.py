@@ -2,7 +2,6 @@
 
 import json
 import re
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -44,10 +43,10 @@ def footprint(*words: str) -> Footprint:
     return planner.footprint(planner.backward)
 
 
-def test_a_plan_shows_every_backward_and_leaves_a_picture(holotrain):
+def test_a_plan_shows_every_backward(holotrain):
     out = holotrain.done("plan", *SMALL, "memory=64MiB", "json=figures.json")
     folder = only(Path("runs/plan"))
-    assert {path.name for path in folder.iterdir()} == {"plan.json", "plan.svg"}
+    assert {path.name for path in folder.iterdir()} == {"plan.json"}
     backwards = {"autograd", "checkpoint", "reversible", "pareprop"}
     for word in {"rev_vit_tiny", "64 MiB", "data.batch_size=", "model.depth="} | backwards:
         assert word in out, word
@@ -56,9 +55,6 @@ def test_a_plan_shows_every_backward_and_leaves_a_picture(holotrain):
     peaks = {name: found["peak"] for name, found in figures["footprints"].items()}
     assert peaks["reversible"] < peaks["checkpoint"] < peaks["autograd"]
     assert figures["fits"] and figures["remedies"] == []
-    picture = ElementTree.parse(folder / "plan.svg").getroot()
-    words = {text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"autograd", "reversible", "memory: 64 MiB"} <= words
 
 
 @pytest.mark.slow
