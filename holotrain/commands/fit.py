@@ -96,7 +96,7 @@ def run(config: FitConfig, run: Run) -> int:
 
     if run.is_main:
         (run.folder / SUMMARY).unlink(missing_ok=True)  # that of an earlier part of the run is not its result
-        log_start(loggers, trainer, task, config, run, monitor)
+        log_start(loggers, task, config, run, None if monitor is None else monitor.monitor)
         log_text(loggers, "configuration", ["config.yaml"], [[resolved]], step=0)
     status, exit_status, words, tested = "completed", 0, None, {}
     try:
@@ -118,14 +118,14 @@ def run(config: FitConfig, run: Run) -> int:
         when = "during the test" if trainer.state.finished else f"at step {trainer.global_step + 1}"
         if run.processes is not None:  # so that the other processes end too
             if run.is_main:
-                log_end(loggers, "failed")
+                log_end(loggers, completed=False)
             raise UserError(f"out of memory {when} on {device_name(config.trainer.accelerator)}; {refusal}") from refusal
         words = explained(config, data, run, when, str(refusal))
         run.errors.append(words.splitlines()[0].removeprefix("holotrain: "))
     except BaseException as error:
         if run.is_main:
             with suppress(OSError):  # the disk may be full, or the folder gone
-                log_end(loggers, "failed")
+                log_end(loggers, completed=False)
             if of_the_system(error):
                 place.check()
         raise
@@ -136,8 +136,7 @@ def run(config: FitConfig, run: Run) -> int:
     summary.planned_step_bytes = planned
     summary.metrics |= tested
     summary.write(run.folder)
-    resumable = status != "completed" and summary.checkpoint
-    log_end(loggers, "interrupted" if resumable else "completed" if status == "completed" else "failed")
+    log_end(loggers, completed=status == "completed")
     screen.show_end(summary, run.folder)
     if words:
         print(words, file=sys.stderr)

@@ -67,15 +67,15 @@ CHARTS = (
 """All charts, in order."""
 
 
-def tensorboard_layout(tags: set[str]) -> dict[str, dict[str, list]]:
-    """The charts for which a run can have a tag, in the form of ``SummaryWriter.add_custom_scalars``.
+def tensorboard_layout(prefixes: set[str], tags: set[str]) -> dict[str, dict[str, list]]:
+    """The charts with a tag of such a prefix, or among ``tags``, in the form of ``SummaryWriter.add_custom_scalars``.
 
     A chart always lists all its lines: TensorBoard merges the layouts of runs by chart, and shows a chart twice if the lines
     of two runs differ.
     """
     layout: dict[str, dict[str, list]] = {}
     for chart in CHARTS:
-        if tags & chart.lines.keys():
+        if any(tag in tags or tag.partition("/")[0] in prefixes for tag in chart.lines):
             # TensorBoard matches tags by regular expressions from the start; $ ends the match.
             layout.setdefault(chart.group, {})[chart.title] = ["Multiline", [f"{tag}$" for tag in chart.lines]]
     return layout
