@@ -19,17 +19,19 @@ tape                branches in order, whose inputs are rebuilt
 side_stream         a second CUDA stream
 checks              whether what is rebuilt is right, and what follows if not
 replay              random numbers, autocast and attention kernels, put back for the recomputation
+random_state        random number generators, also those of a captured CUDA graph
+context             whether a recomputation, a plan, a capture or a backward is running
 reads               parameters, buffers and arguments, which must be the same in the recomputation
 grid                the fixed-point grid of the streams, which follows them
 graphs              a training step as one CUDA graph
 """
 
 from holotrain.reversible.block import ReversibleBlock
+from holotrain.reversible.context import recomputing
 from holotrain.reversible.graphs import GraphedStep
 from holotrain.reversible.make_reversible import checks_in, make_reversible, undo
 from holotrain.reversible.recomputation import checkpointed
 from holotrain.reversible.recompute import recompute
-from holotrain.reversible.replay import recomputing
 from holotrain.reversible.sequence import ReversibleSequence
 from holotrain.reversible.stack import ReversibleStack, kept_between_blocks, stack_of, stacks_in
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from holotrain.reversible.backward_schedules import SCHEDULES, Schedule
+from holotrain.reversible.context import backward_id
 from holotrain.reversible.grid import Grid
 from holotrain.reversible.reads import is_tensor_parallel
 
@@ -62,7 +63,7 @@ class RebuildChecks:
         Raises:
             RuntimeError: a rebuilt stream was wrong, and ``on_mismatch="error"``.
         """
-        if torch._C._current_graph_task_id() != -1:
+        if backward_id() != -1:
             return  # a recomputation around these blocks: its forward must do what it did
         self.errors.clear()
         self._passes += 1

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from holotrain.reversible.replay import generators_among, has_no_data
+from holotrain.reversible.context import has_no_data
+from holotrain.reversible.random_state import generators_among
 
 try:
     import numpy

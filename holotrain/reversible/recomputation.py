@@ -17,7 +17,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch._C._autograd import _pop_saved_tensors_default_hooks as _pop_hooks
 from torch._C._autograd import _push_saved_tensors_default_hooks as _push_hooks
 from torch.utils._pytree import tree_map_only
@@ -25,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from holotrain.numeric import counted
 from holotrain.reversible.backward_schedules import Casts, Kept
+from holotrain.reversible.context import graph_is_retained
 from holotrain.reversible.kept_inputs import WAYS, Whole
 from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, require_unwrapped
 from holotrain.reversible.replay import Call, Replay, learned_of
@@ -140,7 +140,7 @@ class Branch:
 
     def release(self) -> None:
         """After a recomputation that ran ahead: lets go of the results that were kept for it, unless the graph stays."""
-        if self._kept is not None and not _retained():
+        if self._kept is not None and not graph_is_retained():
             self._kept.release()
 
     def _called(self, source: Tensor, pack: Callable, unpack: Callable, around: Sequence[AbstractContextManager] = ()) -> Any:
@@ -194,7 +194,9 @@ class Branch:
             self._reads.begin()
             try:
                 self._replay.begin(self.name)
-                around = [] if self._kept is None else [self._kept.reusing(self._reads.storages(), ahead or _retained())]
+                around = (
+                    [] if self._kept is None else [self._kept.reusing(self._reads.storages(), ahead or graph_is_retained())]
+                )
                 if self._casts is not None:
                     around.append(self._casts.shared(self._reads.storages()))
                 update = self._called(source, pack, _never, around)
@@ -204,7 +206,6 @@ class Branch:
                 self._replay.end()
         finally:
             self._reads.end()
-        self._replay.require_known_sources()
         if self._casts is not None and self.begins:
             self._casts.release()
         saved = packed.copy()
@@ -267,11 +268,6 @@ class _AllSaved(BaseException):
     """Ends a recomputation whose output is not needed. No Exception, because a branch may catch those."""
 
 
-def _retained() -> bool:
-    """Whether the graph stays after this backward; where there is no backward, somebody looks at what a node saved."""
-    return torch._C._current_graph_task_id() == -1 or _get_current_graph_task_keep_graph()
-
-
 def _never(nothing: None) -> Tensor:
     raise RuntimeError("the graph of a recomputation was differentiated; f and g must not call backward")
 
@@ -296,9 +292,7 @@ def checkpointed(
     if torch.compiler.is_compiling():  # the compiler checkpoints by rules of its own
         return checkpoint(forward or module, x, use_reentrant=False, **keywords)
     call = Call(x.device)
-    output = from_stored(Branch(name or type(module).__name__, module, keywords, call, (), forward), x, backward)
-    call.end()
-    return output
+    return from_stored(Branch(name or type(module).__name__, module, keywords, call, (), forward), x, backward)
 
 
 def from_stored(branch: Branch, source: Tensor, way: str = "checkpoint", part: Tensor | None = None) -> Any:

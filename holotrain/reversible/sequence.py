@@ -15,9 +15,10 @@ from holotrain.numeric import counted
 from holotrain.reversible.backward_schedules import SCHEDULES, Schedule, Shorthand
 from holotrain.reversible.block import Coupling, ReversibleBlock, Storing
 from holotrain.reversible.checks import RebuildChecks
+from holotrain.reversible.context import backward_id, has_no_data, in_trace
 from holotrain.reversible.grid import FixedPointGrid
+from holotrain.reversible.random_state import generators_among, generators_unmoved
 from holotrain.reversible.reads import is_compiled
-from holotrain.reversible.replay import generators_among, generators_unmoved, has_no_data, in_trace
 from holotrain.reversible.tape import Recorder
 from holotrain.reversible.tokenwise import require_tile
 
@@ -119,7 +120,7 @@ class ReversibleSequence(nn.Module):
         elif torch.compiler.is_compiling() or kinds <= {"stored"}:
             run = self._run
         x1, x2 = run(schedules, x1, x2, keywords, coupling)
-        if self.grid is not None and grid is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if self.grid is not None and grid is not None and torch.is_grad_enabled() and backward_id() == -1:
             self.grid.follow(grid)
         return x1, x2
 

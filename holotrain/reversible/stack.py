@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from holotrain.numeric import counted
 from holotrain.reversible.backward_schedules import Schedule, Shorthand
 from holotrain.reversible.checks import RebuildChecks
+from holotrain.reversible.context import backward_id, has_no_data, in_trace
 from holotrain.reversible.grid import FixedPointGrid, Grid
 from holotrain.reversible.kept_inputs import as_in_a_forward
 from holotrain.reversible.reads import version_of
-from holotrain.reversible.replay import has_no_data, in_trace
 from holotrain.reversible.tape import Recorder, same_tensor
 from holotrain.reversible.two_step import TwoStep, in_words, stream_in, tapered, weights
 
@@ -213,7 +213,7 @@ class ReversibleStack:
             with suppress(ValueError):  # its last stream was changed in place, which its backward tells
                 self._pass.close()
         self._require_one_mode()
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = backward_id() != -1
         if in_backward and self.ran_plain and self._latest() is None:
             raise ValueError(
                 "the backward runs blocks again that ran without gradients before, where they are not coupled; turn off "
@@ -353,7 +353,7 @@ class _Pass:
     identity."""
 
     def __init__(self, stack: ReversibleStack) -> None:
-        self._stack, self._task = stack, torch._C._current_graph_task_id()
+        self._stack, self._task = stack, backward_id()
         self._following = 0
         stack.checks.begin()
         self._schedules = stack.checks.in_force(stack.schedules, stack.blocks)
@@ -364,7 +364,7 @@ class _Pass:
 
     def goes_on_with(self, index: int) -> bool:
         """Whether a block can be one of this forward."""
-        return index >= self._following and self._task == torch._C._current_graph_task_id()
+        return index >= self._following and self._task == backward_id()
 
     def run(self, index: int, arguments: tuple, keywords: dict[str, Any]) -> Any:
         """Runs the next block."""

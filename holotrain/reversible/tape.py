@@ -16,15 +16,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import _get_current_graph_task_keep_graph
 
 from holotrain.reversible.backward_schedules import Casts, Schedule
 from holotrain.reversible.block import Coupling, Run, Storing
 from holotrain.reversible.checks import RebuildChecks, StreamCheck
+from holotrain.reversible.context import backward_id, graph_is_retained, has_no_data
 from holotrain.reversible.kept_inputs import Saved
+from holotrain.reversible.random_state import in_graphed_step
 from holotrain.reversible.reads import is_sharded, is_tensor_parallel
 from holotrain.reversible.recomputation import Branch, from_stored
-from holotrain.reversible.replay import Call, has_no_data, in_graphed_step
+from holotrain.reversible.replay import Call
 from holotrain.reversible.side_stream import SameStream, SideStream, side_of
 from holotrain.reversible.tokenwise import drops_samples, tiles_of
 
@@ -75,7 +76,7 @@ class Tape:
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # as a backward may be called
             with torch.inference_mode(False), torch.no_grad():
                 return self.supply(branch)
-        task = torch._C._current_graph_task_id()
+        task = backward_id()
         if task != self._task or task == -1:  # -1: no backward, but a look at what a node saved
             self._begin(task)
         if self._current is not None:
@@ -120,7 +121,7 @@ class Tape:
         self._streams, self._position = self._end.tensors(), len(self.branches) - 1
         self._current, self._early, self._target, self._is_read = None, None, None, True
         self._side = side_of(self._streams[0])
-        if task != -1 and not _get_current_graph_task_keep_graph():
+        if not graph_is_retained():
             self._end = None
 
     def _rebuild(self, ahead: bool = False) -> list[Tensor]:
@@ -286,7 +287,6 @@ class Recorder:
     def end(self, y1: Tensor, y2: Tensor) -> None:
         """After the last block, with what it returned."""
         self._end_tape(y1, y2)
-        self.call.end()
 
     def _begin_tape(self, x1: Tensor, x2: Tensor) -> None:
         if x1.dtype.itemsize < 4:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from holotrain.reversible.context import has_no_data
 from holotrain.reversible.reads import is_sharded
 from holotrain.reversible.replaced_forward import ReplacedForward
-from holotrain.reversible.replay import has_no_data
 from holotrain.reversible.tokenwise import PROBED, without_dropout
 
 IGNORED = -100

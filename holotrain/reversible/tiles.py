@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from holotrain.reversible.context import has_no_data
 from holotrain.reversible.lists_of_blocks import is_list_of_blocks, outermost
 from holotrain.reversible.replaced_forward import ReplacedForward
-from holotrain.reversible.replay import has_no_data
 from holotrain.reversible.tiled_loss import language_model, tile_loss, untile_loss
 from holotrain.reversible.tokenwise import drops_samples, may_be_tokenwise, require_tile, tiles_of
 

@@ -28,9 +28,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holotrain.numeric import counted
 from holotrain.reversible.block import Coupling
+from holotrain.reversible.context import has_no_data
 from holotrain.reversible.grid import Grid
 from holotrain.reversible.reads import version_of
-from holotrain.reversible.replay import has_no_data
 
 LARGEST_BITS = 6
 """At the ends of a stack. For all blocks together that is at most 6 bits an element more than four for each, and 20 more than

@@ -18,8 +18,8 @@ from holotrain.models.layers.attention import Attention
 from holotrain.numeric import require_at_least, require_within
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, checkpointed
 from holotrain.reversible.backward_schedules import schedules_of
+from holotrain.reversible.context import in_trace
 from holotrain.reversible.kept_inputs import WAYS
-from holotrain.reversible.replay import in_trace
 
 
 class DropPath(nn.Module):
