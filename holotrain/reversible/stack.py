@@ -23,7 +23,7 @@ from holotrain.reversible.context import backward_id, has_no_data, in_trace
 from holotrain.reversible.grid import FixedPointGrid, Grid
 from holotrain.reversible.kept_inputs import as_in_a_forward
 from holotrain.reversible.reads import version_of
-from holotrain.reversible.tape import Recorder, same_tensor
+from holotrain.reversible.recorder import Recorder, same_tensor
 from holotrain.reversible.two_step import TwoStep, in_words, stream_in, tapered, weights
 
 FIRST_HEADROOM_BITS = 20
@@ -385,10 +385,10 @@ class _Pass:
             x = self._graph[0].to(x.dtype)  # which is on the grid
         graphs, weights = (self._graph_before, self._graph), self._weights[index]
         coupling = TwoStep(self._grid, x, graphs, self._sign, weights, bits, rebuilt, self._on_backward)
-        run = self._recorder.block(index, schedule, coupling, block, (self._stream, self._before), forward)
+        self._recorder.begin_block(index, schedule, coupling, block, (self._stream, self._before), forward)
         self._recorder.call.present = None  # what the model does between its blocks may draw random numbers
         with in_trace("forward", index):
-            coupled = run("block", block, self._before, self._stream, words)
+            coupled = self._recorder.update("block", block, self._before, self._stream, words)
         self._before, self._stream, self._following = self._stream, coupled, index + 1
         self._graph_before, self._graph = self._graph, _with_version(coupling.take_graph())
         if self._choice is not None:
