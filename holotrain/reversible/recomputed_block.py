@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from holotrain.reversible.block_calls import call_of
 from holotrain.reversible.kept_inputs import WAYS
 from holotrain.reversible.recomputation import checkpointed
 from holotrain.reversible.replaced_forward import ReplacedForward
-from holotrain.reversible.stack import call_of
 
 STORED = "autograd"
 

@@ -42,12 +42,16 @@ class ReplacedForward(ABC):
 
     def remove(self) -> None:
         """Gives the module its own forward back. Where something wrapped this one, it runs the module's own."""
-        self.removed, module = True, self.module
+        self.removed = True
+        self.give_back(self.module)
+
+    def give_back(self, module: Any) -> None:
+        """Takes this forward from the module, or from a copy of it."""
         del module._replicate_for_data_parallel
         if self._replicate is not None:
             module._replicate_for_data_parallel = self._replicate
         if vars(module).pop(self.KEY) is not module.forward:
-            return
+            return  # something wrapped it
         del module.forward
         if self._before is not None:
             module.forward = self._before
@@ -64,7 +68,7 @@ class ReplacedForward(ABC):
         """
         raise ValueError(
             f"nn.DataParallel would run the {self.WHAT} of its first GPU on every GPU; start one process for each GPU with "
-            "torchrun, or call undo(model)"
+            "torchrun, or show the process one GPU with CUDA_VISIBLE_DEVICES=0, or call undo(model)"
         )
 
     @property

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holotrain.numeric import counted
 from holotrain.reversible.block import Coupling
+from holotrain.reversible.block_calls import stream_in
 from holotrain.reversible.context import has_no_data
 from holotrain.reversible.grid import Grid
 from holotrain.reversible.reads import version_of
@@ -308,8 +309,3 @@ class _TwoStep(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # ty: ignore[incompatible-method-override]
         ctx.coupling.reached()
         return *ctx.coupling.gradients(grad), None, None, None
-
-
-def stream_in(output: Any) -> Any:
-    """The stream in what a block returned."""
-    return output[0] if isinstance(output, tuple | list) and output else output
