@@ -4,7 +4,6 @@ block               reversible blocks of two streams, and what a coupling is
 sequence            a sequence of them: the main class
 two_step            the coupling that makes any blocks invertible
 recompute           has the blocks of another model run again in the backward
-recomputed_block    one such block
 replaced_forward    a module's forward, replaced in place, and given back
 stack               the blocks of another model, coupled by two steps
 make_reversible     makes the blocks of another model reversible, and back

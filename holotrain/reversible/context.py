@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 
 import torch
+from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.autograd import profiler
 
 in_recomputation: ContextVar[bool] = ContextVar("recomputing", default=False)
@@ -52,4 +53,4 @@ def backward_id() -> int:
 def graph_is_retained() -> bool:
     """Whether the graph stays after this backward; where there is no backward, somebody looks at what a node saved."""
     # Private: torch.utils.checkpoint knows it by the same function.
-    return backward_id() == -1 or torch._C._autograd._get_current_graph_task_keep_graph()
+    return backward_id() == -1 or _get_current_graph_task_keep_graph()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -231,6 +231,36 @@ class ReversibleSequence(nn.Module):
     def extra_repr(self) -> str:
         said = self._shorthands | {"tile": self.tile}
         return ", ".join(f"{name}={value!r}" for name, value in said.items() if value or name == "backward")
+
+
+class AveragedStreams(ReversibleSequence):
+    """Reversible blocks with one stream as input and output: both streams start as the input, and their mean is the output.
+
+    Takes the arguments of :class:`ReversibleSequence`.
+
+    Attributes:
+        replaced: the list of another model's blocks in whose place it stands, as the only entry.
+    """
+
+    replaced: tuple[nn.Module, ...] = ()  # in a tuple it is no submodule
+
+    def forward(  # ty: ignore[incompatible-method-override]: one stream
+        self, x: Tensor, f_kwargs: Keywords = None, g_kwargs: Keywords = None, **keywords: Any
+    ) -> Tensor:
+        """
+        Args:
+            keywords: for every f, in place of ``f_kwargs``.
+        """
+        return self.join(super().forward(*self.split(x), keywords or f_kwargs, g_kwargs))
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The streams that the first block reads."""
+        return x, x
+
+    def join(self, streams: tuple[Tensor, ...]) -> Tensor:
+        """What is returned for the streams of the last block."""
+        y1, y2 = streams
+        return (y1 + y2) / 2
 
 
 def _require_block(block: nn.Module) -> None:
