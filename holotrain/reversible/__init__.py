@@ -6,15 +6,19 @@ two_step            the coupling that makes any blocks invertible
 recompute           has the blocks of another model run again in the backward
 replaced_forward    a module's forward, replaced in place, and given back
 stack               the blocks of another model, coupled by two steps
+stack_pass          one forward of a stack
+block_calls         the stream among a block's arguments and in what it returns
 make_reversible     makes the blocks of another model reversible, and back
 lists_of_blocks     the lists of blocks in a model
 tiles               the MLPs of another model, some tokens at a time
 tiled_loss          the head and the loss of another model, some tokens at a time
+known_gradients     such a loss as a sum over tiles, whose gradients are computed in the forward
 backward_schedules  what each block stores and what it recomputes, and results that a recomputation reuses
 tokenwise           which modules work token by token, so that they can be taken in tiles
 kept_inputs         the ways to keep a block's input until the backward
 recomputation       a branch that runs again in the backward
-tape                branches in order, whose inputs are rebuilt
+recorder            the forward of blocks, which records what the backward needs
+tape                the backward of branches in order, whose inputs are rebuilt
 side_stream         a second CUDA stream
 checks              whether what is rebuilt is right, and what follows if not
 replay              random numbers, autocast and attention kernels, put back for the recomputation

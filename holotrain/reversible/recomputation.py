@@ -107,7 +107,7 @@ class Branch:
 
         def pack(tensor: Tensor) -> int:
             kinds.append(_kind_of(tensor))
-            leaf = _leaf_of(tensor)
+            leaf = tensor if id(tensor) in known and tensor.requires_grad else _leaf_of(tensor)
             parameters.append(id(leaf) if id(leaf) in known else None)
             if leaf is not None and id(leaf) not in known and id(leaf) != own:
                 leaves.append((leaf, leaf._version))
@@ -239,12 +239,16 @@ class Branch:
                 f"recomputation ({different}), so it did something else; its forward must do the same whenever it runs on the "
                 "same input"
             )
-        leaves = [id(_leaf_of(tensor)) for tensor in saved]
-        if [leaf if leaf in known else None for leaf in leaves] != self._parameters:
-            raise RuntimeError(
-                f"{name} read other parameters in the recomputation than in the forward, such as those of another adapter; "
-                "change what is active after the backward"
-            )
+        for tensor, parameter in zip(saved, self._parameters, strict=True):
+            if parameter is None:
+                changed = tensor.requires_grad and id(tensor) in known
+            else:
+                changed = parameter != id(tensor) and parameter != id(_leaf_of(tensor))
+            if changed:
+                raise RuntimeError(
+                    f"{name} read other parameters in the recomputation than in the forward, such as those of another adapter; "
+                    "change what is active after the backward"
+                )
 
 
 _SAME_WEIGHT = {"ToCopyBackward0", "TBackward0", "TransposeBackward0"}

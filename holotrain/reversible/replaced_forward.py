@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, ClassVar, Self
 
@@ -74,3 +75,16 @@ class ReplacedForward(ABC):
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.own())
+
+
+@contextmanager
+def forward_replaced(module: Any, forward: Callable) -> Generator[None]:
+    """Inside, the module has another forward."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
