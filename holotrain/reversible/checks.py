@@ -117,7 +117,7 @@ class RebuildChecks:
         kind = "inexact" if error <= BOUND else "wrong"
         message = (
             f"{self.name}: a stream that the backward rebuilt has a relative error of {error:.2g}, so the gradient of this "
-            f"step is {kind}. {_cause(check.grid, largest, limit)}"
+            f"step is {kind}. {_likely_cause(check.grid, largest, limit)}"
         )
         if self.on_mismatch == "error":
             raise RuntimeError(message)
@@ -141,7 +141,7 @@ _KEEP = (
 )
 
 
-def _cause(grid: Grid | None, largest: float, limit: float) -> str:
+def _likely_cause(grid: Grid | None, largest: float, limit: float) -> str:
     if grid is None:
         return (
             "Rounding adds up over the blocks: a fixed-point grid prevents that (exact=True, on the command line "

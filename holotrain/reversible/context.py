@@ -47,7 +47,7 @@ def is_captured(device: torch.device) -> bool:
 
 def backward_id() -> int:
     """A number of the backward that is running; -1: none is."""
-    return torch._C._current_graph_task_id()  # private: torch has no public way to ask whether a backward runs
+    return torch._C._current_graph_task_id()  # private: torch has no public way to ask
 
 
 def graph_is_retained() -> bool:

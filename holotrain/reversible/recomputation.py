@@ -27,7 +27,7 @@ from holotrain.reversible.backward_schedules import Casts, Kept
 from holotrain.reversible.context import graph_is_retained
 from holotrain.reversible.kept_inputs import WAYS, Whole
 from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, require_unwrapped
-from holotrain.reversible.replay import Call, Replay, learned_of
+from holotrain.reversible.replay import Call, Replay, history_of
 
 _kind_of, _version = attrgetter("shape", "dtype"), attrgetter("_version")
 
@@ -67,8 +67,8 @@ class Branch:
         self._tile, self._casts = tile, casts
         self._forward = forward or module
         self._keywords, self._arguments = keywords, Arguments(keywords) if keywords else None
-        self._reads, self.learned = Reads(parts), learned_of(module, parts)
-        self._replay = Replay(call, module, self.learned, self._arguments.generators if self._arguments else [])
+        self._reads, self.history = Reads(parts), history_of(module, parts)
+        self._replay = Replay(call, module, self.history, self._arguments.generators if self._arguments else [])
         self._kept = Kept(keep) if keep else None
         if keep and any(map(is_compiled, parts)):
             raise ValueError("keep does not work with compiled branches; do not compile f and g, or set keep=()")
@@ -145,7 +145,8 @@ class Branch:
 
     def _called(self, source: Tensor, pack: Callable, unpack: Callable, around: Sequence[AbstractContextManager] = ()) -> Any:
         """Calls the module under saved-tensor hooks, in some contexts."""
-        _push_hooks(pack, unpack)  # as saved_tensors_hooks does, whose calls of Python count where blocks are tiny
+        # Private: the context manager saved_tensors_hooks calls the same, but its own calls take time where blocks are tiny.
+        _push_hooks(pack, unpack)
         try:
             if not around:
                 return self._forward(source, **self._keywords)
@@ -170,8 +171,8 @@ class Branch:
         """
         if self._arguments is not None:
             self._arguments.require_unchanged()
-        learned, packed = self.learned, []
-        pack, versions, verified = packed.append, [], learned.verified
+        history, packed = self.history, []
+        pack, versions, verified = packed.append, [], history.verified
         if not verified:  # later recomputations do as the first one, without this check
 
             def pack(tensor: Tensor) -> None:
@@ -216,7 +217,7 @@ class Branch:
                 f"a tensor that {name} needs for its gradient was modified by an inplace operation after its use"
             )
         self._require_same_kinds(saved)
-        learned.verified = True
+        history.verified = True
         if self._leaves and any(tensor._version != version for tensor, version in self._leaves):
             raise RuntimeError(
                 f"a tensor that {name} reads, other than its parameters, was modified by an inplace operation between "

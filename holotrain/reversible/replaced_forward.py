@@ -29,6 +29,7 @@ class ReplacedForward(ABC):
     def __init__(self, module: Any) -> None:
         self.module, self._before, self.removed = module, vars(module).get("forward"), False
         module.forward = vars(module)[self.KEY] = self
+        # Private: nn.DataParallel copies a module by it, and has no public hook.
         self._replicate = vars(module).get("_replicate_for_data_parallel")
         module._replicate_for_data_parallel = self.refuse_replica
 

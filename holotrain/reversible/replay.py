@@ -28,7 +28,7 @@ from holotrain.reversible.random_state import (
 )
 
 
-class Learned:
+class BranchHistory:
     """What the runs of a branch have shown so far. It holds no module, so that a branch can go.
 
     Args:
@@ -44,15 +44,15 @@ class Learned:
         """A recomputation was compared with the forward in full."""
 
 
-_learned: WeakKeyDictionary[nn.Module, Learned] = WeakKeyDictionary()
+_histories: WeakKeyDictionary[nn.Module, BranchHistory] = WeakKeyDictionary()
 
 
-def learned_of(branch: nn.Module, parts: Iterable[nn.Module]) -> Learned:
+def history_of(branch: nn.Module, parts: Iterable[nn.Module]) -> BranchHistory:
     """What is known of a branch."""
-    learned = _learned.get(branch)
-    if learned is None:
-        learned = _learned[branch] = Learned(parts)
-    return learned
+    history = _histories.get(branch)
+    if history is None:
+        history = _histories[branch] = BranchHistory(parts)
+    return history
 
 
 class _Settings(NamedTuple):
@@ -72,6 +72,7 @@ class _Settings(NamedTuple):
         enabled = [*map(torch.is_autocast_enabled, kinds)]
         dtypes = [*map(torch.get_autocast_dtype, kinds)] if any(enabled) else []
         allowed = [allowed() for allowed, _ in _KERNELS]
+        # Private: torch.nn.attention.sdpa_kernel sets the order for a context, and cannot tell what it is.
         order, default = torch._C._get_sdp_priority_order(), torch.get_default_dtype()
         return cls(kinds, enabled, dtypes, torch.is_autocast_cache_enabled(), allowed, order, default)
 
@@ -177,16 +178,16 @@ class Replay:
     Args:
         call: what the branches of the forward share.
         branch: the module that is about to run.
-        learned: what is known of it.
+        history: what is known of it.
         generators: generators among its keyword arguments.
     """
 
-    def __init__(self, call: Call, branch: nn.Module, learned: Learned, generators: list[Any]) -> None:
-        self._call, self._branch, self._training, self._learned = call, branch, branch.training, learned
-        self._known = learned.draws.get(branch.training)
+    def __init__(self, call: Call, branch: nn.Module, history: BranchHistory, generators: list[Any]) -> None:
+        self._call, self._branch, self._training, self._history = call, branch, branch.training, history
+        self._known = history.draws.get(branch.training)
         self._states = call.states()
-        if generators or learned.generators or self._known is not False:
-            others = [*map(source_of, generators + learned.generators), *(PYTHON_AND_NUMPY if self._known is not False else ())]
+        if generators or history.generators or self._known is not False:
+            others = [*map(source_of, generators + history.generators), *(PYTHON_AND_NUMPY if self._known is not False else ())]
             self._states = self._states + [source.read() for source in others]
         self.on_gpu = call.device.type == "cuda"
         self._pair = next_pair(call.device) if self.on_gpu else None
@@ -211,7 +212,7 @@ class Replay:
                 self._states.append(then)
         self._call.present = after[: len(self._call.sources)]
         if self._known is None:
-            self._learned.draws[self._training] = any(source in PYTHON_AND_NUMPY for source, _, _ in self._states)
+            self._history.draws[self._training] = any(source in PYTHON_AND_NUMPY for source, _, _ in self._states)
 
     def begin(self, doing: str) -> None:
         """From here on everything is as it was then, gradients are recorded, and :func:`recomputing` is true.
@@ -232,7 +233,7 @@ class Replay:
                 self._contexts.enter_context(self._settings.reinstated(self._settings.cached))
             if self.on_gpu:
                 self._contexts.enter_context(self.repeatable(recomputation=True))
-        torch._C._set_grad_enabled(True)
+        torch._C._set_grad_enabled(True)  # private: what torch.set_grad_enabled calls, without an object
 
     def end(self) -> None:
         """Everything is again as it was before :meth:`begin`."""

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules.module import _has_any_global_hook  # private: nothing public tells it
 from torch.utils._pytree import tree_leaves
 
 from holotrain.numeric import counted

@@ -21,7 +21,7 @@ from holotrain.reversible.context import backward_id
 from holotrain.reversible.grid import FixedPointGrid
 from holotrain.reversible.replaced_forward import ReplacedForward
 from holotrain.reversible.stack_pass import StackPass
-from holotrain.reversible.two_step import TwoStep, in_words, tapered, weights
+from holotrain.reversible.two_step import TwoStep, bits_in_words, tapered, weights
 
 
 class ReversibleStack:
@@ -105,7 +105,7 @@ class ReversibleStack:
     def _take_compiled_call(self, index: int) -> None:
         """What couples the blocks cannot be compiled, so of a compiled block only its own forward is."""
         block = self.blocks[index]
-        if block._compiled_call_impl is not None:
+        if block._compiled_call_impl is not None:  # private: where module.compile() puts it, which cannot be taken back
             self.compiled_calls[index], block._compiled_call_impl = block._compiled_call_impl, None
 
     def grid_state(self) -> dict[str, Any] | None:
@@ -144,9 +144,9 @@ class ReversibleStack:
             if schedule.kind == "rebuilt" and index not in self.changed:
                 rebuilt.append(m)
         if not rebuilt and self.bits:
-            return f"{blocks}, none rebuilt, computed as with {in_words(self.bits)}"
+            return f"{blocks}, none rebuilt, computed as with {bits_in_words(self.bits)}"
         some = "" if len(rebuilt) == len(self.bits) else f", of which {len(rebuilt)} keep bits to be rebuilt"
-        return f"{blocks}{some}, {in_words(rebuilt)}"
+        return f"{blocks}{some}, {bits_in_words(rebuilt)}"
 
     @property
     def ends(self) -> tuple[nn.Module, nn.Module]:

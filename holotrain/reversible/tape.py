@@ -62,9 +62,9 @@ class Tape:
         self._current: tuple[RebuiltBranch, Tensor] | None = None
         self._early: tuple[RebuiltBranch, list[Tensor], tuple[Tensor, ...], Any] | None = None
 
-    def complete(self, written: Tensor, read: Tensor) -> None:
+    def complete(self, target: Tensor, source: Tensor) -> None:
         """At the end of the forward, with the streams of the last branch."""
-        self._end, self._complete = Saved(written, read), True
+        self._end, self._complete = Saved(target, source), True
 
     def supply(self, branch: RebuiltBranch) -> None:
         """Has ``branch.saved`` filled: rebuilds the streams down to the branch."""

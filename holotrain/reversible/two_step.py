@@ -62,7 +62,7 @@ def tapered(bits: int | Sequence[int], depth: int) -> list[int]:
     return each
 
 
-def in_words(bits: Sequence[int]) -> str:
+def bits_in_words(bits: Sequence[int]) -> str:
     """``"4.2 bits an element: 6, 5, 25 x 4, 5, 6"``: the mean of the bits of blocks, and those of each."""
     if not bits:
         return "no bits"
