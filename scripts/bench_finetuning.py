@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from holotrain.reversible import make_reversible, stacks_in
-from holotrain.reversible.two_step import in_words
+from holotrain.reversible.two_step import bits_in_words
 
 
 class Block(nn.Module):
@@ -221,7 +221,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict]:
         train(start, task, task.first, options.pretrain, options.pretrain_rate, seed, f"seed {seed}, first data")
         for method, values in found.items():
             net = METHODS[method](copy.deepcopy(start))
-            bits[method] = "; ".join(in_words(stack.bits) for stack in stacks_in(net))
+            bits[method] = "; ".join(bits_in_words(stack.bits) for stack in stacks_in(net))
             values["begun"].append(task.score(net, device))
             train(net, task, task.tuned, options.steps, options.rate, 100 + seed, f"seed {seed}, {method}")
             values["reached"].append(task.score(net, device))

@@ -40,7 +40,7 @@ from holotrain.planning import ALLOCATORS, TrainingStep
 from holotrain.planning.choice import choose, seconds, stage_of, visits_of
 from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
 from holotrain.planning.training_step import measured_peak, simulate_step
-from holotrain.reversible.backward_schedules import KEPT
+from holotrain.reversible.backward_schedules import KEEPABLE
 from holotrain.reversible.side_stream import assuming_a_side_stream
 
 
@@ -179,7 +179,7 @@ class Auto:
     def __init__(self, shape: Shape, options) -> None:
         self.shape, self.options = shape, options
         recomputing = "pareprop" if options.device == "cuda" else "reversible"
-        keeping = [] if options.compiled else [f"{recomputing}+{result}" for result in KEPT]
+        keeping = [] if options.compiled else [f"{recomputing}+{result}" for result in KEEPABLE]
         names = [recomputing, *keeping, "checkpoint", "autograd"]
         real = make_step(shape, ours(backward=recomputing), options)
         costs = [seconds(visit, names, real.autocast) for visit in visits_of(real)]

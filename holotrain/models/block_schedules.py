@@ -12,7 +12,7 @@ from holotrain.numeric import counted
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, ReversibleStack, stack_of
 from holotrain.reversible.kept_inputs import WAYS
 from holotrain.reversible.lists_of_blocks import is_list_of_blocks, outermost
-from holotrain.reversible.recomputed_block import recompute_block
+from holotrain.reversible.recompute import recompute_block
 from holotrain.reversible.tiles import tile_modules, untile_modules
 
 Run = ReversibleSequence | ResidualSequence | ReversibleStack

@@ -19,7 +19,7 @@ from holotrain.planning.choice import MARGIN, Choice, TooSmall, choose, flops, s
 from holotrain.planning.planner import Backward, Planner, Variant
 from holotrain.planning.tracker import Footprint
 from holotrain.reversible import kept_between_blocks
-from holotrain.reversible.backward_schedules import KEPT
+from holotrain.reversible.backward_schedules import KEEPABLE
 
 
 def largest(
@@ -260,7 +260,7 @@ def _candidates(planner: Planner) -> list[str]:
     names = []
     for name in recomputing:
         if name in planner.schedules:
-            names += [name, *(f"{name}+{result}" for result in KEPT if planner.keeps_results)]
+            names += [name, *(f"{name}+{result}" for result in KEEPABLE if planner.keeps_results)]
     return names + [name for name in ("autograd", "checkpoint", "offload") if name in planner.schedules]
 
 

@@ -4,32 +4,37 @@ block               reversible blocks of two streams, and what a coupling is
 sequence            a sequence of them: the main class
 two_step            the coupling that makes any blocks invertible
 recompute           has the blocks of another model run again in the backward
-recomputed_block    one such block
 replaced_forward    a module's forward, replaced in place, and given back
 stack               the blocks of another model, coupled by two steps
+stack_pass          one forward of a stack
+block_calls         the stream among a block's arguments and in what it returns
 make_reversible     makes the blocks of another model reversible, and back
 lists_of_blocks     the lists of blocks in a model
 tiles               the MLPs of another model, some tokens at a time
 tiled_loss          the head and the loss of another model, some tokens at a time
+known_gradients     such a loss as a sum over tiles, whose gradients are computed in the forward
 backward_schedules  what each block stores and what it recomputes, and results that a recomputation reuses
 tokenwise           which modules work token by token, so that they can be taken in tiles
 kept_inputs         the ways to keep a block's input until the backward
 recomputation       a branch that runs again in the backward
-tape                branches in order, whose inputs are rebuilt
+recorder            the forward of blocks, which records what the backward needs
+tape                the backward of branches in order, whose inputs are rebuilt
 side_stream         a second CUDA stream
 checks              whether what is rebuilt is right, and what follows if not
 replay              random numbers, autocast and attention kernels, put back for the recomputation
+random_state        random number generators, also those of a captured CUDA graph
+context             whether a recomputation, a plan, a capture or a backward is running
 reads               parameters, buffers and arguments, which must be the same in the recomputation
 grid                the fixed-point grid of the streams, which follows them
 graphs              a training step as one CUDA graph
 """
 
 from holotrain.reversible.block import ReversibleBlock
+from holotrain.reversible.context import recomputing
 from holotrain.reversible.graphs import GraphedStep
 from holotrain.reversible.make_reversible import checks_in, make_reversible, undo
 from holotrain.reversible.recomputation import checkpointed
 from holotrain.reversible.recompute import recompute
-from holotrain.reversible.replay import recomputing
 from holotrain.reversible.sequence import ReversibleSequence
 from holotrain.reversible.stack import ReversibleStack, kept_between_blocks, stack_of, stacks_in
 

@@ -131,19 +131,20 @@ def _matmul() -> tuple[OpOverload, ...]:
     return (*(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")), *_attention())
 
 
-KEPT = {"attention": _attention, "matmul": _matmul}
+KEEPABLE = {"attention": _attention, "matmul": _matmul}
 """Short names of what can be kept: ``attention`` is the output of scaled_dot_product_attention, as large as one stream.
 ``matmul`` adds the outputs of linear layers and batched products; what is recomputed is then cheap."""
 
 
 def _operators(word: str) -> tuple[OpOverload, ...]:
-    if word in KEPT:
-        return KEPT[word]()
+    if word in KEEPABLE:
+        return KEEPABLE[word]()
     found = torch.ops
     for name in word.split("."):
         found = getattr(found, name, None)
     if not isinstance(found, OpOverload):
-        raise ValueError(f"keep takes {', '.join(KEPT)} or operators such as aten.mm.default, not {word!r}")
+        raise ValueError(f"keep takes {', '.join(KEEPABLE)} or operators such as aten.mm.default, not {word!r}")
+    # Private: torch has no public way to ask whether an operator is made of others.
     if torch._C._dispatch_has_kernel_for_dispatch_key(found.name(), "CompositeImplicitAutograd"):
         raise ValueError(f"keep takes operators that are not made of others, such as aten.mm.default; {word} is")
     if found._schema.is_mutable or any(result.alias_info for result in found._schema.returns):
@@ -325,6 +326,7 @@ class _Interposed(TorchDispatchMode):
 
 def _alias(result: Tensor) -> Tensor:
     """The same memory and the same count of versions, without the graph, which would hold itself."""
+    # Private: detach() in a dispatch mode has a count of versions of its own, unless this key is active, as in a forward.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return result.detach()
 

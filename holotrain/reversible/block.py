@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from holotrain.reversible.grid import Grid
 
-Run = Callable[[str, nn.Module, Tensor, Tensor, dict], Tensor]
-"""Runs half of a block: (name, branch, target, source, keyword arguments) -> the target coupled with ``branch(source)``."""
+Update = Callable[[str, nn.Module, Tensor, Tensor, dict], Tensor]
+"""Runs a branch and updates a stream: (name, branch, target, source, keyword arguments) -> the new target."""
 
 
 class Coupling:
@@ -27,6 +27,10 @@ class Coupling:
     def read(self, source: Tensor) -> Tensor:
         """The source as the branch reads it."""
         return source
+
+    def update(self, name: str, branch: Callable, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
+        """Runs a branch under plain autograd, which stores every activation, and returns the new target."""
+        return self.couple(target, source, branch(self.read(source), **keywords))
 
     def couple(self, target: Tensor, source: Tensor, output: Any) -> Tensor:
         """Returns the new target, of the same shape and dtype.
@@ -67,22 +71,6 @@ class Coupling:
         return coupled - output
 
 
-class Storing:
-    """Runs halves under plain autograd, which stores every activation.
-
-    Args:
-        coupling: of the streams.
-        forward: what to call instead of the branch.
-    """
-
-    def __init__(self, coupling: Coupling, forward: Callable | None = None) -> None:
-        self._coupling, self._forward = coupling, forward
-
-    def __call__(self, name: str, branch: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
-        output = (self._forward or branch)(self._coupling.read(source), **keywords)
-        return self._coupling.couple(target, source, output)
-
-
 class ReversibleBlock(nn.Module):
     """Two residual branches coupled so that the block's input can be computed from its output.
 
@@ -116,17 +104,17 @@ class ReversibleBlock(nn.Module):
         f_kwargs: dict | None = None,
         g_kwargs: dict | None = None,
         *,
-        run: Run | None = None,
+        update: Update | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Couples the streams.
 
         Args:
             f_kwargs, g_kwargs: keyword arguments of f and g.
-            run: runs each half; set by the backward schedule of a :class:`ReversibleSequence`. None: plain autograd.
+            update: runs each branch; a :class:`ReversibleSequence` sets it. None: plain autograd.
         """
-        run = run or Storing(Coupling())
-        y1 = run("f", self.f, x1, x2, f_kwargs or {})
-        y2 = run("g", self.g, x2, y1, g_kwargs or {})
+        update = update or Coupling().update
+        y1 = update("f", self.f, x1, x2, f_kwargs or {})
+        y2 = update("g", self.g, x2, y1, g_kwargs or {})
         return self.placed(y1, y2)
 
     def placed(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:

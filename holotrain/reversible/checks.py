@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from holotrain.reversible.backward_schedules import SCHEDULES, Schedule
+from holotrain.reversible.context import backward_id
 from holotrain.reversible.grid import Grid
 from holotrain.reversible.reads import is_tensor_parallel
 
@@ -62,7 +63,7 @@ class RebuildChecks:
         Raises:
             RuntimeError: a rebuilt stream was wrong, and ``on_mismatch="error"``.
         """
-        if torch._C._current_graph_task_id() != -1:
+        if backward_id() != -1:
             return  # a recomputation around these blocks: its forward must do what it did
         self.errors.clear()
         self._passes += 1
@@ -116,7 +117,7 @@ class RebuildChecks:
         kind = "inexact" if error <= BOUND else "wrong"
         message = (
             f"{self.name}: a stream that the backward rebuilt has a relative error of {error:.2g}, so the gradient of this "
-            f"step is {kind}. {_cause(check.grid, largest, limit)}"
+            f"step is {kind}. {_likely_cause(check.grid, largest, limit)}"
         )
         if self.on_mismatch == "error":
             raise RuntimeError(message)
@@ -140,7 +141,7 @@ _KEEP = (
 )
 
 
-def _cause(grid: Grid | None, largest: float, limit: float) -> str:
+def _likely_cause(grid: Grid | None, largest: float, limit: float) -> str:
     if grid is None:
         return (
             "Rounding adds up over the blocks: a fixed-point grid prevents that (exact=True, on the command line "

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from holotrain.reversible.replay import Call, GraphGenerators
+from holotrain.reversible.random_state import GraphGenerators
+from holotrain.reversible.replay import Call
 
 WARM_UPS = 3
 """Ordinary steps before the capture, in which libraries allocate workspaces and autograd sets up its streams."""

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from holotrain.reversible.replay import has_no_data
+from holotrain.reversible.context import backward_id, has_no_data
 
 HEADROOM_BITS = 5
 """A grid that is chosen leaves the streams room to grow by a factor of 2^5."""
@@ -142,7 +142,7 @@ class FixedPointGrid(nn.Module):
             self.to(stream.device)
         step = self.step
         if self._next is not None and self._latest is not None and not has_no_data(stream):
-            if not again and torch._C._current_graph_task_id() == -1:
+            if not again and backward_id() == -1:
                 self._latest.copy_(self._next)
             step = self.step.copy_(self._latest)
         return Grid(step.to(dtype, copy=True), self._follows)  # of this call: a broadcast may change it before the backward

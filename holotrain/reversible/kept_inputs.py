@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from holotrain.reversible.replay import has_no_data, is_captured
+from holotrain.reversible.context import has_no_data, is_captured
 from holotrain.reversible.side_stream import SameStream, SideStream, side_of
 
 

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from holotrain.numeric import counted
 from holotrain.reversible.block import ReversibleBlock
 from holotrain.reversible.checks import RebuildChecks
-from holotrain.reversible.lists_of_blocks import the_lists
-from holotrain.reversible.recomputed_block import RecomputedForward, recompute_block
-from holotrain.reversible.sequence import ReversibleSequence
-from holotrain.reversible.stack import ReversibleStack, stack_of, stacks_in
+from holotrain.reversible.lists_of_blocks import named_blocks
+from holotrain.reversible.recompute import RecomputedForward, recompute_block
+from holotrain.reversible.sequence import AveragedStreams, ReversibleSequence
+from holotrain.reversible.stack import ReversibleStack, stacks_in
 from holotrain.reversible.tiles import take_in_tiles, take_whole
 from holotrain.reversible.tokenwise import require_tile
-
-_PART = re.compile(r"(.+)\[(-?\d*):(-?\d*)\]")
-"""A part of a list of blocks, such as layers[1:]."""
 
 Split = Callable[[nn.Module], tuple[nn.Module, nn.Module]]
 
@@ -82,8 +76,9 @@ def make_reversible(
             raise ValueError(f"split replaces a whole list of blocks, and {name!r} is a part of one")
         else:
             coupled = [ReversibleBlock(*split(block)) for block in found.values()]
-            sequence = ReversibleSequence(coupled, backward, store, keep=keep, on_mismatch=on_mismatch, tile=tile)
-            _replace(modules, name, TwoStream(sequence, modules[name]))
+            sequence = AveragedStreams(coupled, backward, store, keep=keep, on_mismatch=on_mismatch, tile=tile)
+            sequence.replaced = (modules[name],)
+            _replace(modules, name, sequence)
     if tile is not None:
         take_in_tiles(model, tile)
     return model
@@ -101,9 +96,9 @@ def undo(model: nn.Module) -> nn.Module:
         stack.remove()
     for part in list(model.modules()):
         for child, module in list(part.named_children()):
-            two = module[0] if isinstance(module, nn.ModuleList) and len(module) == 1 else module
-            if isinstance(two, TwoStream):
-                setattr(part, child, two.replaced[0])
+            streams = module[0] if isinstance(module, nn.ModuleList) and len(module) == 1 else module
+            if isinstance(streams, AveragedStreams) and streams.replaced:
+                setattr(part, child, streams.replaced[0])
     return model
 
 
@@ -111,60 +106,6 @@ def checks_in(model: nn.Module) -> list[RebuildChecks]:
     """The checks of all reversible sequences and stacks in a model."""
     sequences = (module for module in model.modules() if isinstance(module, ReversibleSequence))
     return [each.checks for each in (*sequences, *stacks_in(model))]
-
-
-class TwoStream(nn.Module):
-    """A reversible sequence with one input and one output: both streams start as the input, the output is their mean.
-
-    Keyword arguments are passed to every f. Shapes: (...) -> the same.
-
-    Args:
-        replaced: the list of blocks in whose place it stands.
-    """
-
-    def __init__(self, sequence: ReversibleSequence, replaced: nn.Module) -> None:
-        super().__init__()
-        self.sequence = sequence
-        self.replaced = (replaced,)  # no submodule
-
-    def forward(self, x: Tensor, **f_kwargs: Any) -> Tensor:
-        y1, y2 = self.sequence(x, x, f_kwargs=f_kwargs)
-        return (y1 + y2) / 2
-
-
-def named_blocks(model: nn.Module, blocks: str | Sequence[str] | None, taker: str) -> dict[str, dict[str, nn.Module]]:
-    """The blocks of some lists by their names, by the name of the list.
-
-    Args:
-        blocks: as :func:`make_reversible` takes them.
-        taker: the function that takes them, for messages.
-
-    Raises:
-        ValueError: the model has no such list, or several and none is named; the blocks are reversible already.
-    """
-    if isinstance(blocks, nn.Module):
-        known = ", ".join(f"{name!r}" for name, part in model.named_modules() if part is blocks) or "such as 'blocks'"
-        raise ValueError(f"{taker} takes the name of a list of blocks ({known}), not the list itself")
-    modules = dict(model.named_modules(remove_duplicate=False))
-    return {name: _blocks_of(name, modules) for name in ([blocks] if isinstance(blocks, str) else blocks or the_lists(model))}
-
-
-def _blocks_of(name: str, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """The blocks of a list, or of a part of one, by their names."""
-    part = _PART.fullmatch(name)
-    whole, *ends = part.groups() if part else (name, "", "")
-    found = modules.get(whole)
-    if not isinstance(found, nn.Sequential | nn.ModuleList):
-        lists = [name for name, part in modules.items() if name and isinstance(part, nn.Sequential | nn.ModuleList)]
-        raise ValueError(f"{name!r} is not a list of blocks; the model has {', '.join(lists) or 'none'}")
-    places = [f"{whole}.{key}" for key in found._modules]
-    blocks = {place: modules[place] for place in places[slice(*(int(end) if end else None for end in ends))]}
-    if part and not blocks:
-        raise ValueError(f"{name!r} holds none of the {counted(len(places), 'block')} of {whole!r}")
-    around = [part for other, part in modules.items() if whole.startswith(f"{other}.")]
-    if any(map(stack_of, [*blocks.values(), *around])) or isinstance(next(iter(found), None), TwoStream):
-        raise ValueError(f"the blocks {name!r} are reversible already; undo(model) takes that back")
-    return blocks
 
 
 def _require_each_once(lists: Sequence[dict[str, nn.Module]]) -> None:
@@ -176,7 +117,7 @@ def _require_each_once(lists: Sequence[dict[str, nn.Module]]) -> None:
             raise ValueError(f"{other} and {place} are one block, and a block cannot have two places in a stack")
 
 
-def _replace(modules: dict[str, nn.Module], name: str, stream: TwoStream) -> None:
+def _replace(modules: dict[str, nn.Module], name: str, streams: AveragedStreams) -> None:
     parent, _, last = name.rpartition(".")
     # A model that loops over a ModuleList still does, over one element.
-    setattr(modules[parent], last, nn.ModuleList([stream]) if isinstance(modules[name], nn.ModuleList) else stream)
+    setattr(modules[parent], last, nn.ModuleList([streams]) if isinstance(modules[name], nn.ModuleList) else streams)

@@ -12,10 +12,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _NormBase  # private: the one class of all norms with running statistics
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from holotrain.reversible.replay import generators_among, has_no_data
+from holotrain.reversible.context import has_no_data
+from holotrain.reversible.random_state import generators_among
 
 try:
     import numpy
@@ -50,6 +51,7 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether the module itself is compiled."""
+    # Private: nothing public tells it. The first is set by module.compile(), the second by torch.compile(module).
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 

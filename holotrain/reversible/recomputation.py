@@ -17,7 +17,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch._C._autograd import _pop_saved_tensors_default_hooks as _pop_hooks
 from torch._C._autograd import _push_saved_tensors_default_hooks as _push_hooks
 from torch.utils._pytree import tree_map_only
@@ -25,9 +24,10 @@ from torch.utils.checkpoint import checkpoint
 
 from holotrain.numeric import counted
 from holotrain.reversible.backward_schedules import Casts, Kept
+from holotrain.reversible.context import graph_is_retained
 from holotrain.reversible.kept_inputs import WAYS, Whole
 from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, require_unwrapped
-from holotrain.reversible.replay import Call, Replay, learned_of
+from holotrain.reversible.replay import Call, Replay, history_of
 
 _kind_of, _version = attrgetter("shape", "dtype"), attrgetter("_version")
 
@@ -67,8 +67,8 @@ class Branch:
         self._tile, self._casts = tile, casts
         self._forward = forward or module
         self._keywords, self._arguments = keywords, Arguments(keywords) if keywords else None
-        self._reads, self.learned = Reads(parts), learned_of(module, parts)
-        self._replay = Replay(call, module, self.learned, self._arguments.generators if self._arguments else [])
+        self._reads, self.history = Reads(parts), history_of(module, parts)
+        self._replay = Replay(call, module, self.history, self._arguments.generators if self._arguments else [])
         self._kept = Kept(keep) if keep else None
         if keep and any(map(is_compiled, parts)):
             raise ValueError("keep does not work with compiled branches; do not compile f and g, or set keep=()")
@@ -107,7 +107,7 @@ class Branch:
 
         def pack(tensor: Tensor) -> int:
             kinds.append(_kind_of(tensor))
-            leaf = _leaf_of(tensor)
+            leaf = tensor if id(tensor) in known and tensor.requires_grad else _leaf_of(tensor)
             parameters.append(id(leaf) if id(leaf) in known else None)
             if leaf is not None and id(leaf) not in known and id(leaf) != own:
                 leaves.append((leaf, leaf._version))
@@ -140,12 +140,13 @@ class Branch:
 
     def release(self) -> None:
         """After a recomputation that ran ahead: lets go of the results that were kept for it, unless the graph stays."""
-        if self._kept is not None and not _retained():
+        if self._kept is not None and not graph_is_retained():
             self._kept.release()
 
     def _called(self, source: Tensor, pack: Callable, unpack: Callable, around: Sequence[AbstractContextManager] = ()) -> Any:
         """Calls the module under saved-tensor hooks, in some contexts."""
-        _push_hooks(pack, unpack)  # as saved_tensors_hooks does, whose calls of Python count where blocks are tiny
+        # Private: the context manager saved_tensors_hooks calls the same, but its own calls take time where blocks are tiny.
+        _push_hooks(pack, unpack)
         try:
             if not around:
                 return self._forward(source, **self._keywords)
@@ -170,8 +171,8 @@ class Branch:
         """
         if self._arguments is not None:
             self._arguments.require_unchanged()
-        learned, packed = self.learned, []
-        pack, versions, verified = packed.append, [], learned.verified
+        history, packed = self.history, []
+        pack, versions, verified = packed.append, [], history.verified
         if not verified:  # later recomputations do as the first one, without this check
 
             def pack(tensor: Tensor) -> None:
@@ -194,7 +195,9 @@ class Branch:
             self._reads.begin()
             try:
                 self._replay.begin(self.name)
-                around = [] if self._kept is None else [self._kept.reusing(self._reads.storages(), ahead or _retained())]
+                around = (
+                    [] if self._kept is None else [self._kept.reusing(self._reads.storages(), ahead or graph_is_retained())]
+                )
                 if self._casts is not None:
                     around.append(self._casts.shared(self._reads.storages()))
                 update = self._called(source, pack, _never, around)
@@ -204,7 +207,6 @@ class Branch:
                 self._replay.end()
         finally:
             self._reads.end()
-        self._replay.require_known_sources()
         if self._casts is not None and self.begins:
             self._casts.release()
         saved = packed.copy()
@@ -215,7 +217,7 @@ class Branch:
                 f"a tensor that {name} needs for its gradient was modified by an inplace operation after its use"
             )
         self._require_same_kinds(saved)
-        learned.verified = True
+        history.verified = True
         if self._leaves and any(tensor._version != version for tensor, version in self._leaves):
             raise RuntimeError(
                 f"a tensor that {name} reads, other than its parameters, was modified by an inplace operation between "
@@ -238,12 +240,16 @@ class Branch:
                 f"recomputation ({different}), so it did something else; its forward must do the same whenever it runs on the "
                 "same input"
             )
-        leaves = [id(_leaf_of(tensor)) for tensor in saved]
-        if [leaf if leaf in known else None for leaf in leaves] != self._parameters:
-            raise RuntimeError(
-                f"{name} read other parameters in the recomputation than in the forward, such as those of another adapter; "
-                "change what is active after the backward"
-            )
+        for tensor, parameter in zip(saved, self._parameters, strict=True):
+            if parameter is None:
+                changed = tensor.requires_grad and id(tensor) in known
+            else:
+                changed = parameter != id(tensor) and parameter != id(_leaf_of(tensor))
+            if changed:
+                raise RuntimeError(
+                    f"{name} read other parameters in the recomputation than in the forward, such as those of another adapter; "
+                    "change what is active after the backward"
+                )
 
 
 _SAME_WEIGHT = {"ToCopyBackward0", "TBackward0", "TransposeBackward0"}
@@ -265,11 +271,6 @@ def _leaf_of(tensor: Tensor) -> Tensor | None:
 
 class _AllSaved(BaseException):
     """Ends a recomputation whose output is not needed. No Exception, because a branch may catch those."""
-
-
-def _retained() -> bool:
-    """Whether the graph stays after this backward; where there is no backward, somebody looks at what a node saved."""
-    return torch._C._current_graph_task_id() == -1 or _get_current_graph_task_keep_graph()
 
 
 def _never(nothing: None) -> Tensor:
@@ -296,9 +297,7 @@ def checkpointed(
     if torch.compiler.is_compiling():  # the compiler checkpoints by rules of its own
         return checkpoint(forward or module, x, use_reentrant=False, **keywords)
     call = Call(x.device)
-    output = from_stored(Branch(name or type(module).__name__, module, keywords, call, (), forward), x, backward)
-    call.end()
-    return output
+    return from_stored(Branch(name or type(module).__name__, module, keywords, call, (), forward), x, backward)
 
 
 def from_stored(branch: Branch, source: Tensor, way: str = "checkpoint", part: Tensor | None = None) -> Any:

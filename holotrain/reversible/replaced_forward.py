@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, ClassVar, Self
 
@@ -28,6 +29,7 @@ class ReplacedForward(ABC):
     def __init__(self, module: Any) -> None:
         self.module, self._before, self.removed = module, vars(module).get("forward"), False
         module.forward = vars(module)[self.KEY] = self
+        # Private: nn.DataParallel copies a module by it, and has no public hook.
         self._replicate = vars(module).get("_replicate_for_data_parallel")
         module._replicate_for_data_parallel = self.refuse_replica
 
@@ -42,12 +44,16 @@ class ReplacedForward(ABC):
 
     def remove(self) -> None:
         """Gives the module its own forward back. Where something wrapped this one, it runs the module's own."""
-        self.removed, module = True, self.module
+        self.removed = True
+        self.give_back(self.module)
+
+    def give_back(self, module: Any) -> None:
+        """Takes this forward from the module, or from a copy of it."""
         del module._replicate_for_data_parallel
         if self._replicate is not None:
             module._replicate_for_data_parallel = self._replicate
         if vars(module).pop(self.KEY) is not module.forward:
-            return
+            return  # something wrapped it
         del module.forward
         if self._before is not None:
             module.forward = self._before
@@ -64,9 +70,22 @@ class ReplacedForward(ABC):
         """
         raise ValueError(
             f"nn.DataParallel would run the {self.WHAT} of its first GPU on every GPU; start one process for each GPU with "
-            "torchrun, or call undo(model)"
+            "torchrun, or show the process one GPU with CUDA_VISIBLE_DEVICES=0, or call undo(model)"
         )
 
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.own())
+
+
+@contextmanager
+def forward_replaced(module: Any, forward: Callable) -> Generator[None]:
+    """Inside, the module has another forward."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules.module import _has_any_global_hook  # private: nothing public tells it
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from holotrain.numeric import counted
 from holotrain.reversible.backward_schedules import SCHEDULES, Schedule, Shorthand
-from holotrain.reversible.block import Coupling, ReversibleBlock, Storing
+from holotrain.reversible.block import Coupling, ReversibleBlock
 from holotrain.reversible.checks import RebuildChecks
+from holotrain.reversible.context import backward_id, has_no_data, in_trace
 from holotrain.reversible.grid import FixedPointGrid
+from holotrain.reversible.random_state import generators_among, generators_unmoved
 from holotrain.reversible.reads import is_compiled
-from holotrain.reversible.replay import generators_among, generators_unmoved, has_no_data, in_trace
-from holotrain.reversible.tape import Recorder
+from holotrain.reversible.recomputation import checkpointed
+from holotrain.reversible.recorder import Recorder
 from holotrain.reversible.tokenwise import require_tile
 
 Keywords = dict | Sequence[dict] | None
@@ -119,7 +121,7 @@ class ReversibleSequence(nn.Module):
         elif torch.compiler.is_compiling() or kinds <= {"stored"}:
             run = self._run
         x1, x2 = run(schedules, x1, x2, keywords, coupling)
-        if self.grid is not None and grid is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if self.grid is not None and grid is not None and torch.is_grad_enabled() and backward_id() == -1:
             self.grid.follow(grid)
         return x1, x2
 
@@ -137,13 +139,10 @@ class ReversibleSequence(nn.Module):
         self, schedules: list[Schedule], x1: Tensor, x2: Tensor, keywords: list, coupling: Coupling
     ) -> tuple[Tensor, Tensor]:
         """Stores everything, or, in a model that is compiled as a whole, has the compiler checkpoint, by rules of its own."""
-        run = Storing(coupling)
-        for number, (schedule, block, words) in enumerate(zip(schedules, self.blocks, keywords, strict=False)):
+        for number, (schedule, block, (f_kwargs, g_kwargs)) in enumerate(zip(schedules, self.blocks, keywords, strict=False)):
+            update = coupling.update if schedule.kind == "stored" else partial(_checkpointed, coupling)
             with in_trace("forward", number):
-                if schedule.kind == "checkpointed":
-                    x1, x2 = checkpoint(block, x1, x2, *words, run=run, use_reentrant=False)
-                else:
-                    x1, x2 = block(x1, x2, *words, run=run)
+                x1, x2 = block(x1, x2, f_kwargs, g_kwargs, update=update)
         return x1, x2
 
     def _recompute(
@@ -152,14 +151,16 @@ class ReversibleSequence(nn.Module):
         self.checks.begin()
         schedules = self.checks.in_force(schedules, self.blocks)
         recorder, hooked = Recorder(x1.device, self.checks, self.tile), _has_any_global_hook()
-        for number, (schedule, block, words) in enumerate(zip(schedules, self.blocks, keywords, strict=False)):
+        for number, (schedule, block, (f_kwargs, g_kwargs)) in enumerate(zip(schedules, self.blocks, keywords, strict=False)):
             if hooked or block._forward_pre_hooks or block._forward_hooks:
                 recorder.call.present = None  # a hook may draw random numbers
-            run = recorder.block(number, schedule, coupling, block, (x1, x2))
-            if is_compiled(block) and schedule.kind != "stored":
-                run = torch.compiler.disable(run)  # a recomputation runs outside the compiled block
+            recorder.begin_block(number, schedule, coupling, block, (x1, x2))
+            update = recorder.update
+            if is_compiled(block):
+                # A recomputation runs outside the compiled block, and one that is stored inside it.
+                update = coupling.update if schedule.kind == "stored" else torch.compiler.disable(update)
             with in_trace("forward", number):
-                x1, x2 = block(x1, x2, *words, run=run)
+                x1, x2 = block(x1, x2, f_kwargs, g_kwargs, update=update)
         recorder.end(x1, x2)
         return x1, x2
 
@@ -232,6 +233,36 @@ class ReversibleSequence(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in said.items() if value or name == "backward")
 
 
+class AveragedStreams(ReversibleSequence):
+    """Reversible blocks with one stream as input and output: both streams start as the input, and their mean is the output.
+
+    Takes the arguments of :class:`ReversibleSequence`.
+
+    Attributes:
+        replaced: the list of another model's blocks in whose place it stands, as the only entry.
+    """
+
+    replaced: tuple[nn.Module, ...] = ()  # in a tuple it is no submodule
+
+    def forward(  # ty: ignore[incompatible-method-override]: one stream
+        self, x: Tensor, f_kwargs: Keywords = None, g_kwargs: Keywords = None, **keywords: Any
+    ) -> Tensor:
+        """
+        Args:
+            keywords: for every f, in place of ``f_kwargs``.
+        """
+        return self.join(super().forward(*self.split(x), keywords or f_kwargs, g_kwargs))
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The streams that the first block reads."""
+        return x, x
+
+    def join(self, streams: tuple[Tensor, ...]) -> Tensor:
+        """What is returned for the streams of the last block."""
+        y1, y2 = streams
+        return (y1 + y2) / 2
+
+
 def _require_block(block: nn.Module) -> None:
     plain = getattr(block, "_orig_mod", block)
     if not isinstance(plain, ReversibleBlock):
@@ -240,6 +271,10 @@ def _require_block(block: nn.Module) -> None:
         raise TypeError(
             f"{type(plain).__name__} overrides forward, which the recomputation would ignore; put the change into f or g"
         )
+
+
+def _checkpointed(coupling: Coupling, name: str, branch: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
+    return coupling.couple(target, source, checkpointed(branch, source, forward=partial(branch, **keywords)))
 
 
 def _widened(stream: Tensor) -> Tensor:

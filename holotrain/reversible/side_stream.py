@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from holotrain.reversible.replay import has_no_data
+from holotrain.reversible.context import has_no_data
 
 
 class SideStream:

@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from itertools import pairwise
-from types import MethodType
 from typing import Any
-from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
 
 from holotrain.numeric import counted
 from holotrain.reversible.backward_schedules import Schedule, Shorthand
+from holotrain.reversible.block_calls import name_of_stream, stream_in
 from holotrain.reversible.checks import RebuildChecks
-from holotrain.reversible.grid import FixedPointGrid, Grid
-from holotrain.reversible.kept_inputs import as_in_a_forward
-from holotrain.reversible.reads import version_of
-from holotrain.reversible.replay import has_no_data, in_trace
-from holotrain.reversible.tape import Recorder, same_tensor
-from holotrain.reversible.two_step import TwoStep, in_words, stream_in, tapered, weights
-
-FIRST_HEADROOM_BITS = 20
-"""In the first batch, when only the first stream is known, the streams may grow by a factor of 2^20."""
-
-SAMPLE = 2**12
-"""Elements of a stream from which a typical one is found."""
-
-FINENESS_BITS = 10
-"""Streams stay in fp32 if its grid resolves a typical element to 2^-10 of its magnitude. Otherwise they are kept in fp64."""
+from holotrain.reversible.context import backward_id
+from holotrain.reversible.grid import FixedPointGrid
+from holotrain.reversible.replaced_forward import ReplacedForward
+from holotrain.reversible.stack_pass import StackPass
+from holotrain.reversible.two_step import TwoStep, bits_in_words, tapered, weights
 
 
 class ReversibleStack:
@@ -87,33 +75,27 @@ class ReversibleStack:
         self.grid = FixedPointGrid()
         self.stream_dtype: torch.dtype | None = None
         self.checks = RebuildChecks(f"blocks {name!r}" if name else counted(len(self.blocks), "block"), on_mismatch)
-        self._forwards = [vars(block).get("forward") for block in self.blocks]
         self.compiled_calls: dict[int, Callable] = {}  # of blocks on which compile() was called
         self._compiled: dict[int, Callable] = {}  # their own forwards
-        self._pass: _Pass | None = None
+        self._pass: StackPass | None = None
         self._latest: Callable[[], TwoStep | None] = _nothing  # the last coupling of the last forward, if it is alive
         self.ran_plain = False  # the last forward in training, since it was without gradients
-        self.removed = False
-        for index, block in enumerate(self.blocks):
-            coupled = CoupledForward(self, index)
-            block.forward = vars(block)["_coupled_forward"] = coupled  # others may wrap the first
-            block._replicate_for_data_parallel = coupled.refuse_replica
+        self._forwards = [CoupledForward(self, index) for index in range(len(self.blocks))]
+        for index in range(len(self.blocks)):
             self._take_compiled_call(index)
 
     def remove(self) -> None:
         """Gives the blocks their own forward back. Where something wrapped the coupled one, that runs the block's own."""
-        self.removed = True
         if self._pass is not None:
             self._pass.close()
-        for block, forward in zip(self.blocks, self._forwards, strict=True):
-            _uncouple(block, forward)
+        for forward in self._forwards:
+            forward.remove()
         for index, call in self.compiled_calls.items():
             self.blocks[index]._compiled_call_impl = call
 
     def own_forward(self, index: int) -> Callable:
         """The forward that a block had before, compiled if ``block.compile()`` was called."""
-        block = self.blocks[index]
-        forward = self._forwards[index] or MethodType(type(block).forward, block)
+        forward = self._forwards[index].own()
         if index not in self.compiled_calls:
             return forward
         if index not in self._compiled:
@@ -123,7 +105,7 @@ class ReversibleStack:
     def _take_compiled_call(self, index: int) -> None:
         """What couples the blocks cannot be compiled, so of a compiled block only its own forward is."""
         block = self.blocks[index]
-        if block._compiled_call_impl is not None:
+        if block._compiled_call_impl is not None:  # private: where module.compile() puts it, which cannot be taken back
             self.compiled_calls[index], block._compiled_call_impl = block._compiled_call_impl, None
 
     def grid_state(self) -> dict[str, Any] | None:
@@ -162,9 +144,9 @@ class ReversibleStack:
             if schedule.kind == "rebuilt" and index not in self.changed:
                 rebuilt.append(m)
         if not rebuilt and self.bits:
-            return f"{blocks}, none rebuilt, computed as with {in_words(self.bits)}"
+            return f"{blocks}, none rebuilt, computed as with {bits_in_words(self.bits)}"
         some = "" if len(rebuilt) == len(self.bits) else f", of which {len(rebuilt)} keep bits to be rebuilt"
-        return f"{blocks}{some}, {in_words(rebuilt)}"
+        return f"{blocks}{some}, {bits_in_words(rebuilt)}"
 
     @property
     def ends(self) -> tuple[nn.Module, nn.Module]:
@@ -179,8 +161,8 @@ class ReversibleStack:
         """
         blocks = [copy.copy(self.blocks[0]) for _ in range(depth)]
         for block in blocks:
-            block.forward = vars(block)["_coupled_forward"]  # without what wraps it
-            _uncouple(block, self._forwards[0])
+            block.forward = self._forwards[0]  # without what wraps it
+            self._forwards[0].give_back(block)
         ReversibleStack(blocks, [min(self.bits, default=1)] * (depth - 1), backward)
         return _Chain(blocks)
 
@@ -208,12 +190,12 @@ class ReversibleStack:
             self._pass = None  # which holds a graph
             raise
 
-    def _begin_pass(self, index: int) -> _Pass:
+    def _begin_pass(self, index: int) -> StackPass:
         if self._pass is not None:
             with suppress(ValueError):  # its last stream was changed in place, which its backward tells
                 self._pass.close()
         self._require_one_mode()
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = backward_id() != -1
         if in_backward and self.ran_plain and self._latest() is None:
             raise ValueError(
                 "the backward runs blocks again that ran without gradients before, where they are not coupled; turn off "
@@ -230,7 +212,7 @@ class ReversibleStack:
         if not in_backward and not self.noticed <= self.changed:  # a recomputation must have the weights of its forward
             self.remember_changes(self.noticed)
         self.ran_plain = self.ran_plain and in_backward
-        self._pass = _Pass(self)
+        self._pass = StackPass(self)
         return self._pass
 
     def _require_one_mode(self) -> None:
@@ -248,23 +230,13 @@ class ReversibleStack:
         return f"{type(self).__name__}({self.kept}; backward={self.backward!r})"
 
 
-def _uncouple(block: nn.Module, forward: Callable | None) -> None:
-    """Takes a block's coupled forward from it; ``forward`` is the one of its own, None: that of its class."""
-    del block._replicate_for_data_parallel
-    if vars(block).pop("_coupled_forward") is not block.forward:
-        return  # something wrapped it
-    del block.forward
-    if forward is not None:
-        block.forward = forward
-
-
 class _Chain(nn.Module):
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, *arguments: Any, **keywords: Any) -> Tensor:
-        name = _name_of_stream(self.blocks[0].forward, arguments)
+        name = name_of_stream(self.blocks[0].forward, arguments)
         for block in self.blocks:
             x = stream_in(block(*arguments, **keywords))
             arguments, keywords = ((x, *arguments[1:]), keywords) if name is None else ((), {**keywords, name: x})
@@ -275,7 +247,7 @@ def _nothing() -> None:
     """Refers to nothing, as a weak reference does in the end."""
 
 
-class CoupledForward:
+class CoupledForward(ReplacedForward):
     """The ``forward`` of a block that belongs to a stack.
 
     Args:
@@ -283,40 +255,31 @@ class CoupledForward:
         index: the block's place in it.
     """
 
+    KEY, WHAT = "_coupled_forward", "reversible blocks"
+
     def __init__(self, stack: ReversibleStack, index: int) -> None:
+        super().__init__(stack.blocks[index])
         self.stack, self._index = stack, index
-        self._block, self._own = stack.blocks[index], stack._forwards[index]
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        stack, block = self.stack, self._block  # a compiler takes the same code for all blocks, if it does not read their index
-        if block.training and not stack.removed:
+        stack = self.stack  # a compiler takes the same code for all blocks, if it does not read their index
+        if self.module.training and not self.removed:
             if torch.is_grad_enabled():
                 return self._train(arguments, keywords)
             stack.ran_plain = True
         if stack.compiled_calls:
             return stack.own_forward(self._index)(*arguments, **keywords)
-        if self._own is not None:
-            return self._own(*arguments, **keywords)
-        return type(block).forward(block, *arguments, **keywords)
+        if self._before is not None:
+            return self._before(*arguments, **keywords)
+        return type(self.module).forward(self.module, *arguments, **keywords)  # a compiler cannot trace own()
 
     @torch.compiler.disable
     def _train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
         return self.stack.run(self._index, arguments, keywords)
 
-    def refuse_replica(self) -> nn.Module:
-        """What ``nn.DataParallel`` calls to copy the block.
-
-        Raises:
-            ValueError: always; the copy would run the parts of this block.
-        """
-        raise ValueError(
-            "nn.DataParallel would run the blocks of its first GPU on every GPU, so it does not work with make_reversible; "
-            "start one process for each GPU with torchrun, or show the process one GPU with CUDA_VISIBLE_DEVICES=0"
-        )
-
     @property
     def __globals__(self) -> dict[str, Any]:
-        """For which ``torch.jit.script`` asks.
+        """``torch.jit.script`` reads it.
 
         Raises:
             AttributeError: always.
@@ -326,14 +289,10 @@ class CoupledForward:
             "torch.export or torch.jit.trace in eval()"
         )
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.stack.own_forward(self._index))
-
 
 def stack_of(block: nn.Module) -> ReversibleStack | None:
     """The stack to which a block belongs; None: it belongs to none."""
-    forward = vars(block).get("_coupled_forward")
+    forward = CoupledForward.of(block)
     return None if forward is None else forward.stack
 
 
@@ -346,236 +305,3 @@ def stacks_in(model: nn.Module) -> list[ReversibleStack]:
 def kept_between_blocks(model: nn.Module) -> str | None:
     """What the stacks in a model keep, as :attr:`ReversibleStack.kept` says it; None: it has none."""
     return "; ".join(stack.kept for stack in stacks_in(model)) or None
-
-
-class _Pass:
-    """One forward of a stack in training: a run of some of its blocks, in their order. A block that the model leaves out is the
-    identity."""
-
-    def __init__(self, stack: ReversibleStack) -> None:
-        self._stack, self._task = stack, torch._C._current_graph_task_id()
-        self._following = 0
-        stack.checks.begin()
-        self._schedules = stack.checks.in_force(stack.schedules, stack.blocks)
-        self._weights = stack.weights
-        self._recorder: Recorder | None = None
-        self._changed: dict[int, int] = {}  # the block before which the model changed the stream, and the one that ran last
-        self._on_backward = WeakMethod(self.close)
-
-    def goes_on_with(self, index: int) -> bool:
-        """Whether a block can be one of this forward."""
-        return index >= self._following and self._task == torch._C._current_graph_task_id()
-
-    def run(self, index: int, arguments: tuple, keywords: dict[str, Any]) -> Any:
-        """Runs the next block."""
-        schedule = self._schedules[index]
-        x, forward, words = call_of(self._stack.own_forward(index), arguments, keywords, again=schedule.kind != "stored")
-        if not self._following:
-            self._begin(x)
-        elif same_tensor(x, self._returned) and version_of(x) == self._version:
-            self._follow(x)
-        else:
-            self._begin_anew(index, x)
-        if self._recorder is None or not self._recorder.call.as_now():
-            self._end_recording()
-            self._recorder = Recorder(self._stream.device, self._stack.checks)
-        block, rebuilt = self._stack.blocks[index], schedule.kind == "rebuilt"
-        bits = None if self._before is self._stream else self._stack.bits[index - 1]
-        if bits is None:
-            x = self._graph[0].to(x.dtype)  # which is on the grid
-        graphs, weights = (self._graph_before, self._graph), self._weights[index]
-        coupling = TwoStep(self._grid, x, graphs, self._sign, weights, bits, rebuilt, self._on_backward)
-        run = self._recorder.block(index, schedule, coupling, block, (self._stream, self._before), forward)
-        self._recorder.call.present = None  # what the model does between its blocks may draw random numbers
-        with in_trace("forward", index):
-            coupled = run("block", block, self._before, self._stream, words)
-        self._before, self._stream, self._following = self._stream, coupled, index + 1
-        self._graph_before, self._graph = self._graph, _with_version(coupling.take_graph())
-        if self._choice is not None:
-            self._choice.see(coupled)
-        may_change = self._choice is not None or self._following in self._stack.changed  # in place, by the model
-        carrier = self._graph[0]
-        self._returned = carrier.to(coupling.written_as, copy=may_change and carrier.dtype == coupled.dtype)
-        self._version = version_of(self._returned)
-        others, coupling.others = coupling.others, None  # the graph holds the coupling, and must not hold these
-        if self._task == -1:
-            self._stack._latest = ref(coupling)
-        if self._following == len(self._schedules):
-            self._end_recording()
-            self.close()
-        return self._returned if others is None else coupling.returned(self._returned, others)
-
-    def close(self) -> None:
-        """The model runs no more blocks. If it leaves out the last ones, a backward or the next forward tells."""
-        if self._stack._pass is not self:
-            return
-        self._stack._pass = None
-        if self._recorder is not None:
-            with as_in_a_forward():
-                self._end_recording()
-        self._end()
-        if self._changed and not (self._stack.changed or self._stack.noticed):
-            places = ", ".join(f"block {last} and block {index}" for index, last in self._changed.items())
-            warnings.warn(f"the model changes the stream between {places}; there it is stored instead of rebuilt", stacklevel=2)
-        self._stack.noticed |= self._changed.keys()
-
-    def _begin(self, x: Tensor) -> None:
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 2:
-            raise ValueError("the first argument of a block must be a floating-point tensor (batch, ...)")
-        stack, self._choice = self._stack, None
-        # The first batch is in fp64; a plan is for the batch that needs most.
-        grid, dtype = stack.grid, torch.promote_types(x.dtype, stack.stream_dtype or torch.float64)
-        if has_no_data(x):
-            grid = FixedPointGrid(bits=0).to(x.device)
-        elif not grid.known and x.numel():
-            self._choice = _Choice(x)
-            grid, dtype = self._choice.grid, torch.float64
-        stream = x.to(dtype)
-        self._grid = grid.in_call(stream)
-        self._enter(stream, x.dtype)
-        self._draw_sign(x)
-
-    def _enter(self, stream: Tensor, dtype: torch.dtype) -> None:
-        """The first stream of a recurrence, which autograd does not know, and what stands for it in the graph. So gradients are
-        in fp32, or in fp64 if the model is.
-
-        Args:
-            dtype: of the model.
-        """
-        entered = self._grid.entered(stream)
-        self._stream = self._before = entered.detach()
-        self._graph = self._graph_before = _with_version(entered.to(torch.promote_types(dtype, torch.float32)))
-
-    def _begin_anew(self, index: int, x: Tensor) -> None:
-        """The model changed the stream before a block: from here on as at the first block."""
-        last = self._following - 1
-        self._changed[index] = last
-        if x.device != self._stream.device:
-            raise ValueError(
-                f"the stream moves to {x.device} before block {index}; name the blocks of each device as a list of their own, "
-                f"such as blocks=['layers[:{index}]', 'layers[{index}:]']"
-            )
-        try:
-            self._end_recording()
-        except ValueError:
-            self._stack.remember_changes(self._changed)
-            raise ValueError(
-                f"the model changed the stream in place between block {last} and block {index}, which it had not done "
-                "before, so it was not kept; it is from the next forward on"
-            ) from None
-        self._enter(x.to(torch.promote_types(x.dtype, self._stream.dtype)), x.dtype)
-        if len(x) != len(self._sign) or x.dim() != self._sign.dim():
-            self._draw_sign(x)
-
-    def _draw_sign(self, x: Tensor) -> None:
-        sign = torch.randint(0, 2, (len(x),) + (1,) * (x.dim() - 1), device=x.device)
-        self._sign = sign.to(self._stream.dtype).mul_(2).sub_(1)
-
-    def _follow(self, x: Tensor) -> None:
-        """The graph goes on from what the next block reads: a view with hooks of its own, or one without a graph."""
-        if torch.is_grad_enabled() and x.grad_fn is None:  # detached, or computed without gradients
-            self._graph, self._graph_before = ((each.detach(), version) for each, version in (self._graph, self._graph_before))
-        carrier, version = self._graph
-        if same_tensor(x, carrier):
-            self._graph = x, version
-
-    def _end_recording(self) -> None:
-        recorder, self._recorder = self._recorder, None
-        if recorder is not None:
-            recorder.end(self._stream, self._before)
-
-    def _end(self) -> None:
-        if self._choice is not None:
-            self._stack.stream_dtype = self._choice.settle(self._stack.grid, self._grid)
-        elif self._task == -1:  # a recomputation in a backward leaves the grid as it is
-            self._stack.grid.follow(self._grid)
-
-
-def _with_version(tensor: Tensor) -> tuple[Tensor, int]:
-    return tensor, version_of(tensor)
-
-
-class _Choice:
-    """Chooses the grid from the streams of the first batch, which are kept in fp64.
-
-    Args:
-        x: the first of them.
-    """
-
-    def __init__(self, x: Tensor) -> None:
-        self._least = torch.promote_types(x.dtype, torch.float32)
-        self.grid = FixedPointGrid().to(x.device)
-        largest = torch.linalg.vector_norm(x.detach(), ord=torch.inf).item()
-        self.grid.choose(max(largest, 1e-6), torch.float64, FIRST_HEADROOM_BITS)
-        self._typical = torch.full((), math.inf, dtype=torch.float64, device=x.device)
-        self.see(x)
-
-    def see(self, stream: Tensor) -> None:
-        """Notes how large a typical element of a stream is, on its device. A few may be a thousand times as large."""
-        places = torch.arange(0, stream.numel(), max(stream.numel() // SAMPLE, 1), device=stream.device)
-        size = stream.detach().take(places).abs().double()
-        median = size.where(size > 0, math.nan).nanmedian()  # NaN if all are zero
-        self._typical = torch.fmin(self._typical, median.to(self._typical.device))
-
-    def settle(self, grid: FixedPointGrid, call: Grid) -> torch.dtype:
-        """Chooses ``grid`` and returns the dtype of later streams.
-
-        Args:
-            call: the grid on which the streams of the first batch were.
-        """
-        dtype, largest = self._least, call.largest.item()
-        grid.to(self.grid.step.device)
-        grid.choose(largest, dtype)
-        if grid.known and grid.step.item() > self._typical.item() * 2.0**-FINENESS_BITS:
-            dtype = torch.float64
-            grid.choose(largest, dtype)
-        return dtype
-
-
-def call_of(
-    forward: Callable, arguments: tuple, keywords: dict[str, Any], again: bool
-) -> tuple[Tensor, Callable, dict[str, Any]]:
-    """A block's stream, its forward as a function of the stream, and the keyword arguments of that function.
-
-    Args:
-        again: the forward will run again in the backward.
-    """
-    name = _name_of_stream(forward, arguments)
-    if name not in keywords if name is not None else not arguments:
-        raise ValueError("a block was called without its first argument, the stream")
-    x, rest = (arguments[0], arguments[1:]) if name is None else (keywords[name], ())
-    named = {key: value for key, value in keywords.items() if key != name}
-    if again:
-        rest, named = tuple(map(_no_cache, rest)), {key: _no_cache(value) for key, value in named.items()}
-
-    def run(source: Tensor, rest: tuple = (), named: dict[str, Any] | None = None) -> Any:
-        named = named or {}
-        return forward(source, *rest, **named) if name is None else forward(**{name: source}, **named)
-
-    return x, run, {key: value for key, value in (("rest", rest), ("named", named)) if value}
-
-
-def _name_of_stream(forward: Callable, arguments: tuple) -> str | None:
-    """The keyword by which a block gets its stream; None: it is the first of the positional arguments."""
-    return None if arguments else next(iter(inspect.signature(forward).parameters), None)
-
-
-def _no_cache(value: Any) -> Any:
-    """None for an empty cache of keys and values, to which a recomputation would add a second time.
-
-    Raises:
-        ValueError: the cache is not empty, or of fixed length.
-    """
-    if not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
-        return value
-    if getattr(value, "is_compileable", False):
-        raise ValueError(
-            "a block got a StaticCache in training, for whose length its masks are made; call the model with use_cache=False, "
-            'or have the block store its activations, with backward="autograd"'
-        )
-    if value.get_seq_length():
-        raise ValueError(
-            "a block got past keys and values in training, to which its recomputation would add a second time; call the model "
-            'with use_cache=False, or have the block store its activations, with backward="autograd"'
-        )
-    return None

@@ -10,29 +10,25 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import _get_current_graph_task_keep_graph
 
-from holotrain.reversible.backward_schedules import Casts, Schedule
-from holotrain.reversible.block import Coupling, Run, Storing
-from holotrain.reversible.checks import RebuildChecks, StreamCheck
+from holotrain.reversible.block import Coupling
+from holotrain.reversible.checks import StreamCheck
+from holotrain.reversible.context import backward_id, graph_is_retained
 from holotrain.reversible.kept_inputs import Saved
-from holotrain.reversible.reads import is_sharded, is_tensor_parallel
-from holotrain.reversible.recomputation import Branch, from_stored
-from holotrain.reversible.replay import Call, has_no_data, in_graphed_step
+from holotrain.reversible.reads import is_tensor_parallel
+from holotrain.reversible.recomputation import Branch
 from holotrain.reversible.side_stream import SameStream, SideStream, side_of
-from holotrain.reversible.tokenwise import drops_samples, tiles_of
 
 _no_room: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Branches that found no memory to run ahead, and how many elements a stream had then."""
 
 
-class _Rebuilt(Branch):
+class RebuiltBranch(Branch):
     """A branch on a tape, or one of its tiles, the ``place``-th; ``ahead``: it may run ahead of its turn."""
 
     coupling: Coupling
@@ -55,7 +51,7 @@ class Tape:
 
     def __init__(self) -> None:
         self.check: StreamCheck | None = None
-        self.branches: list[_Rebuilt] = []
+        self.branches: list[RebuiltBranch] = []
         # What ``branches[_position]``, the next to be rebuilt, wrote and read.
         self._streams: tuple[Tensor, ...] = ()
         self._target: Tensor | None = None  # that of the branch, as far as its tiles have been undone
@@ -63,19 +59,19 @@ class Tape:
         self._is_read = True  # a branch reads the coupled stream itself, and may still need it
         self._end: Saved | None = None
         self._task = -1
-        self._current: tuple[_Rebuilt, Tensor] | None = None
-        self._early: tuple[_Rebuilt, list[Tensor], tuple[Tensor, ...], Any] | None = None
+        self._current: tuple[RebuiltBranch, Tensor] | None = None
+        self._early: tuple[RebuiltBranch, list[Tensor], tuple[Tensor, ...], Any] | None = None
 
-    def complete(self, written: Tensor, read: Tensor) -> None:
+    def complete(self, target: Tensor, source: Tensor) -> None:
         """At the end of the forward, with the streams of the last branch."""
-        self._end, self._complete = Saved(written, read), True
+        self._end, self._complete = Saved(target, source), True
 
-    def supply(self, branch: _Rebuilt) -> None:
+    def supply(self, branch: RebuiltBranch) -> None:
         """Has ``branch.saved`` filled: rebuilds the streams down to the branch."""
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # as a backward may be called
             with torch.inference_mode(False), torch.no_grad():
                 return self.supply(branch)
-        task = torch._C._current_graph_task_id()
+        task = backward_id()
         if task != self._task or task == -1:  # -1: no backward, but a look at what a node saved
             self._begin(task)
         if self._current is not None:
@@ -120,7 +116,7 @@ class Tape:
         self._streams, self._position = self._end.tensors(), len(self.branches) - 1
         self._current, self._early, self._target, self._is_read = None, None, None, True
         self._side = side_of(self._streams[0])
-        if task != -1 and not _get_current_graph_task_keep_graph():
+        if not graph_is_retained():
             self._end = None
 
     def _rebuild(self, ahead: bool = False) -> list[Tensor]:
@@ -139,7 +135,7 @@ class Tape:
         self._position -= 1
         return saved
 
-    def _undo(self, branch: _Rebuilt, coupled: Tensor, source: Tensor, output: Any, last_use: bool) -> None:
+    def _undo(self, branch: RebuiltBranch, coupled: Tensor, source: Tensor, output: Any, last_use: bool) -> None:
         """Inverts the coupling of a branch or of a tile; the first tile, which comes last, completes that of its branch."""
         target = branch.coupling.undo(branch.part(coupled), branch.part(source), output, last_use)
         if branch.tiled:
@@ -176,136 +172,3 @@ class Tape:
             _no_room[branch.module] = size  # each attempt empties the allocator's cache, and waits for the device
             return  # put off until the memory of the branch behind it is free
         self._early = branch, saved, streams, done  # the streams too: the side stream reads them until ``done``
-
-
-class Recorder:
-    """Runs the blocks of one forward by their schedules, and records what the backward needs.
-
-    It holds streams with their graph, which holds the tape. So the tape must not hold it.
-
-    Args:
-        device: of the streams.
-        checks: of what is rebuilt.
-        tile: tokens of a tile, in which branches are taken that work token by token; None: all are taken whole.
-    """
-
-    def __init__(self, device: torch.device, checks: RebuildChecks, tile: int | None = None) -> None:
-        self.call, self._checks, self._tile = Call(device), checks, tile
-        self._tape: Tape | None = None
-        # What the latest rebuilt branch wrote, and what it read.
-        self._streams: tuple[Tensor, Tensor]
-        self._versions: tuple[int, int]
-
-    def block(
-        self,
-        number: int,
-        schedule: Schedule,
-        coupling: Coupling,
-        block: nn.Module,
-        streams: tuple[Tensor, Tensor],
-        forward: Callable | None = None,
-    ) -> Run:
-        """How to run the branches of the next block.
-
-        Args:
-            number: for a trace.
-            streams: before the block.
-            forward: what to call instead of the branch, without the branch's hooks.
-        """
-        if schedule.kind != "rebuilt":
-            self._end_tape(*streams)
-        elif self._tape is None:
-            self._begin_tape(*streams)
-        if schedule.kind == "stored":
-            self.call.present = None  # a stored block may draw random numbers
-            return Storing(coupling, forward)
-        tape, ahead = self._tape, schedule.ahead and not is_sharded(type(block))
-
-        def run(name: str, module: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
-            crossed = tape is not None and self._has_crossed(source, target)
-            if tape is not None and self._halves == 1 and not has_no_data(source):  # one branch has nothing rebuilt before it
-                tape.check = self._checks.of_blocks(self._streams[1], coupling.grid)
-            read, outputs = coupling.read(source), []
-            size = self._tile if schedule.input == "checkpoint" else None  # each tile would fetch or restore the whole
-            for tile, part, casts in self._tiles_of(module, size, read, keywords):
-                branch = _Rebuilt(f"{number}.{name}", module, keywords, self.call, schedule.keep, forward, tile, casts)
-                if tape is None:
-                    outputs.append(from_stored(branch, read, schedule.input, part))
-                    continue
-                branch.coupling, branch.crossed, branch.place, branch.ahead = coupling, crossed, len(tape.branches), ahead
-                branch.first = self._halves == 0
-                outputs.append(branch.run(part, tape.supply))
-                tape.branches.append(branch)
-            coupled = coupling.couple(target, source, outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))
-            if tape is not None:
-                self._halves += 1
-                self._streams, self._versions = (coupled, source), (coupled._version, source._version)
-            return coupled
-
-        return run
-
-    def _tiles_of(
-        self, module: nn.Module, size: int | None, read: Tensor, keywords: dict
-    ) -> Iterator[tuple[slice | None, Tensor, Casts | None]]:
-        """The tiles of a branch: their tokens, what they read, and what they share. One of None: all tokens."""
-        tiles = tiles_of(module, size, read, keywords)
-        drops_alike = bool(tiles) and drops_samples(module)
-        if not tiles or (drops_alike and in_graphed_step()):
-            yield None, read, None
-            return
-        casts = Casts() if self.call.settings.casts_weights else None
-        states = self.call.states() if drops_alike else []
-        parts = torch.unsafe_split(read, cast(int, size), 1)  # no views: what a branch writes to its part is noticed
-        for tile, part in zip(tiles, parts, strict=True):
-            if drops_alike:
-                self.call.draw_again(states)
-            yield tile, part.contiguous(), casts
-
-    def _has_crossed(self, first: Tensor, second: Tensor) -> bool:
-        """Whether two tensors are what the latest branch wrote and what it read; False if the other way round.
-
-        Raises:
-            ValueError: they are neither, so a hook replaced or changed them.
-        """
-        written, read = self._streams
-        crossed = first is written or (first is not read and same_tensor(first, written))
-        pair = (first, second) if crossed else (second, first)
-        if (pair[0] is not written or pair[1] is not read) and not all(map(same_tensor, pair, self._streams)):
-            raise ValueError(
-                "something replaced the inputs or outputs of a ReversibleBlock (a hook, or fully_shard with a "
-                "MixedPrecisionPolicy, which casts the streams: set cast_forward_inputs=False and no output_dtype, and train "
-                'under torch.autocast), so the block cannot be rebuilt; use backward="autograd" or "checkpoint"'
-            )
-        if (written._version, read._version) != self._versions:
-            raise ValueError(
-                "something changed the inputs or outputs of a ReversibleBlock in place (a hook), so the block cannot be "
-                'rebuilt; use backward="autograd" or "checkpoint"'
-            )
-        return crossed
-
-    def end(self, y1: Tensor, y2: Tensor) -> None:
-        """After the last block, with what it returned."""
-        self._end_tape(y1, y2)
-        self.call.end()
-
-    def _begin_tape(self, x1: Tensor, x2: Tensor) -> None:
-        if x1.dtype.itemsize < 4:
-            warnings.warn(
-                f"streams of {x1.dtype} are rounded at every addition, so rebuilt activations and gradients are inexact (by up "
-                "to 0.3 after 96 blocks); keep the streams in fp32 and train under torch.autocast",
-                stacklevel=5,
-            )
-        self._halves = 0  # branches on the tape, each with all its tiles
-        self._tape, self._streams, self._versions = Tape(), (x1, x2), (x1._version, x2._version)
-
-    def _end_tape(self, y1: Tensor, y2: Tensor) -> None:
-        if self._tape is not None:
-            self._has_crossed(y1, y2)
-            self._tape.complete(*self._streams)
-            self._tape = None
-
-
-def same_tensor(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are views of the same elements in the same order."""
-    same_view = a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
-    return bool(same_view and a.dtype == b.dtype and a.untyped_storage()._cdata == b.untyped_storage()._cdata)

@@ -10,16 +10,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from holotrain.reversible.context import has_no_data
+from holotrain.reversible.known_gradients import CutBase, SumsOverTiles, base_of
 from holotrain.reversible.reads import is_sharded
 from holotrain.reversible.replaced_forward import ReplacedForward
-from holotrain.reversible.replay import has_no_data
 from holotrain.reversible.tokenwise import PROBED, without_dropout
 
 IGNORED = -100
@@ -69,16 +69,8 @@ def language_model(model: nn.Module) -> Any:
 def _has_a_head(module: nn.Module) -> bool:
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):  # its labels are inputs too
         return False
-    head, base = getattr(module, "get_output_embeddings", lambda: None)(), _base_of(module)
+    head, base = getattr(module, "get_output_embeddings", lambda: None)(), base_of(module)
     return head is not None and base not in (None, module) and not _has_a_head(base)  # one of peft holds one with a head
-
-
-def _base_of(module: nn.Module) -> Any:
-    """What gives the hidden states of a model: its base, or, in an OPT, the decoder in it."""
-    base = getattr(module, getattr(module, "base_model_prefix", None) or "-", None)
-    if isinstance(base, nn.Module) and base is not module and len(children := [*base.children()]) == 1:
-        return children[0]
-    return base if isinstance(base, nn.Module) else None
 
 
 def tiled_cross_entropy(model: nn.Module, targets: Tensor, **inputs: Any) -> Tensor:
@@ -90,7 +82,9 @@ def tiled_cross_entropy(model: nn.Module, targets: Tensor, **inputs: Any) -> Ten
     found, run = language_model(model), partial(model, **inputs)
     if found is None or is_sharded(type(found.get_output_embeddings())):  # which would be gathered for each tile
         return _cross_entropy(run().logits, targets, "mean")
-    with _Base(found, targets.shape[1]) as base, _Sums(found, base) as sums:
+    base = CutBase(found, targets.shape[1])
+    sums = SumsOverTiles(found, base)
+    with base.replaced(), sums.head_replaced():
         for tokens in _tiles(targets, _size(found, targets, None)):
             logits = base.run_on(tokens, run).logits
             own = targets[:, tokens]
@@ -141,7 +135,8 @@ class TiledLoss(ReplacedForward):
         if self._is_whole(labels, keywords) or self.shifts.get(items is None, 0) is None:
             return run(*arguments, **keywords)
         run = partial(run, *arguments, **keywords)
-        with _Base(self.module, labels.shape[1]) as base:
+        base = CutBase(self.module, labels.shape[1])
+        with base.replaced():
             shift = self._shift(run, base, labels, items)
             if shift is None:
                 return base.run_on(None, run)
@@ -156,7 +151,7 @@ class TiledLoss(ReplacedForward):
             return True
         return is_sharded(type(self.module.get_output_embeddings()))  # it would be gathered for each tile
 
-    def _shift(self, run: Callable, base: _Base, labels: Tensor, items: Any) -> int | None:
+    def _shift(self, run: Callable, base: CutBase, labels: Tensor, items: Any) -> int | None:
         """As in ``shifts``."""
         mean = items is None
         if mean in self.shifts:
@@ -177,7 +172,7 @@ class TiledLoss(ReplacedForward):
         self.shifts[mean] = shift
         return shift
 
-    def _tried(self, run: Callable, base: _Base, labels: Tensor, items: Any) -> int | None:
+    def _tried(self, run: Callable, base: CutBase, labels: Tensor, items: Any) -> int | None:
         """Where labels belong, and whether the loss of a piece is that of its tiles."""
         piece = slice(0, min(2 * PROBED, labels.shape[1]))
         short = labels[:, piece].clamp(min=0)
@@ -198,10 +193,11 @@ class TiledLoss(ReplacedForward):
             tiles = self._in_tiles(run, base, short, items, 2 - places[0], 3).loss
         return 2 - places[0] if torch.allclose(whole, tiles, rtol=1e-2) else None
 
-    def _in_tiles(self, run: Callable, base: _Base, labels: Tensor, items: Any, shift: int, size: int) -> Any:
+    def _in_tiles(self, run: Callable, base: CutBase, labels: Tensor, items: Any, shift: int, size: int) -> Any:
         """What the model returns, with a loss whose gradients are known."""
         total = (labels[:, shift:] != IGNORED).sum() if items is None else items
-        with _Sums(self.module, base) as sums:
+        sums = SumsOverTiles(self.module, base)
+        with sums.head_replaced():
             for tokens in _tiles(labels, size, shift):
                 own = labels[:, tokens].clone()
                 own[:, :shift] = IGNORED  # of the tile before
@@ -220,191 +216,3 @@ class TiledLoss(ReplacedForward):
 
 GUESSED = -1
 """On tensors without values, where labels belong cannot be found out."""
-
-
-class _Base:
-    """The base of a model in a context in which it runs once. Each call gives what it returned, cut to some of the tokens.
-
-    Attributes:
-        called: whether it was.
-        result: what it returned.
-        given: the same, flat.
-        leaves: the pieces of the last call, with gradients of their own, by their place in ``given``.
-    """
-
-    def __init__(self, model: nn.Module, tokens: int) -> None:
-        self.module, self.tokens = _base_of(model), tokens
-        self.called, self.result = False, None
-        self.given: list[Any] = []
-        self.leaves: dict[int, Tensor] = {}
-        self._cut: slice | None = None
-
-    def __enter__(self) -> Self:
-        self._before = vars(self.module).get("forward")
-        self._own, self.module.forward = self.module.forward, self._forward
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        del self.module.forward
-        if self._before is not None:
-            self.module.forward = self._before
-
-    @property
-    def first(self) -> Tensor:
-        return next(iter(self.leaves.values()))
-
-    def run_on(self, tokens: slice | None, run: Callable[[], Any]) -> Any:
-        """What a call of the model returns for some of the tokens; None: for all, as the model does without tiles."""
-        self._cut = tokens
-        return run()
-
-    def of_tokens(self, value: Tensor) -> bool:
-        return value.ndim > 1 and value.shape[1] == self.tokens
-
-    def _forward(self, *arguments: Any, **keywords: Any) -> Any:
-        self.called = True
-        if not self.given:
-            self.result = self._own(*arguments, **keywords)
-            self.given, self._structure = tree_flatten(self.result)
-        if self._cut is None:
-            return self.result
-        pieces, self.leaves = list(self.given), {}
-        for place, value in enumerate(self.given):
-            if isinstance(value, Tensor):
-                piece = value[:, self._cut] if self.of_tokens(value) else value
-                if value.is_floating_point():  # also where the base is frozen
-                    piece = self.leaves[place] = piece.detach().requires_grad_()
-                pieces[place] = piece
-        return tree_unflatten(pieces, self._structure)
-
-
-class _Sums:
-    """The sums of a loss and of its gradients over tiles: for what the base has given, and for the parameters behind it.
-
-    In its context a head that is one linear layer adds the gradients of its weight to their sum in place.
-    """
-
-    def __init__(self, model: Any, base: _Base) -> None:
-        self._base, self._head = base, _Head.of(model.get_output_embeddings())
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._sums: dict[Tensor, Tensor] = {}
-        self._loss: Tensor | None = None
-
-    def __enter__(self) -> Self:
-        if self._head is not None:
-            self._head.layer.forward = self._head
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        if self._head is not None:
-            del self._head.layer.forward
-
-    def add(self, loss: Tensor, tokens: slice) -> None:
-        if torch.is_grad_enabled():
-            self._differentiate(loss, tokens)
-        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
-
-    def _differentiate(self, loss: Tensor, tokens: slice) -> None:
-        leaves = self._base.leaves
-        with torch.autocast(loss.device.type, enabled=False):
-            found = torch.autograd.grad(loss, [*leaves.values(), *self._parameters], allow_unused=True)
-        for place, gradient in zip(leaves, found, strict=False):
-            value = self._base.given[place]
-            if gradient is not None and value.requires_grad:
-                total = self._sum_of(value, value.dtype)
-                (total[:, tokens] if self._base.of_tokens(value) else total).add_(gradient)
-        reached = []
-        for parameter, gradient in zip(self._parameters, found[len(leaves) :], strict=True):
-            if gradient is not None:
-                reached.append(parameter)
-                self._sum_of(parameter, torch.promote_types(parameter.dtype, torch.float32)).add_(gradient)
-        if self._loss is None:
-            self._parameters = reached  # others are not looked for in later tiles
-
-    def _sum_of(self, value: Tensor, dtype: torch.dtype) -> Tensor:
-        if value not in self._sums:
-            self._sums[value] = torch.zeros_like(value, dtype=dtype, requires_grad=False)
-        return self._sums[value]
-
-    def loss(self, count: Tensor | int) -> Tensor:
-        """The sum over ``count``, with its gradients."""
-        assert self._loss is not None
-        known = self._sums | ({} if self._head is None else self._head.sums)
-        return _KnownGradients.apply(self._loss, self._loss.new_ones(()) / count, [*known.values()], *known)
-
-
-class _Head:
-    """The forward of a linear layer whose weight's gradient is added up in place.
-
-    Attributes:
-        sums: its parameters with their gradients so far.
-    """
-
-    def __init__(self, layer: Any) -> None:
-        self.layer = layer
-        own = [each for each in layer.parameters() if each.requires_grad and torch.is_grad_enabled()]
-        self.sums = {each: torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in own}
-        self._cast: dict[torch.dtype, list[Tensor | None]] = {}
-
-    @classmethod
-    def of(cls, layer: nn.Module) -> Self | None:
-        """None: it is another module, which autograd differentiates."""
-        if type(layer) is not nn.Linear or "forward" in vars(layer):
-            return None
-        if type(layer.weight) is not nn.Parameter and not has_no_data(layer.weight):  # such as a DTensor
-            return None
-        return cls(layer)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        device, dtype = x.device.type, x.dtype
-        if torch.is_autocast_enabled(device) and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(device)
-        if dtype not in self._cast:  # once for all tiles
-            given = (self.layer.weight, self.layer.bias)
-            self._cast[dtype] = [None if each is None else each.detach().to(dtype) for each in given]
-        with torch.autocast(device, enabled=False):
-            return _Linear.apply(x.to(dtype), *self._cast[dtype], [*self.sums.values()])
-
-
-class _Linear(torch.autograd.Function):
-    """A linear layer; the gradients of its parameters are added to ``sums``, one for each dimension that a parameter has."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, sums: list[Tensor]) -> Tensor:
-        flat = x.flatten(0, -2)
-        ctx.save_for_backward(flat, weight)
-        ctx.sums = sums
-        return F.linear(flat, weight, bias).unflatten(0, x.shape[:-1])
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        flat = gradient.flatten(0, -2)
-        for total in ctx.sums:
-            if total.ndim == 1:
-                total += flat.sum(0, dtype=total.dtype)
-            elif total.dtype == flat.dtype:
-                total.addmm_(flat.T, x)
-            else:
-                total += flat.T @ x
-        return (flat @ weight).unflatten(0, gradient.shape[:-1]), None, None, None
-
-
-class _KnownGradients(torch.autograd.Function):
-    """``loss * scale``, whose gradients are known but for the scale. In half precision they would underflow with it."""
-
-    @staticmethod
-    def forward(ctx, loss: Tensor, scale: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
-        ctx.gradients, ctx.scale, ctx.dtypes = gradients, scale, [each.dtype for each in inputs]
-        return loss * scale
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.gradients is None:
-            raise RuntimeError("the gradients of a loss in tiles are given once; a second backward needs a second forward")
-        gradients, ctx.gradients = ctx.gradients, None
-        scale = gradient * ctx.scale
-        scaled = [each.mul_(scale).to(dtype) for each, dtype in zip(gradients, ctx.dtypes, strict=True)]
-        return None, None, None, *scaled

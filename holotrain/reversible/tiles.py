@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from holotrain.reversible.context import has_no_data
 from holotrain.reversible.lists_of_blocks import is_list_of_blocks, outermost
+from holotrain.reversible.recomputation import checkpointed
 from holotrain.reversible.replaced_forward import ReplacedForward
-from holotrain.reversible.replay import has_no_data
 from holotrain.reversible.tiled_loss import language_model, tile_loss, untile_loss
 from holotrain.reversible.tokenwise import drops_samples, may_be_tokenwise, require_tile, tiles_of
 
@@ -89,7 +89,7 @@ class Tiled(ReplacedForward):
             tiles = tiles_of(self.module, self.tile, x, keywords)
         if not tiles or drops_samples(self.module):
             return run(x)
-        run, sizes = partial(checkpoint, _within(run), use_reentrant=False), [part.stop - part.start for part in tiles]
+        run, sizes = partial(checkpointed, self.module, forward=_within(run)), [part.stop - part.start for part in tiles]
         if not has_no_data(x) or len(tiles) <= 3:
             return torch.cat([run(part.contiguous()) for part in torch.unsafe_split_with_sizes(x, sizes, 1)], 1)
         first, second, others, last = torch.unsafe_split_with_sizes(x, [*sizes[:2], sum(sizes[2:-1]), sizes[-1]], 1)

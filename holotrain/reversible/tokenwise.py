@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from holotrain.reversible.backward_schedules import noting_mixtures
+from holotrain.reversible.context import has_no_data
+from holotrain.reversible.random_state import PYTHON_AND_NUMPY, generators_among, generators_unmoved, have_drawn
 from holotrain.reversible.reads import is_compiled, is_tensor_parallel, parts_of
-from holotrain.reversible.replay import Call, generators_among, generators_unmoved, has_no_data
+from holotrain.reversible.replay import Call
 
 PROBED = 8
 """Tokens of each part on which is tried, once, whether a module works token by token."""
@@ -156,15 +158,16 @@ def _works_on(branch: nn.Module, x: Tensor, keywords: dict[str, Any]) -> bool:
     try:
         # A weight that is cast without a gradient must not stay in the cache of autocast.
         with generators_unmoved(x.device, generators), (call := Call(x.device)).uncached():
+            drawn = [source.read() for source in PYTHON_AND_NUMPY]
             states = call.states()
-            works = same_in_pieces(branch, run, x[:1]) and not call.drew_since(states)
+            works = same_in_pieces(branch, run, x[:1]) and not have_drawn(states)
             with torch.no_grad():
                 run(x[:1, :PROBED].contiguous())  # which may change buffers, in training
-            call.end()
+            works = works and not have_drawn(drawn)
     except Exception:  # it cannot take a short piece
         return False
     written = [(buffer, kept) for buffer, version, kept in before if buffer._version != version]
     for buffer, kept in written:
         with torch.no_grad():
             buffer.copy_(kept)
-    return works and not (mixes or written or call.drew_unexpectedly)
+    return works and not (mixes or written)

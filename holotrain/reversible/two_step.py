@@ -28,9 +28,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holotrain.numeric import counted
 from holotrain.reversible.block import Coupling
+from holotrain.reversible.block_calls import stream_in
+from holotrain.reversible.context import has_no_data
 from holotrain.reversible.grid import Grid
 from holotrain.reversible.reads import version_of
-from holotrain.reversible.replay import has_no_data
 
 LARGEST_BITS = 6
 """At the ends of a stack. For all blocks together that is at most 6 bits an element more than four for each, and 20 more than
@@ -61,7 +62,7 @@ def tapered(bits: int | Sequence[int], depth: int) -> list[int]:
     return each
 
 
-def in_words(bits: Sequence[int]) -> str:
+def bits_in_words(bits: Sequence[int]) -> str:
     """``"4.2 bits an element: 6, 5, 25 x 4, 5, 6"``: the mean of the bits of blocks, and those of each."""
     if not bits:
         return "no bits"
@@ -308,8 +309,3 @@ class _TwoStep(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # ty: ignore[incompatible-method-override]
         ctx.coupling.reached()
         return *ctx.coupling.gradients(grad), None, None, None
-
-
-def stream_in(output: Any) -> Any:
-    """The stream in what a block returned."""
-    return output[0] if isinstance(output, tuple | list) and output else output

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, replay
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, recomputing, replay
 from holotrain.reversible.grid import FixedPointGrid
 
 every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
@@ -324,22 +324,6 @@ def test_random_numbers_of_python_and_numpy(engine, draw):
     for (ours, after), (true, after_true) in zip(found[3:], found[:3], strict=True):
         assert relative_error(ours, true) <= 1e-12
         assert after == after_true
-
-
-@recomputing_engines
-def test_a_branch_that_begins_to_draw_is_refused_once(engine):
-    reference, net = both(engine, lambda: Drawing(random.random, p=0.0))
-    loss_of(net).backward()
-    for each in (reference, net):
-        each.blocks[1].f.p = 1.0
-    loss = loss_of(net)
-    with pytest.raises(RuntimeError, match="did not do when it first ran"):
-        loss.backward()
-    found = []
-    for each in (reference, net):
-        random.seed(0)
-        found.append(torch.autograd.grad(loss_of(each), list(each.parameters())))
-    assert relative_error(found[1], found[0]) <= 1e-12
 
 
 @recomputing_engines
@@ -705,7 +689,7 @@ def test_a_parameter_that_the_first_forward_registers(engine):
 def test_a_recomputation_that_fails_leaves_everything_as_it_was(engine, fails, monkeypatch):
     class Failing(Branch):
         def forward(self, x, **keywords):
-            if torch.is_grad_enabled() and replay.recomputing():
+            if torch.is_grad_enabled() and recomputing():
                 random.random()  # which it did not do in the forward
                 raise KeyboardInterrupt
             return super().forward(x, **keywords)
@@ -720,7 +704,7 @@ def test_a_recomputation_that_fails_leaves_everything_as_it_was(engine, fails, m
         monkeypatch.setattr(replay.Replay, "end", lambda self: None)
     with pytest.raises(KeyboardInterrupt):
         y1.sum().backward()
-    assert all(value is before[name] for name, value in net.named_parameters()) and not replay.recomputing()
+    assert all(value is before[name] for name, value in net.named_parameters()) and not recomputing()
 
 
 class Settings(nn.Module):

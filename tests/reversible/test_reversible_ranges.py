@@ -7,7 +7,7 @@ from torch.profiler import profile
 
 from holotrain.models.layers.blocks import ResidualBlock, ResidualSequence
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
-from holotrain.reversible.replay import in_trace
+from holotrain.reversible.context import in_trace
 
 DEPTH = 3
 FORWARD = [f"forward {i}" for i in range(DEPTH)]

@@ -14,8 +14,8 @@ from tracked_memory import TrackedMemory
 
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, kept_inputs, make_reversible, recompute, stack_of, undo
 from holotrain.reversible.kept_inputs import WAYS, rounded, unrounded
-from holotrain.reversible.make_reversible import TwoStream
-from holotrain.reversible.recomputed_block import RecomputedForward, recompute_block
+from holotrain.reversible.recompute import RecomputedForward, recompute_block
+from holotrain.reversible.sequence import AveragedStreams
 from holotrain.reversible.side_stream import SameStream
 
 
@@ -217,7 +217,7 @@ def test_one_schedule_for_each_block_and_single_lists():
     assert [forward and forward.backward for forward in found] == ["checkpoint", None, None, "offload", "checkpoint8"]
 
 
-@pytest.mark.parametrize("make", [make_reversible, ReversibleSequence])
+@pytest.mark.parametrize("make", [make_reversible, AveragedStreams])
 def test_reversible_blocks_have_the_same_schedules(make):
     """Two streams keep the inputs of both halves."""
     if make is make_reversible:
@@ -226,8 +226,7 @@ def test_reversible_blocks_have_the_same_schedules(make):
         held = stack_of(model.blocks[0])
         gradients(model, inputs)  # chooses the grid
     else:
-        held = make([ReversibleBlock(Block(64), Block(64)) for _ in range(3)]).double()
-        model = TwoStream(held, nn.ModuleList())
+        held = model = make([ReversibleBlock(Block(64), Block(64)) for _ in range(3)]).double()
         inputs = {"x": torch.randn(2, 6, 64, dtype=torch.float64)}
     held.backward = "autograd"
     true = gradients(model, inputs)

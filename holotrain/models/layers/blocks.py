@@ -18,8 +18,9 @@ from holotrain.models.layers.attention import Attention
 from holotrain.numeric import require_at_least, require_within
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, checkpointed
 from holotrain.reversible.backward_schedules import schedules_of
+from holotrain.reversible.context import in_trace
 from holotrain.reversible.kept_inputs import WAYS
-from holotrain.reversible.replay import in_trace
+from holotrain.reversible.sequence import AveragedStreams
 
 
 class DropPath(nn.Module):
@@ -219,7 +220,7 @@ class ResidualSequence(nn.Module):
         return found
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The only stream, as a tuple; see :class:`~holotrain.models.layers.blocks.AveragedStreams`."""
+        """The only stream, as a tuple; see :class:`~holotrain.reversible.sequence.AveragedStreams`."""
         return (x,)
 
     def join(self, streams: tuple[Tensor, ...]) -> Tensor:
@@ -237,30 +238,8 @@ class ResidualSequence(nn.Module):
         return x
 
 
-class AveragedStreams(ReversibleSequence):
-    """Reversible blocks with one stream as input and output: both streams start as the input, and their mean is the output.
-
-    The layers around the blocks and the names of all parameters are the same as with a plain ``ResidualSequence``.
-    Takes the arguments of :class:`~holotrain.reversible.ReversibleSequence`.
-    """
-
-    def forward(  # ty: ignore[incompatible-method-override]: one stream
-        self, x: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None
-    ) -> Tensor:
-        return self.join(super().forward(*self.split(x), f_kwargs, g_kwargs))
-
-    def split(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The streams that the first block reads."""
-        return x, x
-
-    def join(self, streams: tuple[Tensor, ...]) -> Tensor:
-        """What is returned for the streams of the last block."""
-        y1, y2 = streams
-        return (y1 + y2) / 2
-
-
 class ConcatenatedStreams(AveragedStreams):
-    """The same, but both streams are its output, one after the other: (..., C) -> (..., 2C)."""
+    """Reversible blocks of one stream, both of whose streams are the output, one after the other: (..., C) -> (..., 2C)."""
 
     def join(self, streams: tuple[Tensor, ...]) -> Tensor:
         return torch.cat(streams, dim=-1)

@@ -1,0 +1,189 @@
+"""Random number generators: their states, read and put back.
+
+Those of PyTorch on the CPU and on the device are read before each branch, which takes 2 us. Python's and NumPy's global ones
+take 70 us, so they are read only for the first run of a branch, and later if that run drew from them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from contextvars import ContextVar
+from ctypes import c_char
+from functools import partial
+from typing import Any
+
+import torch
+
+from holotrain.reversible.context import fake_mode_active, is_captured
+
+try:
+    import numpy
+except ImportError:  # torch works without it
+    numpy = None
+
+
+class Source:
+    """A source of random numbers.
+
+    Args:
+        get, set: read and set its state.
+        mark: what of a state tells whether numbers were drawn since; None: all of it.
+    """
+
+    def __init__(self, get: Callable[[], Any], set: Callable[[Any], None], mark: Callable[[Any], Any] | None = None) -> None:
+        self._get, self.set, self._mark = get, set, mark
+
+    def read(self) -> State:
+        """The source, its state and the state's mark."""
+        state = self._get()
+        return self, state, state if self._mark is None else self._mark(state)
+
+
+State = tuple[Source, Any, Any]
+
+
+def _ends(state: torch.Tensor) -> Any:
+    """The first and last bytes of the state of a generator of PyTorch's, which are compared in a tenth of the time: the
+    counters, the first of 624 words, and a normal number that is left over."""
+    memory = (c_char * state.numel()).from_address(state.data_ptr())
+    return memory[:64], memory[-64:]
+
+
+_KINDS = (torch.Generator, random.Random) if numpy is None else (torch.Generator, random.Random, numpy.random.Generator)
+
+
+def generators_among(values: Iterable[Any]) -> list[Any]:
+    """The generators of PyTorch, Python and NumPy among some values."""
+    return [value for value in values if isinstance(value, _KINDS)]
+
+
+def source_of(generator: Any) -> Source:
+    """The source that a generator is."""
+    if isinstance(generator, torch.Generator):
+        return Source(generator.get_state, generator.set_state, _ends)
+    if isinstance(generator, random.Random):
+        return Source(generator.getstate, generator.setstate)
+    bits = generator.bit_generator
+    return Source(lambda: bits.state, partial(setattr, bits, "state"), repr)
+
+
+_CPU = source_of(torch.default_generator)
+PYTHON_AND_NUMPY = [Source(random.getstate, random.setstate)]
+"""Their global generators."""
+if numpy is not None:
+    PYTHON_AND_NUMPY.append(Source(partial(numpy.random.get_state, legacy=False), numpy.random.set_state, repr))
+
+
+def sources_of(device: torch.device) -> list[Source]:
+    """PyTorch's generators for work on a device."""
+    if fake_mode_active():  # fake tensors draw nothing, and there may be no device whose state could be read
+        return []
+    if device.type in ("cpu", "meta") or is_captured(device):
+        return [_CPU]
+    module = torch.get_device_module(device)
+    return [_CPU, Source(partial(module.get_rng_state, device), partial(module.set_rng_state, device=device), _ends)]
+
+
+def have_drawn(states: Iterable[State]) -> bool:
+    """Whether random numbers were drawn since the sources had these states."""
+    return any(source.read()[2] != mark for source, _, mark in states)
+
+
+def put_back(states: list[State]) -> list[State]:
+    """Sets the states of some sources and returns those that they had."""
+    present = [source.read() for source, _, _ in states]
+    for source, state, _ in states:
+        source.set(state)
+    return present
+
+
+@contextmanager
+def generators_unmoved(device: torch.device, others: Iterable[Any]) -> Generator[None]:
+    """After the context all generators of a device, and others, are as they were before it."""
+    states = [source.read() for source in (*sources_of(device), *PYTHON_AND_NUMPY, *map(source_of, others))]
+    try:
+        yield
+    finally:
+        put_back(states)
+
+
+# During the capture of a CUDA graph the state of a generator cannot be read or set. It can only be replaced by the state of
+# another generator that is registered with the graph. So each run that will be repeated gets two generators with equal seeds.
+# A replay of the graph advances both by the same amount, so they stay equal.
+
+
+class _Pair:
+    """Generators for one run of a branch in a captured step, and for its recomputation."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self._default = torch.cuda.default_generators[device.index or 0]
+        self.forward, self.recomputation = (torch.Generator(device).manual_seed(seed) for _ in range(2))
+
+    @contextmanager
+    def used(self, generator: torch.Generator) -> Generator[None]:
+        before = self._default.graphsafe_get_state()
+        self._default.graphsafe_set_state(generator)
+        try:
+            yield
+        finally:
+            self._default.graphsafe_set_state(before)
+
+
+class GraphGenerators:
+    """Counts the pairs that a step needs, then hands them out while it is captured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._count = device, 0
+        self._pairs: list[_Pair] = []
+
+    def prepare(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Makes as many pairs as were requested since the counting began, and registers them with ``graph``."""
+        seed = torch.cuda.initial_seed()
+        self._pairs = [_Pair(self._device, (seed + number + 1) % 2**63) for number in range(self._count)]
+        for pair in self._pairs:
+            graph.register_generator_state(pair.forward)
+            graph.register_generator_state(pair.recomputation)
+        self._count = 0
+
+    def next(self) -> _Pair | None:
+        """The next pair; None while they are counted."""
+        self._count += 1
+        return self._pairs[self._count - 1] if self._pairs else None
+
+    @contextmanager
+    def available(self) -> Generator[None]:
+        """Inside, runs of branches take their pairs from here."""
+        token = _graph_generators.set(self)
+        try:
+            yield
+        finally:
+            _graph_generators.reset(token)
+
+
+_graph_generators: ContextVar[GraphGenerators | None] = ContextVar("graph generators", default=None)
+
+
+def in_graphed_step() -> bool:
+    """Whether the step is captured as a CUDA graph, or is about to be: each run of a branch then has generators of its own."""
+    return _graph_generators.get() is not None
+
+
+def next_pair(device: torch.device) -> _Pair | None:
+    """The pair for the run that begins now; None where no graph is captured.
+
+    Raises:
+        RuntimeError: a graph is captured by other means than :class:`~holotrain.reversible.GraphedStep`, or a sequence runs
+            inside a branch of another.
+    """
+    if fake_mode_active():
+        return None
+    generators = _graph_generators.get()
+    pair = None if generators is None else generators.next()
+    if pair is None and is_captured(device):
+        raise RuntimeError(
+            "use holotrain.reversible.GraphedStep to capture a step that recomputes activations, without a reversible "
+            "sequence inside a branch of another; otherwise the recomputation would draw other random numbers"
+        )
+    return pair
