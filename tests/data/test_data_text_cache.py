@@ -184,9 +184,7 @@ def test_killed_while_tokenising_it_leaves_nothing_that_is_used(folder, tmp_path
     [
         (Path, "mkdir", {}, "cannot write .*cache"),
         (ArrowWriter, "write_table", {}, "cannot write the cache of .*a.txt or one of 2 other files"),
-        (ArrowWriter, "finalize", {}, "cannot write the cache of .*"),
-        (Path, "write_text", {"tokenizer": "bpe", "vocab_size": 280}, "cannot write .*"),
-        (Path, "write_text", {"on_error": "skip"}, "cannot write .*"),  # where damaged files are noted
+        (ArrowWriter, "finalize", {"tokenizer": "bpe", "vocab_size": 280}, "cannot write the cache of .*"),
     ],
 )
 @pytest.mark.parametrize("full", [OSError(ENOSPC, "No space left on device"), OSError("No space left on device")])
@@ -242,10 +240,3 @@ def test_a_damaged_file_of_tokens_is_made_again(folder, damage):
     for path in (folder.parent / "cache").glob("tokens-*.arrow"):
         damage(path)
     assert tokens(prepared(folder)) == expected
-
-
-def test_a_damaged_tokenizer_is_trained_again(folder):
-    expected = tokens(prepared(folder, tokenizer="bpe", vocab_size=270))
-    (path,) = (folder.parent / "cache").glob("bpe-*.json")
-    path.write_text("{")
-    assert tokens(prepared(folder, tokenizer="bpe", vocab_size=270)) == expected

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from errno import EIO
 from itertools import chain
 from pathlib import Path
 
@@ -158,23 +159,26 @@ def test_what_is_left_out_is_named(tmp_path, monkeypatch, streaming, named, more
 
 def test_files_are_searched_for_damage_once_until_one_changes(tmp_path, monkeypatch):
     paths = [Path(write(tmp_path, f"{number}.txt", b"good" if number else b"\xff")) for number in range(4)]
-    files, read, cache = [TextFile(path, path.name) for path in paths], [], tmp_path / "cache"
-    cache.mkdir()
+    files, read = [TextFile(path, path.name) for path in paths], []
     original = sources._search
     monkeypatch.setattr(sources, "_search", lambda file, *rest: read.append(file) or original(file, *rest))
 
     def readable() -> list[TextFile]:
-        return [file for file, empty in searched(files, cache).items() if empty is not None]
+        return [file for file, empty in searched(files, tmp_path / "cache").items() if empty is not None]
 
     assert readable() == readable() == files[1:] and read == files
     write(tmp_path, "0.txt", b"mended")
     assert readable() == files and read == 2 * files
     paths[1].unlink()
     assert readable() == [files[0], *files[2:]]
-    for text in ('{"a": 1', "[1e999]", "[[1e999], [], []]", "[[]]", "[[], [], [[]]]"):
-        for crooked in cache.glob("damaged-*"):
-            crooked.write_text(text)
-        assert readable() == [files[0], *files[2:]]
+
+
+def test_a_failing_disk_is_not_a_damaged_file(tmp_path, monkeypatch):
+    file = TextFile(Path(write(tmp_path, "a.txt", b"good")), "a.txt")
+    with monkeypatch.context() as patched, pytest.raises(UserError, match=r"cannot read .*a\.txt \(.*Input/output error\)"):
+        patched.setattr(Path, "open", lambda *_, **__: (_ for _ in ()).throw(OSError(EIO, "Input/output error")))
+        searched([file], tmp_path / "cache")
+    assert searched([file], tmp_path / "cache") == {file: []}
 
 
 def test_held_out_files_do_not_depend_on_order_and_no_part_is_left_without_one():

@@ -1,7 +1,7 @@
 """What all text data sets share: reading, the cache of tokens, the tokenizer, and the loaders of both layouts."""
 
 from abc import abstractmethod
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from holotrain.data.hub import writing
+from holotrain.data.hub import cached
 from holotrain.data.loader import Loader, LoadingModule, ResumableLoader, StreamLoader, digest, in_places
 from holotrain.data.sampler import FixedBatches
 from holotrain.data.text.documents import BucketBatchSampler, Pieces, by_length, padded, padding
@@ -17,7 +17,6 @@ from holotrain.data.text.packed import PackedBlocks, PackedInOrder, PackedStream
 from holotrain.data.text.tokenise import PARTS, Batch, Corpus, OnCPU, Reading, Rows, as_it_is
 from holotrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer, known_tokenizer, tokenizer_from_json
 from holotrain.errors import UserError
-from holotrain.files import replacing
 from holotrain.numeric import counted, require_at_least, require_one_of, require_within
 
 
@@ -159,8 +158,10 @@ class TextDataModule(LoadingModule):
         Raises:
             UserError: there is no text, some of it cannot be read, a part would be empty, or the cache cannot be written.
         """
-        with writing(self.cache):
+        try:
             self.cache.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"data.cache_dir: cannot write {self.cache} ({error.strerror or error})") from error
         rows = self.rows()
         if self._tokenizer is None:
             self._tokenizer = self._trained(rows)
@@ -253,20 +254,19 @@ class TextDataModule(LoadingModule):
         return Pieces(self.part(part), self.tokenizer, self.context, self.multiple, numbered)
 
     def _trained(self, rows: list[Rows]) -> Tokenizer:
-        """A BPE trained on the training part, or the one that was before, from the cache."""
+        """A BPE trained on the training part, from the cache after the first time."""
+        from datasets import Value
         from datasets.fingerprint import Hasher
 
         training = [each for each in rows if each.may_be_in("train")]
+
+        def trained() -> Iterator[dict[str, str]]:
+            texts = (text for each in training for batch in each.batches("train") for text in batch)
+            yield {"json": SubwordTokenizer.trained(texts, self.trained_size).to_json()}
+
         known = [(each.dataset._fingerprint, asdict(each.reading)) for each in training]
-        path = self.cache / f"bpe-{Hasher.hash([known, self.trained_size])}.json"
-        with suppress(UserError):  # not there, or damaged
-            if kept := known_tokenizer(str(path)):
-                return kept
-        texts = (text for each in training for batch in each.batches("train") for text in batch)
-        trained = SubwordTokenizer.trained(texts, self.trained_size)
-        with writing(self.cache), replacing(path) as temporary:
-            temporary.write_text(trained.to_json(), encoding="utf-8")
-        return trained
+        found = cached(trained, {"json": Value("string")}, self.cache, Hasher.hash(["bpe", known, self.trained_size]))
+        return tokenizer_from_json(found[0]["json"])
 
 
 def _check(parts: dict[str, Any]) -> None:
