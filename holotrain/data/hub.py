@@ -380,8 +380,8 @@ def column(dataset: "Dataset | IterableDataset", option: str, name: str, source:
     """
     features = dataset.features or {}
     if name not in features:
-        there = ", ".join(features)
-        raise UserError(f"{option}: {source} have no column {name!r}; they have {there}.{did_you_mean(name, features)}")
+        names = ", ".join(features)
+        raise UserError(f"{option}: {source} have no column {name!r}; they have {names}.{did_you_mean(name, features)}")
     return features[name]
 
 

@@ -102,14 +102,15 @@ class TextDataModule(LoadingModule):
             raise ValueError("streaming needs packed text: task=causal_lm")
         if streaming and tokenizer == "bpe" and tokenizer_json is None:
             raise ValueError("streaming needs a tokenizer that is trained: byte, or a tokenizer.json, as exports have")
-        self.layout, self.labels, self.context, self.batch_size, self.asked_unit = layout, labels, context, batch_size, unit
+        self.layout, self.labels, self.context, self.batch_size, self.chosen_unit = layout, labels, context, batch_size, unit
         self.max_tokens, self.bucketing, self.multiple = max_tokens, bucketing, pad_to_multiple_of
         self.fractions, self.trained_size = (val_fraction, test_fraction), vocab_size
         self.cache = Path(cache_dir).expanduser()
         self.num_proc, self.streaming, self.epoch_batches = num_proc, streaming, epoch_batches
         self.loading["collate_fn"] = as_it_is
-        given = tokenizer_from_json(tokenizer_json, "tokenizer_json") if tokenizer_json else None
-        self._tokenizer = given or known_tokenizer(tokenizer)
+        self._tokenizer = (
+            tokenizer_from_json(tokenizer_json, "tokenizer_json") if tokenizer_json else known_tokenizer(tokenizer)
+        )
         self._corpora: dict[str, Corpus] | None = None
 
     @abstractmethod
@@ -127,7 +128,7 @@ class TextDataModule(LoadingModule):
     @property
     def unit(self) -> Literal["file", "paragraph", "line"]:
         """What a document is. Unless another unit is asked for, a labelled file or row is one document."""
-        return self.asked_unit or ("file" if self.layout == "packed" or self.label else "paragraph")
+        return self.chosen_unit or ("file" if self.layout == "packed" or self.label else "paragraph")
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -94,9 +94,9 @@ def rows_of(
     Raises:
         UserError: one cannot be read.
     """
-    given = {file.part for file in files}
+    chosen = {file.part for file in files}
     drawn = [file for file in files if file.part is None]
-    shares = [0.0 if part in given else share for part, share in zip(("val", "test"), reading.fractions, strict=True)]
+    shares = [0.0 if part in chosen else share for part, share in zip(("val", "test"), reading.fractions, strict=True)]
     if len(drawn) >= FEW or (reading.unit == "file" and all(file.kind == "text" for file in drawn)):
         parts = held_out_files([file.name for file in drawn], *shares)
         files = [replace(file, part=file.part or parts[file.name]) for file in files]
@@ -116,8 +116,8 @@ def rows_of(
             raise
         for dataset, ((part, label), paths) in zip(read.values(), members.items(), strict=True):
             others = f" and {counted(len(paths) - 1, f'other {paths[0].suffix} file')}" if len(paths) > 1 else ""
-            of_group = replace(reading, fractions=tuple(shares), part=part, given=label)
-            rows.append(Rows(dataset, of_group, f"the rows of {paths[0]}{others}"))
+            of_group = replace(reading, fractions=tuple(shares), part=part, file_label=label)
+            rows.append(Rows.checked(dataset, of_group, f"the rows of {paths[0]}{others}"))
     return rows
 
 
@@ -185,9 +185,9 @@ class StdlibText(TextDataModule):
     def files(self) -> list[TextFile]:
         """The modules. Those outside of a folder have no label, nor have those of ``test``, which is about all the others."""
         root = Path(sysconfig.get_path("stdlib"))
-        there = {path: path.relative_to(root).parts for path in root.rglob("*.py") if path.is_file()}
+        every = {path: path.relative_to(root).parts for path in root.rglob("*.py") if path.is_file()}
         others = {"site-packages", "dist-packages", "__pycache__"}
-        found = {path: parts for path, parts in there.items() if others.isdisjoint(parts)}
+        found = {path: parts for path, parts in every.items() if others.isdisjoint(parts)}
         if not found:
             raise UserError(f"data: this Python has no .py files in {root}; take data=text_files")
         sizes = Counter(parts[0] for parts in found.values() if len(parts) > 1 and parts[0] != "test")
@@ -283,7 +283,7 @@ class HubText(FromHub, TextInColumns):
                 empty = {self.splits[part]: rows_without(each, self.columns(self.label)) for part, each in found.items()}
             names = [f"{self.name}:{split}:{row}" for split, rows in empty.items() for row in rows]
             warn_of_left_out("row", "without text or class", names)
-        return [Rows(each, reading if part == "train" else replace(reading, part=part)) for part, each in found.items()]
+        return [Rows.checked(each, reading if part == "train" else replace(reading, part=part)) for part, each in found.items()]
 
 
 class LooseFiles(Dataset):
