@@ -1,9 +1,6 @@
 """The cache of tokens: built once, never half, and anew when anything changes that it depends on."""
 
-import multiprocessing
 import os
-import signal
-import time
 from errno import ENOSPC
 from pathlib import Path
 
@@ -15,8 +12,6 @@ from datasets.arrow_writer import ArrowWriter
 from holotrain.data import HubText, TextFiles
 from holotrain.data.text import tokenise
 from holotrain.errors import UserError
-
-FORK = multiprocessing.get_context("fork")  # as torch's workers: nothing is imported anew
 
 
 @pytest.fixture
@@ -135,48 +130,6 @@ def test_a_tokenizer_that_is_given_goes_before_the_one_asked_for(folder, built):
 
 def test_several_processes_tokenise_the_same(folder):
     assert tokens(prepared(folder)) == tokens(prepared(folder, num_proc=2, cache_dir=str(folder.parent / "two")))
-
-
-def build(folder, store, stop, report):
-    """In another process: builds the cache; with ``stop``, reports and stands still in the middle of tokenising."""
-    original, calls = tokenise.joined, []
-
-    def stand_still(*args):
-        calls.append(args)
-        if len(calls) == 3:
-            report.send("written")
-            time.sleep(600)
-        return original(*args)
-
-    if stop:
-        tokenise.BATCH = 50
-        tokenise.joined = stand_still
-    prepared(folder, cache_dir=str(store))
-    report.send("done")
-
-
-def start(folder, store, stop=False):
-    """The process, and what it reports."""
-    reports, report = FORK.Pipe(duplex=False)
-    process = FORK.Process(target=build, args=(folder, store, stop, report), daemon=True)
-    process.start()
-    report.close()
-    return process, reports
-
-
-def reported(reports) -> str:
-    assert reports.poll(100), "the other process does not answer"
-    return reports.recv()
-
-
-def test_killed_while_tokenising_it_leaves_nothing_that_is_used(folder, tmp_path):
-    store = tmp_path / "killed"
-    process, reports = start(folder, store, stop=True)
-    assert reported(reports) == "written"
-    os.kill(process.pid, signal.SIGKILL)
-    process.join(100)
-    assert process.exitcode == -signal.SIGKILL
-    assert tokens(prepared(folder, cache_dir=str(store))) == tokens(prepared(folder))
 
 
 @pytest.mark.parametrize(

@@ -65,14 +65,6 @@ def test_rows_of_files(tmp_path):
         assert found == [("first", "1"), ("second", "1"), ("é", "3")]
 
 
-def test_csv_and_tsv_together(tmp_path):
-    write(tmp_path, "a.csv", b"n,text\n" + b"".join(b"1,comma %d\n" % number for number in range(30)))
-    write(tmp_path, "a.tsv", b"n\ttext\n" + b"".join(b"1\ttab, %d\n" % number for number in range(30)))
-    data = module(tmp_path, str(tmp_path / "*.?sv"), val_fraction=0.2, test_fraction=0.2)
-    found = [text for part in ("train", "val", "test") for text in documents_of(data, part)]
-    assert sorted(found) == sorted(f"{kind} {number}" for kind in ("comma", "tab,") for number in range(30))
-
-
 def test_json_files_of_a_project_are_plain_text_and_a_missing_column_names_the_file(tmp_path):
     settings = '{"name": "project"}'
     write(tmp_path, "package.json", settings.encode())
@@ -123,20 +115,6 @@ def test_what_cannot_be_read_is_said_in_one_line(tmp_path, name, content, option
     path = tmp_path / name
     path.write_bytes(content)
     one_line(lambda: texts_of(path, **options), message)
-
-
-@pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
-def test_damaged_files_are_left_out_and_counted(tmp_path, tokenizer):
-    for number in range(12):
-        write(tmp_path, f"{number}.txt", b"good text %d" % number)
-    for number in range(3):
-        write(tmp_path, f"bad{number}.txt", b"good until here \xff")
-    write(tmp_path, "bad.jsonl", b'{"text": ')
-    pattern = str(tmp_path / "*.*")
-    one_line(lambda: module(tmp_path, pattern), r"cannot read .*bad\d?\.(txt|jsonl)")
-    with pytest.warns(UserWarning, match="data: left out 4 files that cannot be read"):
-        data = module(tmp_path, pattern, on_error="skip", val_fraction=0.2, test_fraction=0.2, tokenizer=tokenizer)
-    assert sum(data.counts[part]["documents"] for part in data.counts) == 12
 
 
 @pytest.mark.parametrize(("streaming", "named", "more"), [(False, 5, ""), (True, 5, ""), (False, 4, " and 1 more")])
