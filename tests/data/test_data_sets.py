@@ -327,14 +327,6 @@ def test_some_classes_of_digits_are_numbered_anew():
             assert_equal(torch.stack([image for image, of in mine if of == label]), torch.stack(there))
 
 
-def test_some_classes_of_files_by_name_or_number(tmp_path, monkeypatch):
-    write_cifar(tmp_path, 10, monkeypatch)
-    data = ready(CIFAR10(root=str(tmp_path), classes=["c6", 0], val_fraction=0.25, mixup_alpha=0.2))
-    assert (data.num_classes, data.class_names) == (2, ["c6", "c0"])
-    assert [len(data.split(part)) for part in ("train", "val", "test")] == [16, 4, 4]
-    assert [label for _, label in data.split("test")] == [1, 0, 1, 0]
-
-
 def test_some_classes_of_a_folder(tmp_path):
     write_folder(tmp_path, classes=("ant", "cat", "dog"), each=2)
     data = ready(ImageFolder(str(tmp_path), image_size=8, classes=["dog", "ant"]))

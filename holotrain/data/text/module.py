@@ -201,11 +201,14 @@ class TextDataModule(LoadingModule):
         return self._corpora[name]
 
     @property
-    def padding(self) -> dict[str, float]:
-        """The share of padding in training, in ``bucketed`` and in ``random`` batches; {} for packed blocks."""
+    def unbucketed_padding(self) -> float | None:
+        """The share of padding that batches of random documents would have in training; None for packed blocks."""
         if self.layout == "packed":
-            return {}
-        return padding(self._pieces("train").lengths, self.batch_size, self.max_tokens, self.multiple, self.seed)
+            return None
+        lengths = self._pieces("train").lengths
+        widths = padded(lengths, self.multiple)
+        sampler = BucketBatchSampler(widths, self.batch_size, self.max_tokens, bucketing=False, seed=self.seed, shard=(0, 1))
+        return padding(sampler, lengths)
 
     @property
     def longest(self) -> int:
