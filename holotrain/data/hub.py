@@ -153,7 +153,7 @@ def files_read(
         for path in paths:
             open_regular(path).close() if kind == "imagefolder" else require_uncompressed(path)
         version = fingerprint_of(paths)
-        builder = _builder(kind, files, cache / version, **_options(kind, streaming), **options)
+        builder = _builder(kind, files, cache / version, streaming, **options)
         refusal = f"data: {paths[0]}{others} becomes larger than data.max_expansion={expansion:g} times its size"
         tables = "_read_metadata" if kind == "imagefolder" else "_generate_tables"
         setattr(builder, tables, partial(limited, most_of(paths, expansion), refusal, getattr(builder, tables)))
@@ -164,14 +164,6 @@ def files_read(
         for dataset in found.values():  # the library's own fingerprint has rounded times and no sizes
             dataset._fingerprint = Hasher.hash([dataset._fingerprint, version])
         return found
-
-
-def _options(kind: str, streaming: bool) -> dict[str, Any]:
-    """The library's options for a kind of files."""
-    if kind == "parquet":
-        return {"batch_size": ROWS}
-    chunks = {"chunksize": CHUNK} if streaming and kind in ("json", "text") else {}
-    return chunks | ({"sep": "\t"} if kind == "tsv" else {})
 
 
 def require_uncompressed(path: Path) -> None:
@@ -185,12 +177,18 @@ def require_uncompressed(path: Path) -> None:
         raise UserError(f"data: {path} is compressed; unpack it")
 
 
-def _builder(kind: str, files: Mapping[str, Sequence[Path | str]], cache: Path, **options: Any) -> Any:
+def _builder(kind: str, files: Mapping[str, Sequence[Path | str]], cache: Path, streaming: bool, **options: Any) -> Any:
     """The library's reader of local files. Their names are not patterns, and nothing beside them is looked at."""
     from datasets import load_dataset_builder
 
+    if kind == "tsv":
+        kind, options["sep"] = "csv", "\t"
+    if kind == "parquet":
+        options["batch_size"] = ROWS
+    if streaming and kind in ("json", "text"):
+        options["chunksize"] = CHUNK
     named = {group: [escape(str(Path(each).absolute())) for each in paths] for group, paths in files.items()}
-    return load_dataset_builder("csv" if kind == "tsv" else kind, data_files=named, cache_dir=str(cache), **options)
+    return load_dataset_builder(kind, data_files=named, cache_dir=str(cache), **options)
 
 
 def fingerprint_of(paths: Iterable[Path], *settings: str) -> str:
