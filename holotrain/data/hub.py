@@ -70,7 +70,7 @@ CHUNK = 2**20
 
 
 @contextmanager
-def reading(what: str) -> Generator[None]:
+def library_errors(what: str) -> Generator[None]:
     """Turns the library's errors inside into a UserError of one line. Its progress bars are shown on a terminal only.
 
     Put calls of the library into it, and no ``yield``: meanwhile, the library logs nothing.
@@ -120,7 +120,7 @@ def cached(rows: Callable[[], Iterable[dict[str, Any]]], features: dict[str, Any
     """
     from datasets import Dataset, Features
 
-    with reading("the text"):
+    with library_errors("the text"):
         found = Dataset.from_generator(rows, Features(features), cache_dir=str(cache), fingerprint=key)
         found.data.validate(full=True)  # else a damaged offset is followed out of the file
     return found
@@ -149,7 +149,7 @@ def files_read(
 
     paths = [Path(each) for group in files.values() for each in group]
     others = f" or one of {len(paths) - 1} other files" if len(paths) > 1 else ""
-    with reading(f"{paths[0]}{others}"):
+    with library_errors(f"{paths[0]}{others}"):
         for path in paths:
             open_regular(path).close() if kind == "imagefolder" else require_uncompressed(path)
         version = fingerprint_of(paths)
@@ -250,7 +250,7 @@ class FromHub(Expanding):
         Raises:
             UserError: there is no such data set, configuration or split, its files are of several kinds, or it cannot be read.
         """
-        with reading(self.name):
+        with library_errors(self.name):
             return {part: resolved(self._split(split, streaming)) for part, split in self.splits.items() if split is not None}
 
     def folders(self) -> list[Path]:

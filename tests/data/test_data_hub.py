@@ -394,11 +394,11 @@ def test_mistakes_are_said_in_one_line(saved, tmp_path, monkeypatch, kind, optio
 
 def test_only_what_reading_raises_is_a_mistake_of_the_user():
     raised = KeyError("a bug of ours")
-    with pytest.raises(KeyError), hub.reading("the text"):
+    with pytest.raises(KeyError), hub.library_errors("the text"):
         raise raised
-    with pytest.raises(UserError), hub.reading("the text"):
+    with pytest.raises(UserError), hub.library_errors("the text"):
         raise datasets.exceptions.DatasetGenerationError("reading failed") from raised
-    with pytest.raises(UserError, match=r"cannot read the text \(it needs too much memory\)$"), hub.reading("the text"):
+    with pytest.raises(UserError, match=r"cannot read the text \(it needs too much memory\)$"), hub.library_errors("the text"):
         raise datasets.exceptions.DatasetGenerationError("reading failed") from MemoryError()
 
 

@@ -40,13 +40,13 @@ def tokens(data) -> dict[str, list[int]]:
 def built(monkeypatch):
     """The parts that were tokenised: each once, if nothing was in the cache."""
     made = []
-    original = tokenise.Reading.documents
+    original = tokenise.DocumentRules.documents
 
     def documents(self, batch, part):
         made.append(part)
         return original(self, batch, part)
 
-    monkeypatch.setattr(tokenise.Reading, "documents", documents)
+    monkeypatch.setattr(tokenise.DocumentRules, "documents", documents)
     return made
 
 

@@ -15,16 +15,16 @@ from data_files import documents_of
 from holotrain.data import StdlibText, TextFiles, hub
 from holotrain.data.text import sources
 from holotrain.data.text.sources import TextFile, held_out_files, matches, rows_of, searched
-from holotrain.data.text.tokenise import Reading
+from holotrain.data.text.tokenise import DocumentRules
 from holotrain.errors import UserError
 
 
 def texts_of(path, **options) -> list:
     """Text and label of each document of a file."""
-    reading = Reading(**options)
-    (rows,) = rows_of([TextFile(path, path.name, "train")], reading, path.parent / "cache")
-    with hub.reading("the text"):
-        return [found for batch in rows.dataset.iter(7) for found in rows.reading.documents(batch, "train")]
+    rules = DocumentRules(**options)
+    (rows,) = rows_of([TextFile(path, path.name, "train")], rules, path.parent / "cache")
+    with hub.library_errors("the text"):
+        return [found for batch in rows.dataset.iter(7) for found in rows.rules.documents(batch, "train")]
 
 
 def module(tmp_path, files, **options) -> TextFiles:

@@ -14,7 +14,7 @@ from holotrain.data.loader import Loader, LoadingModule, ResumableLoader, Stream
 from holotrain.data.sampler import FixedBatches
 from holotrain.data.text.documents import BucketBatchSampler, Pieces, by_length, padded, padding
 from holotrain.data.text.packed import PackedBlocks, PackedInOrder, PackedStream, held_out_of
-from holotrain.data.text.tokenise import PARTS, Batch, Corpus, OnCPU, Reading, Rows, as_it_is
+from holotrain.data.text.tokenise import PARTS, Batch, Corpus, DocumentRules, OnCPU, Rows, as_it_is
 from holotrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer, known_tokenizer, tokenizer_from_json
 from holotrain.errors import UserError
 from holotrain.numeric import counted, require_at_least, require_one_of, require_within
@@ -121,9 +121,9 @@ class TextDataModule(LoadingModule):
             UserError: there is none, or some of it cannot be read.
         """
 
-    def reading(self, **options: Any) -> Reading:
+    def rules(self, **options: Any) -> DocumentRules:
         """How rows become documents, from the options of all text."""
-        return replace(Reading(unit=self.unit, fractions=self.fractions), **options)
+        return replace(DocumentRules(unit=self.unit, fractions=self.fractions), **options)
 
     @property
     def unit(self) -> Literal["file", "paragraph", "line"]:
@@ -268,7 +268,7 @@ class TextDataModule(LoadingModule):
             texts = (text for each in training for batch in each.batches("train") for text in batch)
             yield {"json": SubwordTokenizer.trained(texts, self.trained_size).to_json()}
 
-        known = [(each.dataset._fingerprint, asdict(each.reading)) for each in training]
+        known = [(each.dataset._fingerprint, asdict(each.rules)) for each in training]
         found = cached(trained, {"json": Value("string")}, self.cache, Hasher.hash(["bpe", known, self.trained_size]))
         return tokenizer_from_json(found[0]["json"])
 

@@ -24,7 +24,7 @@ from holotrain.data.hub import KINDS, FromHub, cached, files_read, fingerprint_o
 from holotrain.data.limits import EXPANSION, Expanding
 from holotrain.data.loader import Loader
 from holotrain.data.text.module import TextDataModule
-from holotrain.data.text.tokenise import Batch, Reading, Rows, as_it_is, fraction_of
+from holotrain.data.text.tokenise import Batch, DocumentRules, Rows, as_it_is, fraction_of
 from holotrain.data.tokenizers import Tokenizer
 from holotrain.errors import UserError
 from holotrain.numeric import counted, require_at_least, require_one_of
@@ -80,7 +80,7 @@ def matches(option: str, patterns: str | Sequence[str], part: str | None = None)
 
 def rows_of(
     files: Sequence[TextFile],
-    reading: Reading,
+    rules: DocumentRules,
     cache: Path,
     streaming: bool = False,
     num_proc: int | None = None,
@@ -96,8 +96,8 @@ def rows_of(
     """
     chosen = {file.part for file in files}
     drawn = [file for file in files if file.part is None]
-    shares = [0.0 if part in chosen else share for part, share in zip(("val", "test"), reading.fractions, strict=True)]
-    if len(drawn) >= FEW or (reading.unit == "file" and all(file.kind == "text" for file in drawn)):
+    shares = [0.0 if part in chosen else share for part, share in zip(("val", "test"), rules.fractions, strict=True)]
+    if len(drawn) >= FEW or (rules.unit == "file" and all(file.kind == "text" for file in drawn)):
         parts = held_out_files([file.name for file in drawn], *shares)
         files = [replace(file, part=file.part or parts[file.name]) for file in files]
     groups: dict[str, dict[tuple, list[Path]]] = defaultdict(lambda: defaultdict(list))
@@ -105,7 +105,7 @@ def rows_of(
         groups[file.kind][file.part, file.label].append(file.path)
     rows = []
     for kind, members in groups.items():
-        options = {"sample_by": SAMPLES[reading.unit], "encoding": "utf-8-sig"} if kind == "text" else {}
+        options = {"sample_by": SAMPLES[rules.unit], "encoding": "utf-8-sig"} if kind == "text" else {}
         names = {f"group_{number}": paths for number, paths in enumerate(members.values())}
         try:
             read = files_read(kind, names, cache, streaming, num_proc, expansion, **options)
@@ -116,7 +116,7 @@ def rows_of(
             raise
         for dataset, ((part, label), paths) in zip(read.values(), members.items(), strict=True):
             others = f" and {counted(len(paths) - 1, f'other {paths[0].suffix} file')}" if len(paths) > 1 else ""
-            of_group = replace(reading, fractions=tuple(shares), part=part, file_label=label)
+            of_group = replace(rules, fractions=tuple(shares), part=part, file_label=label)
             rows.append(Rows.checked(dataset, of_group, f"the rows of {paths[0]}{others}"))
     return rows
 
@@ -158,7 +158,7 @@ def searched(
 def _search(file: TextFile, cache: Path, columns: Sequence[str] = (), expansion: float = EXPANSION) -> list[int] | UserError:
     """The rows that have nothing in one of the columns, or why the file cannot be read."""
     try:
-        with hub.reading(str(file.path)):
+        with hub.library_errors(str(file.path)):
             if file.kind != "text":
                 return rows_without(files_read(file.kind, {"a": [file.path]}, cache, True, expansion=expansion)["a"], columns)
             hub.require_uncompressed(file.path)
@@ -200,7 +200,7 @@ class StdlibText(TextDataModule):
     def rows(self) -> list[Rows]:
         found = searched(self.files(), self.cache)
         files = [file for file, empty in found.items() if empty is not None]  # some modules are tests of other encodings
-        return rows_of(files, self.reading(), self.cache, self.streaming, self.num_proc)
+        return rows_of(files, self.rules(), self.cache, self.streaming, self.num_proc)
 
 
 class TextInColumns(TextDataModule):
@@ -224,8 +224,8 @@ class TextInColumns(TextDataModule):
         """Those in which a row must have something."""
         return [self.text_column, *([label] if label else [])]
 
-    def reading(self, label: str | None = None, **options: Any) -> Reading:
-        return super().reading(text=self.text_column, label=label, skip=self.skip, **options)
+    def rules(self, label: str | None = None, **options: Any) -> DocumentRules:
+        return super().rules(text=self.text_column, label=label, skip=self.skip, **options)
 
 
 class TextFiles(Expanding, TextInColumns):
@@ -268,7 +268,7 @@ class TextFiles(Expanding, TextInColumns):
             named = sorted((str(file.path), empty) for file, empty in found.items())
             warn_of_left_out("file", "that cannot be read", [name for name, empty in named if empty is None])
             warn_of_left_out("row", "without text or class", [f"{name}:{row}" for name, empty in named for row in empty or []])
-        return rows_of(files, self.reading(label=label), self.cache, self.streaming, self.num_proc, self.expansion)
+        return rows_of(files, self.rules(label=label), self.cache, self.streaming, self.num_proc, self.expansion)
 
 
 class HubText(FromHub, TextInColumns):
@@ -276,14 +276,14 @@ class HubText(FromHub, TextInColumns):
 
     def rows(self) -> list[Rows]:
         shares = zip(("val", "test"), self.fractions, strict=True)
-        reading = self.reading(self.label, fractions=tuple(0.0 if self.splits[part] else share for part, share in shares))
+        rules = self.rules(self.label, fractions=tuple(0.0 if self.splits[part] else share for part, share in shares))
         found = self.opened(self.streaming)
         if self.skip and not self.streaming:
-            with hub.reading("the text"):
+            with hub.library_errors("the text"):
                 empty = {self.splits[part]: rows_without(each, self.columns(self.label)) for part, each in found.items()}
             names = [f"{self.name}:{split}:{row}" for split, rows in empty.items() for row in rows]
             warn_of_left_out("row", "without text or class", names)
-        return [Rows.checked(each, reading if part == "train" else replace(reading, part=part)) for part, each in found.items()]
+        return [Rows.checked(each, rules if part == "train" else replace(rules, part=part)) for part, each in found.items()]
 
 
 class LooseFiles(Dataset):
@@ -310,7 +310,7 @@ def texts_at(path: Path, text: str, expansion: float = EXPANSION) -> list[tuple[
         try:
             with TemporaryDirectory() as cache:  # the library keeps its locks there
                 file = TextFile(each, each.name, "test")
-                (rows,) = rows_of([file], Reading(text=text), Path(cache), streaming=True, expansion=expansion)
+                (rows,) = rows_of([file], DocumentRules(text=text), Path(cache), streaming=True, expansion=expansion)
                 numbered = [(number, one) for number, row in enumerate(rows.batches("test", 1), 1) for one in row]
         except UserError as error:  # whose advice is for data
             raise UserError(f"texts: {str(error).removeprefix('data: ').partition('; data.on_error')[0]}") from error

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
-from holotrain.data.hub import class_names, column, reading
+from holotrain.data.hub import class_names, column, library_errors
 from holotrain.data.tokenizers import Tokenizer, utf8
 from holotrain.errors import UserError
 
@@ -42,7 +42,7 @@ BETWEEN = {"paragraph": re.compile(r"\n(?:[ \t\r\f\v]*\n)+"), "line": re.compile
 
 
 @dataclass(frozen=True)
-class Reading:
+class DocumentRules:
     """How rows become documents.
 
     Attributes:
@@ -90,50 +90,50 @@ class Rows:
     """Rows of a data set, and how they become documents."""
 
     dataset: Any
-    reading: Reading
+    rules: DocumentRules
 
     @classmethod
-    def checked(cls, dataset: Any, reading: Reading, source: str = "the data") -> "Rows":
-        """The columns that ``reading`` names. ``source``, which should have them, is for messages.
+    def checked(cls, dataset: Any, rules: DocumentRules, source: str = "the data") -> "Rows":
+        """The columns that ``rules`` names. ``source``, which should have them, is for messages.
 
         Raises:
             UserError: a column is missing or of another type.
         """
         from datasets import Value
 
-        kind = column(dataset, "data.text", reading.text, source)
+        kind = column(dataset, "data.text", rules.text, source)
         if not (isinstance(kind, Value) and "string" in kind.dtype):
-            raise UserError(f"data.text: column {reading.text!r} holds no text, but {kind}")
-        columns = [reading.text]
-        if reading.label:
-            columns.append(reading.label)
-            reading = replace(reading, names=class_names(dataset, reading.label, source))
-        return cls(dataset.select_columns(columns), reading)  # to decode other columns may ask a server
+            raise UserError(f"data.text: column {rules.text!r} holds no text, but {kind}")
+        columns = [rules.text]
+        if rules.label:
+            columns.append(rules.label)
+            rules = replace(rules, names=class_names(dataset, rules.label, source))
+        return cls(dataset.select_columns(columns), rules)  # to decode other columns may ask a server
 
     def may_be_in(self, part: str) -> bool:
-        return self.reading.part in (None, part)
+        return self.rules.part in (None, part)
 
     def batches(self, part: str, size: int = BATCH) -> Iterator[list[str]]:
         """The texts of a part, those of ``size`` rows at once."""
         batches = self.dataset.iter(size)
         while True:
-            with reading("the text"):
+            with library_errors("the text"):
                 batch = next(batches, None)
             if batch is None:
                 return
-            yield [text for text, _ in self.reading.documents(batch, part)]
+            yield [text for text, _ in self.rules.documents(batch, part)]
 
     def tokens(self, part: str, tokenizer: Tokenizer, cache: Path, num_proc: int | None) -> Any:
         """The documents of a part as a data set of ``tokens``, an end token after each, and ``label``."""
         from datasets import Features, LargeList, Value
         from datasets.fingerprint import Hasher
 
-        settings = json.dumps([FORMAT, asdict(self.reading), part, tokenizer.fingerprint])
+        settings = json.dumps([FORMAT, asdict(self.rules), part, tokenizer.fingerprint])
         key = Hasher.hash([self.dataset._fingerprint, settings])
         _remove_damaged(cache.glob(f"tokens-{key}*.arrow"), tokenizer)
-        with reading("the text"):
+        with library_errors("the text"):
             return self.dataset.map(
-                self.reading.tokens,
+                self.rules.tokens,
                 batched=True,
                 batch_size=BATCH,
                 remove_columns=self.dataset.column_names,
