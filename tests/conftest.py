@@ -145,7 +145,7 @@ def small_library(tmp_path_factory, monkeypatch) -> None:
     from data_files import copy_of_the_standard_library
 
     folder = made_once(tmp_path_factory, "standard_library", copy_of_the_standard_library)
-    monkeypatch.setattr("holotrain.data.text.sets.sysconfig", SimpleNamespace(get_path=lambda name: str(folder)))
+    monkeypatch.setattr("holotrain.data.text.sources.sysconfig", SimpleNamespace(get_path=lambda name: str(folder)))
 
 
 @pytest.fixture

@@ -1,10 +1,11 @@
 """Decodes images that anybody may have made: in this process, of a few formats, and up to a number of pixels."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 from warnings import catch_warnings
 
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from holotrain.errors import UserError
 from holotrain.files import open_regular
@@ -17,9 +18,6 @@ EXTENSIONS = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", 
 
 UNREADABLE = (OSError, SyntaxError, ValueError)
 """What :func:`decoded` raises for a file that is no image, damaged or too large."""
-
-TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
-"""How photographs are turned whose orientation, in their EXIF data, is 2, 3, ... 8."""
 
 MEGAPIXELS = 89.5
 """Pillow warns of images with more; a file of 20 kB may claim to be one."""
@@ -70,9 +68,7 @@ def _grey_or_rgb(image: Image.Image) -> Image.Image:
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """The image as its EXIF data say that it was held; as it is where they are damaged."""
-    try:
-        turn = dict(enumerate(TURNS, 2)).get(image.getexif().get(ExifTags.Base.Orientation))
-    except Exception:  # Pillow parses them with few checks, and raises anything
-        turn = None
-    return image.transpose(Image.Transpose[turn]) if turn else image
+    """Turns the image as its EXIF data say that it was held, in place; not if they are damaged."""
+    with suppress(Exception):  # Pillow parses them with few checks, and raises anything
+        ImageOps.exif_transpose(image, in_place=True)
+    return image

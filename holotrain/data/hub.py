@@ -6,18 +6,17 @@ The library runs no code that comes with a data set: it has no loading scripts s
 import os
 import re
 import sys
-import time
 import warnings
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from errno import EDQUOT, ENOSPC, EROFS
 from functools import partial
 from glob import escape, glob
 from lzma import LZMAError
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -69,37 +68,15 @@ SHARDS = 64
 CHUNK = 2**20
 """Bytes of a file that are parsed at once while streaming. The library's own 10 MB cost 30 MiB more of memory."""
 
-EVERY = 10.0
-"""Seconds between two lines of progress, where standard error is no terminal."""
-
-
-class ProgressLines:
-    """A stream on which a progress bar, which would be drawn again and again, is a line now and then."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self.stream, self.due, self.bar = stream, time.monotonic() + EVERY, False
-
-    def write(self, text: str) -> int:
-        after_bar, self.bar = self.bar, text.startswith("\r")
-        if self.bar and text.strip() and time.monotonic() >= self.due:
-            self.due = time.monotonic() + EVERY
-            self.stream.write(f"{text.strip()}\n")
-        elif not (self.bar or (after_bar and text == "\n")):
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        self.stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
 
 @contextmanager
-def reading(what: str) -> Generator[None]:
-    """Within it, what the library finds wrong becomes a UserError of one line, and off a terminal its progress bars are lines.
+def library_errors(what: str) -> Generator[None]:
+    """Turns the library's errors inside into a UserError of one line. Its progress bars are shown on a terminal only.
 
-    Put calls of the library into it, and no ``yield``: meanwhile, the library logs nothing. ``what`` is read, for messages.
+    Put calls of the library into it, and no ``yield``: meanwhile, the library logs nothing.
+
+    Args:
+        what: what is read, for messages.
     """
     import datasets.config
     from datasets.exceptions import DatasetsError
@@ -107,12 +84,13 @@ def reading(what: str) -> Generator[None]:
     from pyarrow import ArrowException
 
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else even files on this machine are reported to the Hub
-    shown = nullcontext() if sys.stderr.isatty() else redirect_stderr(ProgressLines(sys.stderr))
+    without_bars = not sys.stderr.isatty() and datasets.is_progress_bar_enabled()
+    if without_bars:
+        datasets.disable_progress_bars()
     verbosity = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are logged before they are raised
     try:
-        with shown:
-            yield
+        yield
     except (*RAISED, ArrowException, DatasetsError, HTTPError) as error:
         while error.__cause__ is not None and not isinstance(error, UserError):
             error = error.__cause__
@@ -122,19 +100,30 @@ def reading(what: str) -> Generator[None]:
             raise UserError(f"data: cannot read {what} (it needs too much memory)") from error
         if isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT, EROFS):  # nothing else is written while it reads
             raise UserError(f"data.cache_dir: cannot write the cache of {what} ({os.strerror(error.errno)})") from error
-        said = str(error).strip() or type(error).__name__
-        raise UserError(f"data: cannot read {what} ({said.splitlines()[0]})") from error
+        reason = str(error).strip() or type(error).__name__
+        raise UserError(f"data: cannot read {what} ({reason.splitlines()[0]})") from error
     finally:
         datasets.logging.set_verbosity(verbosity)
+        if without_bars:
+            datasets.enable_progress_bars()
 
 
-@contextmanager
-def writing(cache: Path) -> Generator[None]:
-    """Turns an OSError inside into a UserError: the cache cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"data.cache_dir: cannot write {error.filename or cache} ({error.strerror or error})") from error
+def cached(rows: Callable[[], Iterable[dict[str, Any]]], features: dict[str, Any], cache: Path, key: str) -> "Dataset":
+    """The rows that a function returns, from the library's cache after the first time.
+
+    Args:
+        features: the type of each column.
+        key: a hash of everything that the rows depend on.
+
+    Raises:
+        UserError: the cache cannot be written or is damaged.
+    """
+    from datasets import Dataset, Features
+
+    with library_errors("the text"):
+        found = Dataset.from_generator(rows, Features(features), cache_dir=str(cache), fingerprint=key)
+        found.data.validate(full=True)  # else a damaged offset is followed out of the file
+    return found
 
 
 def files_read(
@@ -156,28 +145,25 @@ def files_read(
     Raises:
         UserError: one cannot be read, or they become too large.
     """
+    from datasets.fingerprint import Hasher
+
     paths = [Path(each) for group in files.values() for each in group]
     others = f" or one of {len(paths) - 1} other files" if len(paths) > 1 else ""
-    with reading(f"{paths[0]}{others}"):
+    with library_errors(f"{paths[0]}{others}"):
         for path in paths:
             open_regular(path).close() if kind == "imagefolder" else require_uncompressed(path)
         version = fingerprint_of(paths)
-        builder = _builder(kind, files, cache / version, **_options(kind, streaming), **options)
+        builder = _builder(kind, files, cache / version, streaming, **options)
         refusal = f"data: {paths[0]}{others} becomes larger than data.max_expansion={expansion:g} times its size"
         tables = "_read_metadata" if kind == "imagefolder" else "_generate_tables"
         setattr(builder, tables, partial(limited, most_of(paths, expansion), refusal, getattr(builder, tables)))
         if streaming:
             return {group: resolved(dataset) for group, dataset in builder.as_streaming_dataset().items()}
         builder.download_and_prepare(num_proc=num_proc)
-        return {group: _with_fingerprint(dataset, version) for group, dataset in builder.as_dataset().items()}
-
-
-def _options(kind: str, streaming: bool) -> dict[str, Any]:
-    """The library's options for a kind of files."""
-    if kind == "parquet":
-        return {"batch_size": ROWS}
-    chunks = {"chunksize": CHUNK} if streaming and kind in ("json", "text") else {}
-    return chunks | ({"sep": "\t"} if kind == "tsv" else {})
+        found = builder.as_dataset()
+        for dataset in found.values():  # the library's own fingerprint has rounded times and no sizes
+            dataset._fingerprint = Hasher.hash([dataset._fingerprint, version])
+        return found
 
 
 def require_uncompressed(path: Path) -> None:
@@ -191,31 +177,26 @@ def require_uncompressed(path: Path) -> None:
         raise UserError(f"data: {path} is compressed; unpack it")
 
 
-def _builder(kind: str, files: Mapping[str, Sequence[Path | str]], cache: Path, **options: Any) -> Any:
+def _builder(kind: str, files: Mapping[str, Sequence[Path | str]], cache: Path, streaming: bool, **options: Any) -> Any:
     """The library's reader of local files. Their names are not patterns, and nothing beside them is looked at."""
     from datasets import load_dataset_builder
 
+    if kind == "tsv":
+        kind, options["sep"] = "csv", "\t"
+    if kind == "parquet":
+        options["batch_size"] = ROWS
+    if streaming and kind in ("json", "text"):
+        options["chunksize"] = CHUNK
     named = {group: [escape(str(Path(each).absolute())) for each in paths] for group, paths in files.items()}
-    return load_dataset_builder("csv" if kind == "tsv" else kind, data_files=named, cache_dir=str(cache), **options)
+    return load_dataset_builder(kind, data_files=named, cache_dir=str(cache), **options)
 
 
-def _with_fingerprint(dataset: "Dataset", version: str) -> "Dataset":
-    """The same rows under another fingerprint, after which their tokens are named, if the size or the time of a file changes.
-
-    The library looks at the times alone, rounded, and some tools keep the time of a file that they change.
-    """
-    from datasets.fingerprint import Hasher
-
-    dataset._fingerprint = Hasher.hash([dataset._fingerprint, version])
-    return dataset
-
-
-def fingerprint_of(paths: Iterable[Path], *words: str) -> str:
-    """A hash of files' paths, sizes and times, and of words."""
+def fingerprint_of(paths: Iterable[Path], *settings: str) -> str:
+    """A hash of files' paths, sizes and times, and of settings."""
     from datasets.fingerprint import Hasher
 
     files = [(str(path.absolute()), path.stat()) for path in paths]
-    return Hasher.hash([*((path, stat.st_size, stat.st_mtime_ns) for path, stat in files), *words])
+    return Hasher.hash([*((path, stat.st_size, stat.st_mtime_ns) for path, stat in files), *settings])
 
 
 def rows_without(dataset: "Dataset | IterableDataset", columns: Sequence[str]) -> list[int]:
@@ -269,7 +250,7 @@ class FromHub(Expanding):
         Raises:
             UserError: there is no such data set, configuration or split, its files are of several kinds, or it cannot be read.
         """
-        with reading(self.name):
+        with library_errors(self.name):
             return {part: resolved(self._split(split, streaming)) for part, split in self.splits.items() if split is not None}
 
     def folders(self) -> list[Path]:
@@ -397,8 +378,8 @@ def column(dataset: "Dataset | IterableDataset", option: str, name: str, source:
     """
     features = dataset.features or {}
     if name not in features:
-        there = ", ".join(features)
-        raise UserError(f"{option}: {source} have no column {name!r}; they have {there}.{did_you_mean(name, features)}")
+        names = ", ".join(features)
+        raise UserError(f"{option}: {source} have no column {name!r}; they have {names}.{did_you_mean(name, features)}")
     return features[name]
 
 

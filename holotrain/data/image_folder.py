@@ -17,15 +17,19 @@ from holotrain.errors import UserError
 from holotrain.numeric import require_one_of
 
 
-def raise_or_warn(on_corrupt: str, error: UserError, done: str) -> None:
-    """Raises or warns about a file that cannot be read; ``done``: what is done about it.
+def read_or_warn(path: Path, on_corrupt: str, megapixels: float, remedy: str) -> Image.Image | None:
+    """The image in a file. If it cannot be read and ``on_corrupt`` is ``"skip"``: None, and a warning that names ``remedy``.
 
     Raises:
-        UserError: ``on_corrupt`` is ``"error"``.
+        UserError: it cannot be read, and ``on_corrupt`` is ``"error"``.
     """
-    if on_corrupt == "error":
-        raise UserError(f"data: {error}; data.on_corrupt=skip leaves such images out") from error
-    warnings.warn(f"{done}: {error}", stacklevel=3)
+    try:
+        return read_image(path, megapixels)
+    except UserError as error:
+        if on_corrupt == "error":
+            raise UserError(f"data: {error}; data.on_corrupt=skip leaves such images out") from error
+        warnings.warn(f"{remedy}: {error}", stacklevel=2)
+        return None
 
 
 def image_paths(folder: Path) -> list[Path]:
@@ -62,11 +66,10 @@ class ImageFiles(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, str]:
         path = self.paths[index]
-        try:
-            return self.transform(read_image(path, self.megapixels)), str(path)
-        except UserError as error:
-            raise_or_warn(self.on_corrupt, error, "left out")
+        image = read_or_warn(path, self.on_corrupt, self.megapixels, "left out")
+        if image is None:
             return self.transform(Image.new("RGB", (1, 1))), ""
+        return self.transform(image), str(path)
 
 
 def image_files(
@@ -116,38 +119,34 @@ class LabelledFiles(Dataset):
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         for offset in range(len(self.samples)):
             path, label = self.samples[(index + offset) % len(self.samples)]
-            try:
-                return read_image(path, self.megapixels), label
-            except UserError as error:
-                raise_or_warn(self.on_corrupt, error, "replaced by the next image")
+            image = read_or_warn(path, self.on_corrupt, self.megapixels, "replaced by the next image")
+            if image is not None:
+                return image, label
         raise UserError("data: there is no readable image")
 
 
-class EvaluatedFiles(LabelledFiles):
-    """Image files with labels, for evaluation: (transformed image, label). Batches are without the damaged files that are left
-    out; a batch that would be empty has the next readable image.
-
-    Args:
-        files: the samples, and what to do with a file that cannot be read.
-        transform: of the image.
+class EvaluatedFiles(Dataset):
+    """Image files with labels, for evaluation: (transformed image, label). Damaged files are left out of their batches; a batch
+    that would be empty has the next readable image.
     """
 
     def __init__(self, files: LabelledFiles, transform: Callable[[Image.Image], Tensor]) -> None:
-        super().__init__(files.samples, files.on_corrupt, files.megapixels)
-        self.transform = transform
+        self.files, self.transform = files, transform
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        image, label = super().__getitem__(index)
-        return self.transform(image), label
+    def __len__(self) -> int:
+        return len(self.files)
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, int]]:
-        found = []
-        for path, label in (self.samples[index] for index in indices):
-            try:
-                found.append((self.transform(read_image(path, self.megapixels)), label))
-            except UserError as error:
-                raise_or_warn(self.on_corrupt, error, "left out")
-        return found or [self[(indices[-1] + 1) % len(self)]]
+        batch = []
+        for index in indices:
+            path, label = self.files.samples[index]
+            image = read_or_warn(path, self.files.on_corrupt, self.files.megapixels, "left out")
+            if image is not None:
+                batch.append((self.transform(image), label))
+        if not batch:
+            image, label = self.files[(indices[-1] + 1) % len(self)]
+            batch.append((self.transform(image), label))
+        return batch
 
 
 class ImageFolder(SizedImages):

@@ -75,8 +75,10 @@ class TorchvisionData(ChosenClasses, ImageDataModule):
             with contextlib.redirect_stdout(io.StringIO()):  # torchvision prints each attempt
                 return self.source(self.root, train=train, download=download)
         except Exception as error:  # a missing, a damaged and an unreachable file each raise differently
-            asked = "could not be downloaded" if download else "are missing or damaged, and data.download is false"
-            raise UserError(f"data: the files of {self.source.__name__} {asked}; put {self.files} into {self.root}") from error
+            problem = "could not be downloaded" if download else "are missing or damaged, and data.download is false"
+            raise UserError(
+                f"data: the files of {self.source.__name__} {problem}; put {self.files} into {self.root}"
+            ) from error
 
 
 class MNIST(TorchvisionData):

@@ -115,16 +115,16 @@ def _of_timm(name: str) -> dict[str, Any]:
     raise UserError(f"data.processor: there is no folder {name}, and no model of timm's with this name")
 
 
-def chosen_classes(asked: Sequence[str | int], names: Sequence[str]) -> list[int]:
+def chosen_classes(classes: Sequence[str | int], names: Sequence[str]) -> list[int]:
     """The indices of the requested classes, given by name, or by number if no class has that name. An empty list means all.
 
     Raises:
         UserError: a class does not exist or is given twice, or only one is given.
     """
-    if not asked:
+    if not classes:
         return list(range(len(names)))
     found: list[int] = []
-    for one in asked:
+    for one in classes:
         if type(one) is int and str(one) not in names and 0 <= one < len(names):
             index = one
         else:
@@ -148,13 +148,13 @@ class OfClasses(Dataset):
     def __init__(self, dataset: Dataset, labels: Tensor, classes: Sequence[int]) -> None:
         number = {label: place for place, label in enumerate(classes)}
         self.dataset = dataset
-        self.kept = [(index, number[label]) for index, label in enumerate(labels.tolist()) if label in number]
+        self.samples = [(index, number[label]) for index, label in enumerate(labels.tolist()) if label in number]
 
     def __len__(self) -> int:
-        return len(self.kept)
+        return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        place, label = self.kept[index]
+        place, label = self.samples[index]
         return self.dataset[place][0], label
 
 
@@ -330,7 +330,7 @@ class ChosenClasses:
     def __init__(self, val_fraction: float = 0.1, classes: Sequence[int | str] = (), **options: Any) -> None:
         super().__init__(**options)
         require_within(0, 1, val_fraction=val_fraction)
-        self.val_fraction, self.asked = val_fraction, classes
+        self.val_fraction, self.classes = val_fraction, classes
         if len(classes) > 1:  # a single one is refused in setup
             self.num_classes = len(classes)
 
@@ -341,9 +341,9 @@ class ChosenClasses:
         Raises:
             UserError: a class does not exist or is given twice, or only one is given.
         """
-        kept = chosen_classes(self.asked, names)
-        self.class_names, self.num_classes = [names[index] for index in kept], len(kept)
+        chosen = chosen_classes(self.classes, names)
+        self.class_names, self.num_classes = [names[index] for index in chosen], len(chosen)
         if "val" not in parts:
             parts["train"], parts["val"] = held_out(*parts["train"], self.val_fraction)
         parts.setdefault("test", parts["val"])
-        self._splits = {part: OfClasses(*each, kept) for part, each in parts.items()}
+        self._splits = {part: OfClasses(*each, chosen) for part, each in parts.items()}

@@ -41,9 +41,9 @@ class OwnGenerator(DataLoader):
             yield from super().__iter__()
             return
         except UserError as error:
-            # What a worker's exception was given is the worker's whole traceback; str() would make it one line.
-            given = str(*error.args)
-            line = given.strip().splitlines()[-1].partition("UserError: ")[2] or given
+            # The argument of a worker's exception is the worker's whole traceback; str() would make it one line.
+            message = str(*error.args)
+            line = message.strip().splitlines()[-1].partition("UserError: ")[2] or message
             traceback.clear_frames(error.__traceback__)  # they hold the iterator, and each other
         # Its workers end now. If the garbage collector finds them, it closes their queues first and waits 5 seconds for each.
         self._iterator = None

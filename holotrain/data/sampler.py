@@ -11,20 +11,20 @@ from torch.utils.data import Sampler
 from holotrain.errors import UserError
 from holotrain.numeric import counted, mixed_seed
 
-_set: tuple[int, int] | None = None
+_shard: tuple[int, int] | None = None
 
 
 def set_data_shard(rank: int | None = None, size: int | None = None) -> None:
     """Sets the data shard of this process to number ``rank`` of ``size``. Needed where several processes share a model
     and read the same shard. Without arguments: use the rank and size of torch.distributed again."""
-    global _set
-    _set = None if rank is None or size is None else (rank, size)
+    global _shard
+    _shard = None if rank is None or size is None else (rank, size)
 
 
 def data_shard() -> tuple[int, int]:
     """Index of this process's data shard and number of shards; (0, 1) for a single process."""
-    if _set is not None:
-        return _set
+    if _shard is not None:
+        return _shard
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1

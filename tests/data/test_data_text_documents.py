@@ -10,7 +10,7 @@ import torch
 from small_trainings import quiet_trainer
 
 from holotrain.data import ByteTokenizer, StdlibText, TextFiles, text_files
-from holotrain.data.text.documents import BucketBatchSampler, by_length, padding
+from holotrain.data.text.documents import BucketBatchSampler, by_length, padded, padding
 from holotrain.errors import UserError
 
 LENGTHS = np.random.default_rng(0).geometric(0.01, 3001).clip(3, 512)
@@ -71,11 +71,11 @@ def test_the_order_is_a_function_of_seed_and_epoch():
 
 @pytest.mark.parametrize("budget", [{"batch_size": 16}, {"max_tokens": 2048}])
 def test_padding_is_what_the_batches_say(budget):
-    for kind, bucketing in (("bucketed", True), ("random", False)):
+    for bucketing in (True, False):
         held = sum(LENGTHS[batch].max() * len(batch) for batch in sampler(**budget, bucketing=bucketing))
-        assert padding(LENGTHS, **budget)[kind] == pytest.approx(1 - LENGTHS.sum() / held)
-    wide = padding(LENGTHS, **budget, multiple=64)
-    assert padding(LENGTHS, **budget)["bucketed"] < 0.08 < wide["bucketed"] < wide["random"]
+        assert padding(sampler(**budget, bucketing=bucketing), LENGTHS) == pytest.approx(1 - LENGTHS.sum() / held)
+    wide, random = (padding(sampler(lengths=padded(LENGTHS, 64), **budget, bucketing=each), LENGTHS) for each in (True, False))
+    assert padding(sampler(**budget), LENGTHS) < 0.08 < wide < random
 
 
 def test_evaluation_reads_from_short_to_long_within_the_budget():
@@ -102,8 +102,8 @@ def test_the_standard_library_pads_little_and_is_held_out_the_same(stdlib):
     options |= {"val_fraction": 0.05, "test_fraction": 0.05}
     data = StdlibText(max_tokens=16384, **options)
     data.setup()
-    shares = data.padding
-    assert shares["bucketed"] <= 0.05 and shares["random"] > 0.3
+    loader = data.train_dataloader()
+    assert padding(loader.batch_sampler, loader.dataset.lengths) <= 0.05 and data.unbucketed_padding > 0.3
     assert sum(count["tokens"] for count in data.counts.values()) > 10**7
     assert all(0.01 < data.counts[part]["tokens"] / data.counts["train"]["tokens"] < 0.2 for part in ("val", "test"))
     width = max(batch["tokens"].numel() for batch in data.val_dataloader())

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from errno import EIO
 from itertools import chain
 from pathlib import Path
 
@@ -14,16 +15,16 @@ from data_files import documents_of
 from holotrain.data import StdlibText, TextFiles, hub
 from holotrain.data.text import sources
 from holotrain.data.text.sources import TextFile, held_out_files, matches, rows_of, searched
-from holotrain.data.text.tokenise import Reading
+from holotrain.data.text.tokenise import DocumentRules
 from holotrain.errors import UserError
 
 
 def texts_of(path, **options) -> list:
     """Text and label of each document of a file."""
-    reading = Reading(**options)
-    (rows,) = rows_of([TextFile(path, path.name, "train")], reading, path.parent / "cache")
-    with hub.reading("the text"):
-        return [found for batch in rows.dataset.iter(7) for found in rows.reading.documents(batch, "train")]
+    rules = DocumentRules(**options)
+    (rows,) = rows_of([TextFile(path, path.name, "train")], rules, path.parent / "cache")
+    with hub.library_errors("the text"):
+        return [found for batch in rows.dataset.iter(7) for found in rows.rules.documents(batch, "train")]
 
 
 def module(tmp_path, files, **options) -> TextFiles:
@@ -62,14 +63,6 @@ def test_rows_of_files(tmp_path):
         assert texts_of(tmp_path / name) == [("first\n\nsecond", None), ("é", None)]
         found = texts_of(tmp_path / name, unit="paragraph", label="n")
         assert found == [("first", "1"), ("second", "1"), ("é", "3")]
-
-
-def test_csv_and_tsv_together(tmp_path):
-    write(tmp_path, "a.csv", b"n,text\n" + b"".join(b"1,comma %d\n" % number for number in range(30)))
-    write(tmp_path, "a.tsv", b"n\ttext\n" + b"".join(b"1\ttab, %d\n" % number for number in range(30)))
-    data = module(tmp_path, str(tmp_path / "*.?sv"), val_fraction=0.2, test_fraction=0.2)
-    found = [text for part in ("train", "val", "test") for text in documents_of(data, part)]
-    assert sorted(found) == sorted(f"{kind} {number}" for kind in ("comma", "tab,") for number in range(30))
 
 
 def test_json_files_of_a_project_are_plain_text_and_a_missing_column_names_the_file(tmp_path):
@@ -124,20 +117,6 @@ def test_what_cannot_be_read_is_said_in_one_line(tmp_path, name, content, option
     one_line(lambda: texts_of(path, **options), message)
 
 
-@pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
-def test_damaged_files_are_left_out_and_counted(tmp_path, tokenizer):
-    for number in range(12):
-        write(tmp_path, f"{number}.txt", b"good text %d" % number)
-    for number in range(3):
-        write(tmp_path, f"bad{number}.txt", b"good until here \xff")
-    write(tmp_path, "bad.jsonl", b'{"text": ')
-    pattern = str(tmp_path / "*.*")
-    one_line(lambda: module(tmp_path, pattern), r"cannot read .*bad\d?\.(txt|jsonl)")
-    with pytest.warns(UserWarning, match="data: left out 4 files that cannot be read"):
-        data = module(tmp_path, pattern, on_error="skip", val_fraction=0.2, test_fraction=0.2, tokenizer=tokenizer)
-    assert sum(data.counts[part]["documents"] for part in data.counts) == 12
-
-
 @pytest.mark.parametrize(("streaming", "named", "more"), [(False, 5, ""), (True, 5, ""), (False, 4, " and 1 more")])
 def test_what_is_left_out_is_named(tmp_path, monkeypatch, streaming, named, more):
     monkeypatch.setattr(hub, "NAMED", named)
@@ -158,23 +137,26 @@ def test_what_is_left_out_is_named(tmp_path, monkeypatch, streaming, named, more
 
 def test_files_are_searched_for_damage_once_until_one_changes(tmp_path, monkeypatch):
     paths = [Path(write(tmp_path, f"{number}.txt", b"good" if number else b"\xff")) for number in range(4)]
-    files, read, cache = [TextFile(path, path.name) for path in paths], [], tmp_path / "cache"
-    cache.mkdir()
+    files, read = [TextFile(path, path.name) for path in paths], []
     original = sources._search
     monkeypatch.setattr(sources, "_search", lambda file, *rest: read.append(file) or original(file, *rest))
 
     def readable() -> list[TextFile]:
-        return [file for file, empty in searched(files, cache).items() if empty is not None]
+        return [file for file, empty in searched(files, tmp_path / "cache").items() if empty is not None]
 
     assert readable() == readable() == files[1:] and read == files
     write(tmp_path, "0.txt", b"mended")
     assert readable() == files and read == 2 * files
     paths[1].unlink()
     assert readable() == [files[0], *files[2:]]
-    for text in ('{"a": 1', "[1e999]", "[[1e999], [], []]", "[[]]", "[[], [], [[]]]"):
-        for crooked in cache.glob("damaged-*"):
-            crooked.write_text(text)
-        assert readable() == [files[0], *files[2:]]
+
+
+def test_a_failing_disk_is_not_a_damaged_file(tmp_path, monkeypatch):
+    file = TextFile(Path(write(tmp_path, "a.txt", b"good")), "a.txt")
+    with monkeypatch.context() as patched, pytest.raises(UserError, match=r"cannot read .*a\.txt \(.*Input/output error\)"):
+        patched.setattr(Path, "open", lambda *_, **__: (_ for _ in ()).throw(OSError(EIO, "Input/output error")))
+        searched([file], tmp_path / "cache")
+    assert searched([file], tmp_path / "cache") == {file: []}
 
 
 def test_held_out_files_do_not_depend_on_order_and_no_part_is_left_without_one():

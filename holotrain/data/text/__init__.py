@@ -1,14 +1,13 @@
-"""Text: from files to batches of token ids.
+"""Text: from files to batches of token ids. A file takes these steps:
 
-sets, module   the LightningDataModules: StdlibText, TextFiles, HubText, and what all text shares
-sources    which files, the rows in them, and which are held out; files that a user names, to classify or score
-tokenise   from rows to documents and the tokens of a part, memory-mapped
-packed     blocks of equal length, for causal language models, also while the text is read
-documents  single documents, in batches of similar length, for masked language models and classification
+sources    files -> rows: which files, the rows in them, which are held out; StdlibText, TextFiles, HubText
+tokenise   rows -> documents -> tokens of a part, in memory-mapped Arrow files
+packed     tokens -> blocks of equal length, for causal language models, also while the text is read
+documents  tokens -> single documents, in batches of similar length, for masked language models and classification
+module     the LightningDataModule that takes the steps: options, cache, loaders
 """
 
 from holotrain.data.text.module import TextDataModule
-from holotrain.data.text.sets import HubText, StdlibText, TextFiles
-from holotrain.data.text.sources import text_files
+from holotrain.data.text.sources import HubText, StdlibText, TextFiles, text_files
 
 __all__ = ["HubText", "StdlibText", "TextDataModule", "TextFiles", "text_files"]

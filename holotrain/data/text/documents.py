@@ -197,14 +197,8 @@ def padded(lengths: np.ndarray, multiple: int) -> np.ndarray:
     return -(-np.asarray(lengths, dtype=np.int64) // multiple) * multiple
 
 
-def padding(
-    lengths: np.ndarray, batch_size: int | None = None, max_tokens: int | None = None, multiple: int = 1, seed: int = 0
-) -> dict[str, float]:
-    """The share of padding among an epoch's tokens, in ``bucketed`` batches and in ``random`` ones of the same settings."""
-    widths = padded(lengths, multiple)
-    shares = {}
-    for kind, bucketing in (("bucketed", True), ("random", False)):
-        sampler = BucketBatchSampler(widths, batch_size, max_tokens, bucketing, seed, shard=(0, 1))
-        held = sum(int(widths[batch].max()) * len(batch) for batch in sampler.epoch_batches(0))
-        shares[kind] = 1 - int(np.sum(lengths)) / held
-    return shares
+def padding(sampler: BucketBatchSampler, lengths: np.ndarray) -> float:
+    """The share of padding among the tokens of an epoch's batches. ``lengths`` (N,) are those before padding."""
+    batches = sampler.epoch_batches(0)
+    tokens = sum(int(sampler.lengths[batch].max()) * len(batch) for batch in batches)
+    return 1 - int(np.sum(lengths)) / tokens

@@ -1,7 +1,7 @@
 """What all text data sets share: reading, the cache of tokens, the tokenizer, and the loaders of both layouts."""
 
 from abc import abstractmethod
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
@@ -9,15 +9,14 @@ from typing import Any, Literal
 
 import torch
 
-from holotrain.data.hub import writing
+from holotrain.data.hub import cached
 from holotrain.data.loader import Loader, LoadingModule, ResumableLoader, StreamLoader, digest, in_places
 from holotrain.data.sampler import FixedBatches
 from holotrain.data.text.documents import BucketBatchSampler, Pieces, by_length, padded, padding
 from holotrain.data.text.packed import PackedBlocks, PackedInOrder, PackedStream, held_out_of
-from holotrain.data.text.tokenise import PARTS, Batch, Corpus, OnCPU, Reading, Rows, as_it_is
+from holotrain.data.text.tokenise import PARTS, Batch, Corpus, DocumentRules, OnCPU, Rows, as_it_is
 from holotrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer, known_tokenizer, tokenizer_from_json
 from holotrain.errors import UserError
-from holotrain.files import replacing
 from holotrain.numeric import counted, require_at_least, require_one_of, require_within
 
 
@@ -103,14 +102,15 @@ class TextDataModule(LoadingModule):
             raise ValueError("streaming needs packed text: task=causal_lm")
         if streaming and tokenizer == "bpe" and tokenizer_json is None:
             raise ValueError("streaming needs a tokenizer that is trained: byte, or a tokenizer.json, as exports have")
-        self.layout, self.labels, self.context, self.batch_size, self.asked_unit = layout, labels, context, batch_size, unit
+        self.layout, self.labels, self.context, self.batch_size, self.chosen_unit = layout, labels, context, batch_size, unit
         self.max_tokens, self.bucketing, self.multiple = max_tokens, bucketing, pad_to_multiple_of
         self.fractions, self.trained_size = (val_fraction, test_fraction), vocab_size
         self.cache = Path(cache_dir).expanduser()
         self.num_proc, self.streaming, self.epoch_batches = num_proc, streaming, epoch_batches
         self.loading["collate_fn"] = as_it_is
-        given = tokenizer_from_json(tokenizer_json, "tokenizer_json") if tokenizer_json else None
-        self._tokenizer = given or known_tokenizer(tokenizer)
+        self._tokenizer = (
+            tokenizer_from_json(tokenizer_json, "tokenizer_json") if tokenizer_json else known_tokenizer(tokenizer)
+        )
         self._corpora: dict[str, Corpus] | None = None
 
     @abstractmethod
@@ -121,14 +121,14 @@ class TextDataModule(LoadingModule):
             UserError: there is none, or some of it cannot be read.
         """
 
-    def reading(self, **options: Any) -> Reading:
+    def rules(self, **options: Any) -> DocumentRules:
         """How rows become documents, from the options of all text."""
-        return replace(Reading(unit=self.unit, fractions=self.fractions), **options)
+        return replace(DocumentRules(unit=self.unit, fractions=self.fractions), **options)
 
     @property
     def unit(self) -> Literal["file", "paragraph", "line"]:
         """What a document is. Unless another unit is asked for, a labelled file or row is one document."""
-        return self.asked_unit or ("file" if self.layout == "packed" or self.label else "paragraph")
+        return self.chosen_unit or ("file" if self.layout == "packed" or self.label else "paragraph")
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -159,8 +159,10 @@ class TextDataModule(LoadingModule):
         Raises:
             UserError: there is no text, some of it cannot be read, a part would be empty, or the cache cannot be written.
         """
-        with writing(self.cache):
+        try:
             self.cache.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"data.cache_dir: cannot write {self.cache} ({error.strerror or error})") from error
         rows = self.rows()
         if self._tokenizer is None:
             self._tokenizer = self._trained(rows)
@@ -199,11 +201,14 @@ class TextDataModule(LoadingModule):
         return self._corpora[name]
 
     @property
-    def padding(self) -> dict[str, float]:
-        """The share of padding in training, in ``bucketed`` and in ``random`` batches; {} for packed blocks."""
+    def unbucketed_padding(self) -> float | None:
+        """The share of padding that batches of random documents would have in training; None for packed blocks."""
         if self.layout == "packed":
-            return {}
-        return padding(self._pieces("train").lengths, self.batch_size, self.max_tokens, self.multiple, self.seed)
+            return None
+        lengths = self._pieces("train").lengths
+        widths = padded(lengths, self.multiple)
+        sampler = BucketBatchSampler(widths, self.batch_size, self.max_tokens, bucketing=False, seed=self.seed, shard=(0, 1))
+        return padding(sampler, lengths)
 
     @property
     def longest(self) -> int:
@@ -253,20 +258,19 @@ class TextDataModule(LoadingModule):
         return Pieces(self.part(part), self.tokenizer, self.context, self.multiple, numbered)
 
     def _trained(self, rows: list[Rows]) -> Tokenizer:
-        """A BPE trained on the training part, or the one that was before, from the cache."""
+        """A BPE trained on the training part, from the cache after the first time."""
+        from datasets import Value
         from datasets.fingerprint import Hasher
 
         training = [each for each in rows if each.may_be_in("train")]
-        known = [(each.dataset._fingerprint, asdict(each.reading)) for each in training]
-        path = self.cache / f"bpe-{Hasher.hash([known, self.trained_size])}.json"
-        with suppress(UserError):  # not there, or damaged
-            if kept := known_tokenizer(str(path)):
-                return kept
-        texts = (text for each in training for batch in each.batches("train") for text in batch)
-        trained = SubwordTokenizer.trained(texts, self.trained_size)
-        with writing(self.cache), replacing(path) as temporary:
-            temporary.write_text(trained.to_json(), encoding="utf-8")
-        return trained
+
+        def trained() -> Iterator[dict[str, str]]:
+            texts = (text for each in training for batch in each.batches("train") for text in batch)
+            yield {"json": SubwordTokenizer.trained(texts, self.trained_size).to_json()}
+
+        known = [(each.dataset._fingerprint, asdict(each.rules)) for each in training]
+        found = cached(trained, {"json": Value("string")}, self.cache, Hasher.hash(["bpe", known, self.trained_size]))
+        return tokenizer_from_json(found[0]["json"])
 
 
 def _check(parts: dict[str, Any]) -> None:

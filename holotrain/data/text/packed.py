@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from holotrain.data.hub import reading
+from holotrain.data.hub import library_errors
 from holotrain.data.sampler import Key, data_shard
 from holotrain.data.text.tokenise import Batch, Rows, Tokens, joined, table
 from holotrain.data.tokenizers import Tokenizer
@@ -147,7 +147,7 @@ def held_out_of(rows: Sequence[Rows], part: str, tokenizer: Tokenizer) -> Any:
     from datasets import Dataset as Table
 
     texts = taken(chain.from_iterable(each.batches(part, ROWS) for each in rows if each.may_be_in(part)), HELD)
-    with reading("the text"):
+    with library_errors("the text"):
         return Table(table(*joined(tokenizer, texts), [None] * len(texts)))
 
 

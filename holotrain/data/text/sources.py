@@ -1,15 +1,18 @@
-"""Text files: which ones match, which are held out, how they are read, and those that a user names to classify or score."""
+"""Where text comes from: files, Python's standard library, the Hugging Face Hub, and files to classify or score.
+
+Which files match, which are held out, and the rows in them.
+"""
 
 import glob
-import json
 import os
 import re
-from collections import defaultdict
-from collections.abc import Sequence
+import sysconfig
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,14 +20,14 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from holotrain.data import hub
-from holotrain.data.hub import KINDS, files_read, fingerprint_of, rows_without
-from holotrain.data.limits import EXPANSION
+from holotrain.data.hub import KINDS, FromHub, cached, files_read, fingerprint_of, rows_without, warn_of_left_out
+from holotrain.data.limits import EXPANSION, Expanding
 from holotrain.data.loader import Loader
-from holotrain.data.text.tokenise import Batch, Reading, Rows, as_it_is, fraction_of
+from holotrain.data.text.module import TextDataModule
+from holotrain.data.text.tokenise import Batch, DocumentRules, Rows, as_it_is, fraction_of
 from holotrain.data.tokenizers import Tokenizer
 from holotrain.errors import UserError
-from holotrain.files import read_json, replacing
-from holotrain.numeric import counted
+from holotrain.numeric import counted, require_at_least, require_one_of
 
 FEW = 20
 """With fewer files than this, documents are held out instead, if files hold several."""
@@ -77,7 +80,7 @@ def matches(option: str, patterns: str | Sequence[str], part: str | None = None)
 
 def rows_of(
     files: Sequence[TextFile],
-    reading: Reading,
+    rules: DocumentRules,
     cache: Path,
     streaming: bool = False,
     num_proc: int | None = None,
@@ -91,10 +94,10 @@ def rows_of(
     Raises:
         UserError: one cannot be read.
     """
-    given = {file.part for file in files}
+    chosen = {file.part for file in files}
     drawn = [file for file in files if file.part is None]
-    shares = [0.0 if part in given else share for part, share in zip(("val", "test"), reading.fractions, strict=True)]
-    if len(drawn) >= FEW or (reading.unit == "file" and all(file.kind == "text" for file in drawn)):
+    shares = [0.0 if part in chosen else share for part, share in zip(("val", "test"), rules.fractions, strict=True)]
+    if len(drawn) >= FEW or (rules.unit == "file" and all(file.kind == "text" for file in drawn)):
         parts = held_out_files([file.name for file in drawn], *shares)
         files = [replace(file, part=file.part or parts[file.name]) for file in files]
     groups: dict[str, dict[tuple, list[Path]]] = defaultdict(lambda: defaultdict(list))
@@ -102,7 +105,7 @@ def rows_of(
         groups[file.kind][file.part, file.label].append(file.path)
     rows = []
     for kind, members in groups.items():
-        options = {"sample_by": SAMPLES[reading.unit], "encoding": "utf-8-sig"} if kind == "text" else {}
+        options = {"sample_by": SAMPLES[rules.unit], "encoding": "utf-8-sig"} if kind == "text" else {}
         names = {f"group_{number}": paths for number, paths in enumerate(members.values())}
         try:
             read = files_read(kind, names, cache, streaming, num_proc, expansion, **options)
@@ -113,8 +116,8 @@ def rows_of(
             raise
         for dataset, ((part, label), paths) in zip(read.values(), members.items(), strict=True):
             others = f" and {counted(len(paths) - 1, f'other {paths[0].suffix} file')}" if len(paths) > 1 else ""
-            of_group = replace(reading, fractions=tuple(shares), part=part, given=label)
-            rows.append(Rows(dataset, of_group, f"the rows of {paths[0]}{others}"))
+            of_group = replace(rules, fractions=tuple(shares), part=part, file_label=label)
+            rows.append(Rows.checked(dataset, of_group, f"the rows of {paths[0]}{others}"))
     return rows
 
 
@@ -134,26 +137,28 @@ def searched(
 ) -> dict[TextFile, list[int] | None]:
     """The rows of each file that have nothing in one of the columns; None: the file cannot be read.
 
-    Each file is read once for it: what is found is kept in ``cache`` until a file changes.
+    The files are read once for it, until one changes.
     """
-    there = [file for file in files if os.access(file.path, os.R_OK)]
-    known = cache / f"damaged-{fingerprint_of((file.path for file in there), str(expansion), *columns)}.json"
-    try:
-        kept = [None if rows is None else [int(row) for row in rows] for rows in read_json(known)]
-        return dict.fromkeys(files) | dict(zip(there, kept, strict=True))
-    except (OSError, ValueError, TypeError, OverflowError):  # not there, or no list of rows for each file
-        found = {file: _search(file, cache, columns, expansion) for file in there}
-    rows = {file: None if isinstance(each, UserError) else each for file, each in found.items()}
-    if not any(isinstance(each, UserError) and isinstance(each.__cause__, OSError) for each in found.values()):  # may pass
-        with hub.writing(cache), replacing(known) as temporary:
-            temporary.write_text(json.dumps([*rows.values()]))
-    return dict.fromkeys(files) | rows
+    from datasets import List, Value
+
+    readable = [file for file in files if os.access(file.path, os.R_OK)]
+
+    def rows() -> Iterator[dict[str, list[int] | None]]:
+        for file in readable:
+            found = _search(file, cache, columns, expansion)
+            if isinstance(found, UserError) and getattr(found.__cause__, "errno", None):
+                raise found  # not the file is damaged, but the disk or the network failed
+            yield {"empty": None if isinstance(found, UserError) else found}
+
+    key = fingerprint_of((file.path for file in readable), "empty rows", str(expansion), *columns)
+    empty = cached(rows, {"empty": List(Value("int64"))}, cache, key)["empty"][:]
+    return dict.fromkeys(files) | dict(zip(readable, empty, strict=True))
 
 
 def _search(file: TextFile, cache: Path, columns: Sequence[str] = (), expansion: float = EXPANSION) -> list[int] | UserError:
     """The rows that have nothing in one of the columns, or why the file cannot be read."""
     try:
-        with hub.reading(str(file.path)):
+        with hub.library_errors(str(file.path)):
             if file.kind != "text":
                 return rows_without(files_read(file.kind, {"a": [file.path]}, cache, True, expansion=expansion)["a"], columns)
             hub.require_uncompressed(file.path)
@@ -163,6 +168,122 @@ def _search(file: TextFile, cache: Path, columns: Sequence[str] = (), expansion:
     except UserError as error:
         return error
     return []
+
+
+class StdlibText(TextDataModule):
+    """Source code of the running Python's standard library: 30 MB of text that every machine has.
+
+    Args:
+        classes: number of classes, the packages with the most files; documents of others have no label
+    """
+
+    def __init__(self, classes: int = 8, **options: Any) -> None:
+        super().__init__(**options)
+        require_at_least(2, classes=classes)
+        self.classes = classes if self.labels else 0
+
+    def files(self) -> list[TextFile]:
+        """The modules. Those outside of a folder have no label, nor have those of ``test``, which is about all the others."""
+        root = Path(sysconfig.get_path("stdlib"))
+        every = {path: path.relative_to(root).parts for path in root.rglob("*.py") if path.is_file()}
+        others = {"site-packages", "dist-packages", "__pycache__"}
+        found = {path: parts for path, parts in every.items() if others.isdisjoint(parts)}
+        if not found:
+            raise UserError(f"data: this Python has no .py files in {root}; take data=text_files")
+        sizes = Counter(parts[0] for parts in found.values() if len(parts) > 1 and parts[0] != "test")
+        packages = sorted(sizes, key=lambda package: (-sizes[package], package))
+        if self.classes > len(packages):
+            raise UserError(f"data.classes: {self.classes} is out of range; the standard library has {len(packages)} packages")
+        labels = {package: package for package in packages[: self.classes]}
+        return [TextFile(path, "/".join(parts), label=labels.get(parts[0])) for path, parts in found.items()]
+
+    def rows(self) -> list[Rows]:
+        found = searched(self.files(), self.cache)
+        files = [file for file, empty in found.items() if empty is not None]  # some modules are tests of other encodings
+        return rows_of(files, self.rules(), self.cache, self.streaming, self.num_proc)
+
+
+class TextInColumns(TextDataModule):
+    """Text of rows, some of which may be left out.
+
+    Args:
+        text: column of the text, in files of rows
+        label: column of the class; folder (text_files): the name of a file's folder; null: no classes
+        on_error: what to do with an unreadable file, or a row without text or class: error (end the run) or skip (leave it out)
+    """
+
+    def __init__(
+        self, text: str = "text", label: str | None = None, on_error: Literal["error", "skip"] = "error", **options: Any
+    ) -> None:
+        super().__init__(**options)
+        require_one_of(("error", "skip"), on_error=on_error)
+        self.text_column, self.skip = text, on_error == "skip"
+        self.label = label if self.labels else None
+
+    def columns(self, label: str | None) -> list[str]:
+        """Those in which a row must have something."""
+        return [self.text_column, *([label] if label else [])]
+
+    def rules(self, label: str | None = None, **options: Any) -> DocumentRules:
+        return super().rules(text=self.text_column, label=label, skip=self.skip, **options)
+
+
+class TextFiles(Expanding, TextInColumns):
+    """Text files: plain ones, and files of rows: .jsonl (a JSON object a line), .parquet, .csv and .tsv.
+
+    Args:
+        files: glob of files or list of globs: plain text, .jsonl, .parquet, .csv or .tsv; ** matches folders of any depth
+        val_files: the same for the validation set; []: use val_fraction
+        test_files: the same for the test set; []: use test_fraction
+    """
+
+    def __init__(
+        self,
+        files: str | Sequence[str],
+        val_files: str | Sequence[str] = (),
+        test_files: str | Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.patterns = {"test_files": test_files, "val_files": val_files, "files": files}
+
+    def files(self) -> list[TextFile]:
+        """The files that match. One that matches several patterns is for the test, else for validation, else for training."""
+        found: dict[Path, TextFile] = {}
+        for option, patterns in self.patterns.items():
+            part = None if option == "files" else option.removesuffix("_files")
+            for file in matches(option, patterns, part):
+                found.setdefault(file.path.resolve(), file)
+        if not found:
+            raise UserError("data.files: no pattern is given; take data.files='[FOLDER/**/*.txt]'")
+        if self.label == "folder":
+            return [replace(file, label=file.path.parent.name) for file in found.values()]
+        return list(found.values())
+
+    def rows(self) -> list[Rows]:
+        label, files = None if self.label == "folder" else self.label, self.files()
+        if self.skip:
+            found = searched(files, self.cache, self.columns(label), self.expansion)
+            files = [file for file, empty in found.items() if empty is not None]
+            named = sorted((str(file.path), empty) for file, empty in found.items())
+            warn_of_left_out("file", "that cannot be read", [name for name, empty in named if empty is None])
+            warn_of_left_out("row", "without text or class", [f"{name}:{row}" for name, empty in named for row in empty or []])
+        return rows_of(files, self.rules(label=label), self.cache, self.streaming, self.num_proc, self.expansion)
+
+
+class HubText(FromHub, TextInColumns):
+    """Text of a data set of the Hugging Face Hub, of a folder that ``save_to_disk`` (datasets) wrote, or of files."""
+
+    def rows(self) -> list[Rows]:
+        shares = zip(("val", "test"), self.fractions, strict=True)
+        rules = self.rules(self.label, fractions=tuple(0.0 if self.splits[part] else share for part, share in shares))
+        found = self.opened(self.streaming)
+        if self.skip and not self.streaming:
+            with hub.library_errors("the text"):
+                empty = {self.splits[part]: rows_without(each, self.columns(self.label)) for part, each in found.items()}
+            names = [f"{self.name}:{split}:{row}" for split, rows in empty.items() for row in rows]
+            warn_of_left_out("row", "without text or class", names)
+        return [Rows.checked(each, rules if part == "train" else replace(rules, part=part)) for part, each in found.items()]
 
 
 class LooseFiles(Dataset):
@@ -189,7 +310,7 @@ def texts_at(path: Path, text: str, expansion: float = EXPANSION) -> list[tuple[
         try:
             with TemporaryDirectory() as cache:  # the library keeps its locks there
                 file = TextFile(each, each.name, "test")
-                (rows,) = rows_of([file], Reading(text=text), Path(cache), streaming=True, expansion=expansion)
+                (rows,) = rows_of([file], DocumentRules(text=text), Path(cache), streaming=True, expansion=expansion)
                 numbered = [(number, one) for number, row in enumerate(rows.batches("test", 1), 1) for one in row]
         except UserError as error:  # whose advice is for data
             raise UserError(f"texts: {str(error).removeprefix('data: ').partition('; data.on_error')[0]}") from error

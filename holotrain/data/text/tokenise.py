@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
-from holotrain.data.hub import class_names, column, reading
+from holotrain.data.hub import class_names, column, library_errors
 from holotrain.data.tokenizers import Tokenizer, utf8
 from holotrain.errors import UserError
 
@@ -42,7 +42,7 @@ BETWEEN = {"paragraph": re.compile(r"\n(?:[ \t\r\f\v]*\n)+"), "line": re.compile
 
 
 @dataclass(frozen=True)
-class Reading:
+class DocumentRules:
     """How rows become documents.
 
     Attributes:
@@ -51,7 +51,7 @@ class Reading:
         skip: leave out rows without text or class.
         fractions: of validation and test, for documents whose part is drawn.
         part: that all documents belong to; None: it is drawn for each.
-        given: label of all documents; None: that of the column, or none.
+        file_label: label of all documents; None: that of the column, or none.
         names: of the classes, if the column holds numbers of them.
     """
 
@@ -61,12 +61,12 @@ class Reading:
     skip: bool = False
     fractions: tuple[float, float] = (0.0, 0.0)
     part: str | None = None
-    given: str | None = None
+    file_label: str | None = None
     names: Sequence[str] | None = None
 
     def documents(self, batch: Mapping[str, Sequence[Any]], part: str) -> Iterator[tuple[str, str | None]]:
         """The documents of a part in rows that are not blank, each with its label or None."""
-        labels: Sequence[Any] = batch[self.label] if self.label else [self.given] * len(batch[self.text])
+        labels: Sequence[Any] = batch[self.label] if self.label else [self.file_label] * len(batch[self.text])
         for row, label in zip(batch[self.text], labels, strict=True):
             if row is None or (self.label and label is None):
                 if self.skip:
@@ -87,48 +87,53 @@ class Reading:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a data set that has the columns which ``reading`` names; ``source`` is what has them, for messages."""
+    """Rows of a data set, and how they become documents."""
 
     dataset: Any
-    reading: Reading
-    source: str = "the data"
+    rules: DocumentRules
 
-    def __post_init__(self) -> None:
+    @classmethod
+    def checked(cls, dataset: Any, rules: DocumentRules, source: str = "the data") -> "Rows":
+        """The columns that ``rules`` names. ``source``, which should have them, is for messages.
+
+        Raises:
+            UserError: a column is missing or of another type.
+        """
         from datasets import Value
 
-        kind = column(self.dataset, "data.text", self.reading.text, self.source)
+        kind = column(dataset, "data.text", rules.text, source)
         if not (isinstance(kind, Value) and "string" in kind.dtype):
-            raise UserError(f"data.text: column {self.reading.text!r} holds no text, but {kind}")
-        if self.reading.label:
-            names = class_names(self.dataset, self.reading.label, self.source)
-            object.__setattr__(self, "reading", replace(self.reading, names=names))
-        columns = filter(None, (self.reading.text, self.reading.label))
-        object.__setattr__(self, "dataset", self.dataset.select_columns([*columns]))  # to decode others may ask a server
+            raise UserError(f"data.text: column {rules.text!r} holds no text, but {kind}")
+        columns = [rules.text]
+        if rules.label:
+            columns.append(rules.label)
+            rules = replace(rules, names=class_names(dataset, rules.label, source))
+        return cls(dataset.select_columns(columns), rules)  # to decode other columns may ask a server
 
     def may_be_in(self, part: str) -> bool:
-        return self.reading.part in (None, part)
+        return self.rules.part in (None, part)
 
     def batches(self, part: str, size: int = BATCH) -> Iterator[list[str]]:
         """The texts of a part, those of ``size`` rows at once."""
         batches = self.dataset.iter(size)
         while True:
-            with reading("the text"):
+            with library_errors("the text"):
                 batch = next(batches, None)
             if batch is None:
                 return
-            yield [text for text, _ in self.reading.documents(batch, part)]
+            yield [text for text, _ in self.rules.documents(batch, part)]
 
     def tokens(self, part: str, tokenizer: Tokenizer, cache: Path, num_proc: int | None) -> Any:
         """The documents of a part as a data set of ``tokens``, an end token after each, and ``label``."""
         from datasets import Features, LargeList, Value
         from datasets.fingerprint import Hasher
 
-        settings = json.dumps([FORMAT, asdict(self.reading), part, tokenizer.fingerprint])
+        settings = json.dumps([FORMAT, asdict(self.rules), part, tokenizer.fingerprint])
         key = Hasher.hash([self.dataset._fingerprint, settings])
         _remove_damaged(cache.glob(f"tokens-{key}*.arrow"), tokenizer)
-        with reading("the text"):
+        with library_errors("the text"):
             return self.dataset.map(
-                self.reading.tokens,
+                self.rules.tokens,
                 batched=True,
                 batch_size=BATCH,
                 remove_columns=self.dataset.column_names,
@@ -148,10 +153,10 @@ def _remove_damaged(paths: Iterable[Path], tokenizer: Tokenizer) -> None:
     for path in paths:
         try:
             with pa.memory_map(str(path)) as file:
-                kept = pa.ipc.open_stream(file).read_all()
-            if {column.name: column.type for column in kept.schema} != kinds:
+                stored = pa.ipc.open_stream(file).read_all()
+            if {column.name: column.type for column in stored.schema} != kinds:
                 raise ValueError("other columns")
-            kept.validate(full=True)
+            stored.validate(full=True)
         except (OSError, ValueError, pa.ArrowException):
             path.unlink(missing_ok=True)
 
