@@ -29,7 +29,8 @@ from holotrain.config.option_groups import PLAIN
 from holotrain.config.structured import to_container
 from holotrain.dashboard.charts import tensorboard_layout
 from holotrain.dashboard.table import UNCOMPARED, flat
-from holotrain.error_diffusion import BACKPROPAGATION, ErrorDiffusionNetwork
+from holotrain.error_diffusion import ErrorDiffusionNetwork
+from holotrain.error_diffusion.rules import BACKPROPAGATION
 from holotrain.tasks.task import monitored_by
 
 # protobuf makes their classes when they are imported

@@ -20,7 +20,7 @@ from holotrain.overlap import Job
 from holotrain.overlap.groups import ALL_REDUCE
 
 
-class Indivisible(ValueError):
+class TensorParallelError(ValueError):
     """No layer of the model can be split among that number of processes."""
 
 
@@ -42,7 +42,7 @@ def division(model: nn.Module, ranks: int) -> Division:
         ranks: number of tensor parallel processes.
 
     Raises:
-        Indivisible: no layer can be split; says why.
+        TensorParallelError: no layer can be split; says why.
     """
     layers: list[Attention | MLPBranch] = []
     whole: dict[str, None] = {}  # a set, in order
@@ -59,12 +59,12 @@ def division(model: nn.Module, ranks: int) -> Division:
             named = counted(count, "head") if isinstance(part, Attention) else f"MLPs of width {count}"
             whole[f"{named} (not divisible by {ranks})"] = None
     if not layers:
-        raise Indivisible("; ".join(whole) or "it has no such layers")
+        raise TensorParallelError("; ".join(whole) or "it has no such layers")
     return Division(layers, list(whole))
 
 
 @dataclass
-class Sums:
+class AllReduceLog:
     """The products whose results are summed over ranks, in the order in which they were computed.
 
     Args:
@@ -86,36 +86,36 @@ class Sums:
         self.jobs.append(Job(count, inputs, outputs, ALL_REDUCE, self.ranks, rows.dtype, torch.device("cpu"), covered))
 
 
-def divide(model: nn.Module, ranks: int) -> Sums:
+def divide(model: nn.Module, ranks: int) -> AllReduceLog:
     """Replaces layers that can be split by one rank's part of them, in place. Sums over ranks are not computed, only recorded.
 
     Returns:
         the record, which is filled while the model runs forward and backward.
 
     Raises:
-        Indivisible: no layer can be split.
+        TensorParallelError: no layer can be split.
     """
     found = division(model, ranks)
-    sums = Sums(ranks, found.whole)
+    all_reduces = AllReduceLog(ranks, found.whole)
     for layer in found.layers:
         if isinstance(layer, Attention):
-            layer.query_key_value = _Columns(layer.query_key_value, sums, outputs=ranks)
-            layer.project = _Rows(layer.project, sums, inputs=ranks)
+            layer.query_key_value = _Columns(layer.query_key_value, all_reduces, outputs=ranks)
+            layer.project = _Rows(layer.project, all_reduces, inputs=ranks)
         else:
-            layer.widen = _Columns(layer.widen, sums, outputs=ranks)
-            layer.narrow = _Rows(layer.narrow, sums, inputs=ranks)
-    return sums
+            layer.widen = _Columns(layer.widen, all_reduces, outputs=ranks)
+            layer.narrow = _Rows(layer.narrow, all_reduces, inputs=ranks)
+    return all_reduces
 
 
 class _Part(nn.Linear):
     """A part of a Linear, trained if it is: ``1 / inputs`` of its inputs and ``1 / outputs`` of its outputs."""
 
-    def __init__(self, whole: nn.Linear, sums: Sums, inputs: int = 1, outputs: int = 1) -> None:
+    def __init__(self, whole: nn.Linear, all_reduces: AllReduceLog, inputs: int = 1, outputs: int = 1) -> None:
         sizes = whole.in_features // inputs, whole.out_features // outputs
         super().__init__(*sizes, whole.bias is not None, whole.weight.device, whole.weight.dtype)
         for own, of_whole in zip(self.parameters(), whole.parameters(), strict=True):
             own.requires_grad_(of_whole.requires_grad)
-        self.sums = sums
+        self.all_reduces = all_reduces
 
 
 class _Columns(_Part):
@@ -128,7 +128,7 @@ class _Columns(_Part):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         x = x.view_as(x)  # whose gradient is that of this product alone
         if x.requires_grad:
-            x.register_hook(lambda grad: self.sums.note(grad, self.out_features, grad.shape[-1], covered=True))
+            x.register_hook(lambda grad: self.all_reduces.note(grad, self.out_features, grad.shape[-1], covered=True))
         return F.linear(x, self.weight, self.bias)
 
 
@@ -137,5 +137,5 @@ class _Rows(_Part):
 
     def forward(self, input: Tensor) -> Tensor:
         y = super().forward(input)
-        self.sums.note(y, self.in_features, self.out_features, covered=False)
+        self.all_reduces.note(y, self.in_features, self.out_features, covered=False)
         return y

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from holotrain.files import read_json, read_text, write_json
 from holotrain.models.checkpoint_files import CONFIG, IN_A_FOLDER, read_weights
-from holotrain.models.foreign import NOT_OURS, Foreign, foreign_weights
+from holotrain.models.external import LOADING_ARGUMENTS, ExternalModel, external_weights
 from holotrain.models.pretrained import image_positions, require_floats, require_half, take_over
 from holotrain.reversible.tiled_loss import tiled_cross_entropy
 from holotrain.targets import first_line, needed, targets
@@ -49,7 +49,7 @@ OF_A_FILE = (
 )
 """What a config.json says of its own weights, or of code beside it."""
 
-ELSEWHERE = ("backbone", "use_pretrained_backbone", *NOT_OURS)
+ELSEWHERE = ("backbone", "use_pretrained_backbone", *LOADING_ARGUMENTS)
 """Entries that name another model or file, which transformers or timm would download or open."""
 
 LABELS = ("id2label", "label2id")
@@ -59,7 +59,7 @@ ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_atte
 """Implementations of attention that are installed with their libraries; other names stand for code on the Hub."""
 
 
-class HuggingFace(Foreign):
+class HuggingFace(ExternalModel):
     """A model of transformers with the head of a task. Code beside the weights is never run (``trust_remote_code=False``).
 
     Args:
@@ -101,7 +101,7 @@ class HuggingFace(Foreign):
         transformers = needed(*TRANSFORMERS)
         if head not in HEADS:
             raise ValueError(f"head must be {', '.join(HEADS)}, not {head!r}")
-        self.name, self.kind, self.download, self.words = name, head, download, vocab
+        self.name, self.kind, self.download, self.data_vocab = name, head, download, vocab
         plain = network_of(name, config)
         kind = plain.pop("model_type")
         if kind not in transformers.CONFIG_MAPPING:
@@ -114,7 +114,7 @@ class HuggingFace(Foreign):
                 network = transformers.AutoConfig.for_model(kind, **plain)
         except Exception as error:  # of many kinds
             raise ValueError(f"config: {first_line(error)}") from error
-        self.theirs = getattr(network, "vocab_size", None)
+        self.vocab_size = getattr(network, "vocab_size", None)
         _fit_to_data(network, head, classes, vocab, {"image_size": image_size, "num_channels": channels}, pad_id)
         self.context, self.longest = _context(network, context), _context(network, None)
         with alone(transformers):
@@ -149,7 +149,7 @@ class HuggingFace(Foreign):
     def start_from(self, pretrained: str | None) -> str | None:
         loaded = None
         if pretrained is not None and not (Path(pretrained) / CONFIG).is_file():
-            loaded = self.load_weights(foreign_weights(pretrained), pretrained)
+            loaded = self.load_weights(external_weights(pretrained), pretrained)
         elif pretrained is not None:
             loaded = self._from_folder(Path(pretrained), pretrained)
         elif Path(self.name).name != CONFIG:
@@ -157,10 +157,14 @@ class HuggingFace(Foreign):
             if any((folder / name).is_file() for name in IN_A_FOLDER):
                 loaded = self._from_folder(folder, self.name)
         said = [] if loaded is None else [loaded]
-        if self.words is not None and self.theirs is not None and self.words != self.theirs:
-            grown = f"; {self.words - self.theirs} rows are added to its embedding" if self.words > self.theirs else ""
+        if self.data_vocab is not None and self.vocab_size is not None and self.data_vocab != self.vocab_size:
+            grown = (
+                f"; {self.data_vocab - self.vocab_size} rows are added to its embedding"
+                if self.data_vocab > self.vocab_size
+                else ""
+            )
             said.append(
-                f"the data have {self.words} words and the model has {self.theirs}{grown}; "
+                f"the data have {self.data_vocab} words and the model has {self.vocab_size}{grown}; "
                 "data.tokenizer=FOLDER/tokenizer.json is the tokenizer of a model"
             )
         return "\n".join(said) or None

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from holotrain.optimizers.shards import is_sharded, local
-from holotrain.optimizers.stepping import loss_of, standing_in
+from holotrain.optimizers.stepping import loss_of, swapped_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -90,7 +90,7 @@ def _adapted(base: Any) -> type[Optimizer]:
             share.grad = local(parameter.grad)
         on_cpu = all(share.device.type == "cpu" for share in self.of_shares)
         try:
-            with standing_in(self, groups), torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
+            with swapped_parameters(self, groups), torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
                 base.step(self)
         finally:
             for share, parameter in self.of_shares.items():

@@ -236,12 +236,14 @@ def _require_one_process() -> None:
 
 
 @contextmanager
-def standing_in(optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], Mapping[Tensor, Tensor]]]) -> Generator[None]:
-    """Inside the context an optimizer steps other tensors in place of its parameters, such as the local shards of DTensors. It
-    uses and changes the state of the parameters.
+def swapped_parameters(
+    optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], Mapping[Tensor, Tensor]]]
+) -> Generator[None]:
+    """Has an optimizer step other tensors in place of its parameters, such as the local shards of DTensors, with the state of
+    the parameters.
 
     Args:
-        groups: parameter groups, each with the parameters to step and what stands in for each. Nothing else is stepped.
+        groups: parameter groups, each with the parameters to step and the tensor that replaces each. Nothing else is stepped.
     """
     before = optimizer.param_groups
     optimizer.param_groups = [group | {"params": [*others.values()]} for group, others in groups]

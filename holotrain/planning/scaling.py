@@ -13,8 +13,9 @@ from itertools import pairwise
 from torch.optim import Optimizer
 
 from holotrain.optimizers import CombinedOptimizer
-from holotrain.overlap import Job, Link, Predictor
+from holotrain.overlap import Job, Predictor
 from holotrain.overlap.groups import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from holotrain.overlap.links import Link
 from holotrain.overlap.predictor import SMS_LOST, makespan
 from holotrain.planning.tracker import Footprint
 

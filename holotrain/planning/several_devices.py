@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from holotrain.overlap import LINKS, Link
+from holotrain.overlap import LINKS
+from holotrain.overlap.links import Link
 from holotrain.overlap.predictor import SMS_LOST
 from holotrain.planning.memory_plan import Plan
 from holotrain.planning.planner import Planner

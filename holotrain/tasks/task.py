@@ -96,7 +96,7 @@ class Task(ShowsInherited, pl.LightningModule):
     ) -> None:
         if isinstance(optimizer, InBackward):  # it has clipped them
             return
-        settle = getattr(self.trainer.strategy, "settle_gradients", None)
+        settle = getattr(self.trainer.strategy, "reduce_and_clip_gradients", None)
         if settle is not None:
             settle(optimizer, gradient_clip_val, gradient_clip_algorithm)
         else:

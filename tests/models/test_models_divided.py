@@ -9,7 +9,7 @@ from small_models import IMAGE, POOLED, TEXT, WINDOWS, example
 from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain.models import GPT, MViT, RevGPT, RevViT, Swin, ViT
-from holotrain.models.division import Indivisible, divide, division
+from holotrain.models.division import TensorParallelError, divide, division
 from holotrain.planning import TrainingStep
 from holotrain.planning.training_step import simulate_step
 
@@ -117,5 +117,5 @@ def test_what_cannot_be_shared_out_is_whole_and_says_why(make, sizes, ranks, sha
     ],
 )
 def test_a_model_of_which_nothing_can_be_shared_out_says_why(model, ranks, said):
-    with pytest.raises(Indivisible, match=said):
+    with pytest.raises(TensorParallelError, match=said):
         divide(model(), ranks)

@@ -13,8 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tracked_memory import TrackedMemory
 
 from holotrain.optimizers.shards import local
-from holotrain.overlap import LINKS, Job, Link
+from holotrain.overlap import LINKS, Job
 from holotrain.overlap.groups import ALL_REDUCE
+from holotrain.overlap.links import Link
 from holotrain.planning import TrainingStep, fake_tensors
 from holotrain.planning.scaling import (
     Setting,
