@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from holotrain.models.building import allocated
 from holotrain.models.gpt import GPT
 from holotrain.models.layers.attention import Attention
+from holotrain.models.layers.patches import resized_positions
 from holotrain.models.mvit import MViT
 from holotrain.models.roberta import RoBERTa
 from holotrain.models.swin import Swin
@@ -236,8 +236,8 @@ class Loaded:
     def __str__(self) -> str:
         """A line for people: the number of tensors that were loaded, and the names of all others."""
         parts = {"new": (*self.missing, *self.head), "left out": self.unexpected, "of another size, fitted": self.resized}
-        said = [f"{name}: {', '.join(sorted(names))}" for name, names in parts.items() if names]
-        return "; ".join([f"{counted(len(self.loaded), 'tensor')} of {self.source}", *said])
+        lists = [f"{name}: {', '.join(sorted(names))}" for name, names in parts.items() if names]
+        return "; ".join([f"{counted(len(self.loaded), 'tensor')} of {self.source}", *lists])
 
 
 def load_pretrained(model: nn.Module, weights: Weights) -> Loaded:
@@ -299,7 +299,9 @@ def take_over(own: Mapping[str, Tensor], given: Weights, source: str, head: Coll
             raise ValueError(f"the weights of {source} do not fit: {name} is {there} there and {here} in this model")
     reached = {id(own[name]) for name in loaded}  # one tensor may have several names
     missing = tuple(name for name in own if id(own[name]) not in reached and name not in left_out)
-    require_half(missing, own, source)
+    if 2 * len(missing) > len(own):
+        present = f"they have {len(own) - len(missing)} of the {len(own)} tensors of this model"
+        raise ValueError(f"the weights of {source} do not fit: {present}")
     with torch.no_grad():
         for name in loaded:
             own[name].copy_(given[name])
@@ -311,13 +313,6 @@ def require_floats(given: Weights, own: Mapping[str, Tensor], source: str) -> No
     for name, tensor in own.items():
         if name in given and tensor.is_floating_point() and not given[name].is_floating_point():
             raise ValueError(f"the weights of {source} do not fit: {name} is {given[name].dtype}, not a floating-point type")
-
-
-def require_half(missing: Collection[str], own: Mapping[str, Tensor], source: str) -> None:
-    """Raises a ValueError if more than half of a model's own tensors are missing in the weights."""
-    if 2 * len(missing) > len(own):
-        there = f"they have {len(own) - len(missing)} of the {len(own)} tensors of this model"
-        raise ValueError(f"the weights of {source} do not fit: {there}")
 
 
 def _source(weights: Weights) -> Source:
@@ -375,31 +370,8 @@ def _fitted(weights: Weights, model: nn.Module) -> Weights:
         return weights
     if isinstance(model, ViT):
         tokens = ("embedding.class_token" in each for each in (weights, own))
-        return weights | {POSITION: image_positions(weights[POSITION], own[POSITION].detach(), *tokens)}
+        return weights | {POSITION: resized_positions(weights[POSITION], own[POSITION].detach(), *tokens)}
     return weights | {POSITION: weights[POSITION][: len(own[POSITION])]}
-
-
-def image_positions(given: Tensor, own: Tensor, given_class: bool, own_class: bool) -> Tensor:
-    """Learned positions of patches, resized to another number of patches by bicubic interpolation as in timm.
-
-    Args:
-        given, own: (1, S^2, C), or (1, 1 + S^2, C) with the class token's position first; ``own`` has the wanted shape.
-        given_class, own_class: whether they hold a class token's position. If only ``own`` does, it keeps its value.
-
-    Returns:
-        positions in the shape of ``own`` if ``given`` is of a square image; otherwise ``given``.
-    """
-    patches = given[:, int(given_class) :]
-    across, wanted = (round(count**0.5) for count in (patches.shape[1], own.shape[1] - own_class))
-    if across**2 != patches.shape[1]:
-        return given
-    if across != wanted:
-        image = patches.float().unflatten(1, (across, across)).permute(0, 3, 1, 2)
-        image = F.interpolate(image, size=(wanted, wanted), mode="bicubic", antialias=True)
-        patches = image.permute(0, 2, 3, 1).flatten(1, 2).to(given.dtype)
-    if not own_class:
-        return patches
-    return torch.cat((given[:, :1] if given_class else own[:, :1].to(patches), patches), dim=1)
 
 
 def _pre_norm(weights: Weights) -> Weights:

@@ -20,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForM
 from holotrain.models import GPT, MViT, RevGPT, RevRoBERTa, RevSwin, RevViT, RoBERTa, Swin, ViT
 from holotrain.models.adapters import add_adapters
 from holotrain.models.checkpoint_files import read_weights
-from holotrain.models.huggingface import folder_of
+from holotrain.models.huggingface_files import folder_of
 from holotrain.models.mvit import MVIT_SIZES
 from holotrain.models.pretrained import load_pretrained
 from holotrain.models.swin import SWIN_SIZES
