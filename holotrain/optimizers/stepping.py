@@ -224,6 +224,20 @@ class InBackward(Optimizer):
         parameter.grad = None
 
 
+def refuse_in_backward(uses: Mapping[str, bool]) -> None:
+    """Refuses what cannot be combined with an optimizer that steps in the backward.
+
+    Args:
+        uses: what needs gradients after the backward, and whether it is in use.
+
+    Raises:
+        ValueError: one of them is in use.
+    """
+    for what, used in uses.items():
+        if used:
+            raise ValueError(f"{what} needs gradients after the backward, and this optimizer steps in it")
+
+
 def _step(reference: Callable[[], InBackward | None], parameter: Tensor) -> None:
     optimizer = reference()
     if optimizer is not None:
