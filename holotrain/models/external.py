@@ -64,7 +64,7 @@ class ExternalModel(nn.Module):
     def head(self) -> nn.Module | None:
         """The classifier; None: it has none of its own."""
 
-    def load_weights(self, given: dict[str, Tensor], source: str) -> str:
+    def load_weights(self, weights: dict[str, Tensor], source: str) -> str:
         """Copies weights into the model, in place: all of the classifier or nothing of it. Returns a report, in one line.
 
         Raises:
@@ -72,7 +72,7 @@ class ExternalModel(nn.Module):
         """
         head = set() if self.head is None else {id(tensor) for tensor in self.head.parameters()}
         names = {name for name, tensor in self.model.named_parameters() if id(tensor) in head}
-        return str(take_over(self.model.state_dict(keep_vars=True), given, source, names))
+        return str(take_over(self.model.state_dict(keep_vars=True), weights, source, names))
 
     @abstractmethod
     def start_from(self, pretrained: str | None) -> str | None:

@@ -189,11 +189,11 @@ class HuggingFace(ExternalModel):
                 model.resize_token_embeddings(rows, mean_resizing=False)
         return model, report
 
-    def reader(self, prompts: Sequence[Tensor]) -> "Reader":
+    def reader(self, prompts: Sequence[Tensor]) -> "TransformersReader":
         """Reads prompts for :func:`~holotrain.models.generate`."""
         if self.kind != "causal_lm":
             raise ValueError(f"a model for {self.kind} does not generate text")
-        return Reader(self.model, prompts)
+        return TransformersReader(self.model, prompts)
 
     def save(self, folder: Path, described: Mapping[str, Any]) -> list[str]:
         """Writes the folder that ``AutoModelFor...from_pretrained(FOLDER)`` reads, with AutoTokenizer's files for text and
@@ -220,7 +220,7 @@ class HuggingFace(ExternalModel):
         return sorted(path.name for path in folder.iterdir() if path.name.startswith(SAVED))
 
 
-class Reader:
+class TransformersReader:
     """Reads prompts of different lengths, and then token by token. Keys and values are kept by transformers.
 
     Args:

@@ -85,28 +85,28 @@ def folder_of(name: str, download: bool = False) -> Path:
         raise ValueError(f"cannot download {name} ({first_line(error)})") from error
 
 
-def network_of(name: str, given: dict[str, Any] | None = None, download: bool = False) -> dict[str, Any]:
+def network_of(name: str, entries: dict[str, Any] | None = None, download: bool = False) -> dict[str, Any]:
     """The configuration of a network in plain containers, as its config.json has it.
 
     Args:
-        name, download: see :func:`folder_of`. Nothing is read if ``given`` is a whole configuration.
-        given: replaces entries of the file.
+        name, download: see :func:`folder_of`. Nothing is read if ``entries`` is a whole configuration.
+        entries: replace those of the file.
 
     Raises:
         ValueError: there is no such file, it is not the configuration of a model, or an entry would run code.
     """
-    given = dict(given or {})
-    if "model_type" not in given:
-        given = _read(folder_of(name, download) / CONFIG) | given
-    if any(True for _ in targets(given)):
+    entries = dict(entries or {})
+    if "model_type" not in entries:
+        entries = _read(folder_of(name, download) / CONFIG) | entries
+    if any(True for _ in targets(entries)):
         raise ValueError(f"the configuration of {name} names a class by _target_")
     try:
-        _check_entries(given)
+        _check_entries(entries)
     except ValueError as error:
         raise ValueError(f"the configuration of {name}: {error}") from error
-    if "quantization_config" in given:
+    if "quantization_config" in entries:
         raise ValueError(f"{name} is quantised and cannot be trained; use the model that it was made from")
-    return {key: value for key, value in given.items() if key not in OF_A_FILE}
+    return {key: value for key, value in entries.items() if key not in OF_A_FILE}
 
 
 def _read(path: Path) -> dict[str, Any]:
