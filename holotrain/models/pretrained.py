@@ -295,8 +295,8 @@ def take_over(own: Mapping[str, Tensor], weights: Weights, source: str, head: Co
     require_floats(weights, {name: own[name] for name in loaded}, source)
     for name in loaded:
         if weights[name].shape != own[name].shape:
-            there, here = tuple(weights[name].shape), tuple(own[name].shape)
-            raise ValueError(f"the weights of {source} do not fit: {name} is {there} there and {here} in this model")
+            saved, expected = tuple(weights[name].shape), tuple(own[name].shape)
+            raise ValueError(f"the weights of {source} do not fit: {name} is {saved} there and {expected} in this model")
     reached = {id(own[name]) for name in loaded}  # one tensor may have several names
     missing = tuple(name for name in own if id(own[name]) not in reached and name not in left_out)
     if 2 * len(missing) > len(own):

@@ -151,13 +151,7 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        dropout: float = 0.0,
-        attention_dropout: float = 0.0,
-        causal: bool = False,
-        layer: int = 0,
+        self, dim: int, heads: int, dropout: float = 0.0, attention_dropout: float = 0.0, causal: bool = False, layer: int = 0
     ) -> None:
         super().__init__()
         self.heads = heads

@@ -22,13 +22,7 @@ class TokenEmbedding(nn.Module):
     """
 
     def __init__(
-        self,
-        vocab: int,
-        context: int,
-        dim: int,
-        positions: bool = True,
-        norm: nn.Module | None = None,
-        dropout: float = 0.0,
+        self, vocab: int, context: int, dim: int, positions: bool = True, norm: nn.Module | None = None, dropout: float = 0.0
     ) -> None:
         super().__init__()
         self.context = context
