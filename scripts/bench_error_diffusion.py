@@ -26,8 +26,8 @@ import torch
 from bench_common import DEVICE, alternating, arguments, begin, draw_to, median_ratio, plotter, save, timed
 from torch import Tensor
 
-from holotrain.error_diffusion import BACKPROPAGATION, ErrorDiffusionNetwork, contract
-from holotrain.error_diffusion.rules import kaneko, slope
+from holotrain.error_diffusion import ErrorDiffusionNetwork, contract
+from holotrain.error_diffusion.rules import BACKPROPAGATION, kaneko, slope
 from holotrain.planning.training_step import peak_of
 from holotrain.reversible import GraphedStep
 

@@ -34,8 +34,12 @@ from bench_backward import checkpointed, compiled, memcnn, minrev_like, offloade
 from bench_common import DEVICE, alternating, arguments, begin, draw_to, median_ratio, plotter, save, those_that_work, waited
 from torch import Tensor, nn
 
-from holotrain.models import GPT_SIZES, ROBERTA_SIZES, SWIN_SIZES, VIT_SIZES, RevGPT, RevRoBERTa, RevSwin, RevViT
+from holotrain.models import RevGPT, RevRoBERTa, RevSwin, RevViT
 from holotrain.models.block_schedules import schedule_blocks, sequences
+from holotrain.models.gpt import GPT_SIZES
+from holotrain.models.roberta import ROBERTA_SIZES
+from holotrain.models.swin import SWIN_SIZES
+from holotrain.models.vit import VIT_SIZES
 from holotrain.planning import ALLOCATORS, TrainingStep
 from holotrain.planning.choice import choose, seconds, stage_of, visits_of
 from holotrain.planning.fake_tensors import fake_parameters, fake_tensors

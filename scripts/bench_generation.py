@@ -16,7 +16,8 @@ import torch
 from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save
 from torch import Tensor, nn
 
-from holotrain.models import GPT, GPT_SIZES, RevGPT, Sampling, generate
+from holotrain.models import GPT, RevGPT, Sampling, generate
+from holotrain.models.gpt import GPT_SIZES
 
 PROMPT = 8
 GREEDY = Sampling(temperature=0)

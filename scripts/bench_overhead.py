@@ -24,7 +24,8 @@ from bench_common import DEVICE, alternating, arguments, begin, median_ratio, sa
 
 from holotrain.cli import main as command_line
 from holotrain.data import Digits
-from holotrain.models import VIT_SIZES, RevViT
+from holotrain.models import RevViT
+from holotrain.models.vit import VIT_SIZES
 from holotrain.tasks import optimizer_functions, schedules
 
 BATCH, WARMUP_EPOCHS, EPOCHS = 32, 1, 3

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, timed
 
-from holotrain.models import ROBERTA_SIZES, RevRoBERTa, RoBERTa, roberta
+from holotrain.models import RevRoBERTa, RoBERTa, roberta
 from holotrain.models.layers import packing
+from holotrain.models.roberta import ROBERTA_SIZES
 
 
 def main() -> None:

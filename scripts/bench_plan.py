@@ -22,18 +22,12 @@ import torch
 from bench_common import DEVICE, arguments, begin, save
 from torch import Tensor, nn
 
-from holotrain.models import (
-    GPT_SIZES,
-    MVIT_SIZES,
-    ROBERTA_SIZES,
-    SWIN_SIZES,
-    VIT_SIZES,
-    RevGPT,
-    RevMViT,
-    RevRoBERTa,
-    RevSwin,
-    RevViT,
-)
+from holotrain.models import RevGPT, RevMViT, RevRoBERTa, RevSwin, RevViT
+from holotrain.models.gpt import GPT_SIZES
+from holotrain.models.mvit import MVIT_SIZES
+from holotrain.models.roberta import ROBERTA_SIZES
+from holotrain.models.swin import SWIN_SIZES
+from holotrain.models.vit import VIT_SIZES
 from holotrain.planning import Planner, Size, TrainingStep
 from holotrain.planning.training_step import measured_peak
 from holotrain.reversible.backward_schedules import SCHEDULES

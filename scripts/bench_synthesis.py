@@ -24,7 +24,8 @@ import torch
 from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, timed, waited
 from torch import Tensor
 
-from holotrain.models import VIT_SIZES, ViT
+from holotrain.models import ViT
+from holotrain.models.vit import VIT_SIZES
 from holotrain.synthesis import HolographicSynthesis, hadamard_bind, phasor_bind
 
 PARTS = 16

@@ -17,7 +17,7 @@ from pathlib import Path
 import yaml
 from bench_common import arguments, begin, draw_to, plotter, save
 
-from holotrain.error_diffusion import BACKPROPAGATION, RULES
+from holotrain.error_diffusion.rules import BACKPROPAGATION, RULES
 
 SHOWN = (*RULES, BACKPROPAGATION)
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from holotrain.callbacks.monitor import Monitor, log_scalars, replays
-from holotrain.error_diffusion import BACKPROPAGATION, ErrorDiffusionNetwork, alignment, dead_cells, sign_violations
+from holotrain.error_diffusion import ErrorDiffusionNetwork, alignment, dead_cells, sign_violations
+from holotrain.error_diffusion.rules import BACKPROPAGATION
 from holotrain.reversible import checks_in
 
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from holotrain.callbacks.monitor import Monitor, log_scalars
 from holotrain.clock import Clock
 from holotrain.optimizers import InBackward
+from holotrain.optimizers.stepping import refuse_in_backward
 from holotrain.synthesis import HolographicSynthesis, SynthesisOptions
 
 
@@ -134,8 +135,7 @@ class SynthesisCallback(Monitor):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if len(trainer.optimizers) != 1:
             raise ValueError(f"SynthesisCallback needs one optimizer; this training has {len(trainer.optimizers)}")
-        if InBackward.among(trainer.optimizers) is not None:
-            raise ValueError("a synthesis rewrites gradients after the backward, and this optimizer steps in it")
+        refuse_in_backward({"a synthesis": InBackward.among(trainer.optimizers) is not None})
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None and getattr(trainer.optimizers[0], "_step_supports_amp_scaling", False):
             raise ValueError(

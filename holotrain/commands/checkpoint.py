@@ -19,7 +19,7 @@ from holotrain.errors import UserError, naming_group
 from holotrain.models import building, saved
 from holotrain.models.building import bounded
 from holotrain.models.checkpoint_files import warn_of_non_finite
-from holotrain.models.huggingface import tokenizer_of
+from holotrain.models.huggingface_files import tokenizer_of
 from holotrain.models.int8 import is_quantised, quantise
 from holotrain.models.plain_tensors import kind_of
 from holotrain.numeric import counted

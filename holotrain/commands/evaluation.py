@@ -26,7 +26,7 @@ from holotrain.config.build_trainer import build_trainer, check_device, check_di
 from holotrain.config.command_options import CheckpointConfig, RunConfig
 from holotrain.data import ImageDataModule
 from holotrain.errors import UserError
-from holotrain.optimizers import UnfitState
+from holotrain.optimizers.low_bit import UnfitState
 from holotrain.targets import first_line
 from holotrain.tasks.task import model_of
 

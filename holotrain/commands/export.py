@@ -15,7 +15,7 @@ from holotrain.data import tokenizer_from_json
 from holotrain.errors import UserError, naming_group
 from holotrain.models import saved
 from holotrain.models.adapters import merge_peft
-from holotrain.models.foreign import Foreign
+from holotrain.models.external import ExternalModel
 from holotrain.models.int8 import storage_bytes
 from holotrain.models.saved import export_onnx, export_program
 
@@ -31,7 +31,7 @@ def run(config: ExportConfig, run: Run) -> int:
     model, described = described_model(path)
     model.eval()
     merge_peft(model)
-    if config.int8 and isinstance(model, Foreign):
+    if config.int8 and isinstance(model, ExternalModel):
         raise UserError(
             f"int8: a {type(model).__name__} is written for its own library, which has its own int8; use int8=false"
         )
@@ -46,7 +46,7 @@ def run(config: ExportConfig, run: Run) -> int:
         for program in (PROGRAM, ONNX):  # left by an earlier export
             (folder / program).unlink(missing_ok=True)
         with naming_group("to"):
-            if isinstance(model, Foreign):
+            if isinstance(model, ExternalModel):
                 folder.mkdir(parents=True, exist_ok=True)
                 names = model.save(folder, described | {"tokenizer": tokenizer})
             else:

@@ -45,7 +45,7 @@ from holotrain.models.adapters import PEFT, add_adapters, add_peft, freeze
 from holotrain.models.block_schedules import schedule_blocks, set_backward, set_tile
 from holotrain.models.building import allocated, bounded
 from holotrain.models.checkpoint_files import read_weights
-from holotrain.models.foreign import Foreign
+from holotrain.models.external import ExternalModel
 from holotrain.models.pretrained import load_pretrained
 from holotrain.optimizers.stepping import InBackward
 from holotrain.reversible import checks_in
@@ -293,7 +293,7 @@ def prepare_weights(model: nn.Module, config: ObjectConfig, read: bool) -> None:
     Raises:
         UserError: the weights are missing or belong to another model, or the model lacks the part to train.
     """
-    if isinstance(model, Foreign):
+    if isinstance(model, ExternalModel):
         with naming_group("model"):
             if read and (said := model.start_from(config.pretrained)):
                 print(said, file=sys.stderr)

@@ -24,7 +24,7 @@ from holotrain.config.command_options import RunConfig
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import TRAINER_OPTIONS
 from holotrain.errors import UserError, naming_group
-from holotrain.models.division import Indivisible, division
+from holotrain.models.division import TensorParallelError, division
 from holotrain.numeric import counted
 from holotrain.overlap import Tuner
 from holotrain.parallel.checkpoints import CheckpointFiles
@@ -239,7 +239,7 @@ def check_division(config: ObjectConfig, process: ProcessRank | None, model: nn.
             with naming_group("trainer=pipeline"):
                 return check_stages(model, ranks)
         division(model, ranks)
-    except Indivisible as error:
+    except TensorParallelError as error:
         raise UserError(f"trainer=tp: no layer can be sharded over {ranks} processes: {error}") from error
 
 

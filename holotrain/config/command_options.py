@@ -88,7 +88,7 @@ class RunConfig(Composed):
             with naming_group("model", MODEL_OPTIONS):
                 model_options(**{name: self.model.arguments[name] for name in MODEL_OPTIONS})
                 if is_a(self.model, HUGGING_FACE):  # the content of its config.json, so that a checkpoint needs no other file
-                    from holotrain.models.huggingface import network_of
+                    from holotrain.models.huggingface_files import network_of
 
                     name, network, download = (self.model.arguments[name] for name in ("name", "config", "download"))
                     with naming_group("model.name"):

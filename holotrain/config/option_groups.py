@@ -109,7 +109,7 @@ ERROR_DIFFUSION = "holotrain.tasks.classification.ErrorDiffusionClassifier"
 CAUSAL_LM = "holotrain.tasks.language.CausalLM"
 MASKED_LM = "holotrain.tasks.language.MaskedLM"
 
-TIMM = "holotrain.models.foreign.Timm"
+TIMM = "holotrain.models.external.Timm"
 HUGGING_FACE = "holotrain.models.huggingface.HuggingFace"
 
 ADAMW = "holotrain.tasks.optimizer_functions.adamw"

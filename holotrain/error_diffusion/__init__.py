@@ -10,11 +10,9 @@ Shape letters: B batch, D outputs (each with its own network), L hidden layers, 
 """
 
 from holotrain.error_diffusion.cells import ErrorDiffusionNetwork, alignment, dead_cells, sign_violations
-from holotrain.error_diffusion.rules import BACKPROPAGATION, RULES, contract
+from holotrain.error_diffusion.rules import contract
 
 __all__ = [
-    "BACKPROPAGATION",
-    "RULES",
     "ErrorDiffusionNetwork",
     "alignment",
     "contract",

@@ -175,8 +175,8 @@ class ErrorDiffusionNetwork(nn.Module):
         require_at_least(1, inputs=inputs, outputs=outputs, width=width, depth=depth)
         require_at_least(1e-6, u0=u0)
         require_one_of((*RULES, BACKPROPAGATION), rule=rule)
-        given: dict[str, Any] = {"constants": constants, "initialization": initialization, "output_rate": output_rate}
-        chosen = PUBLISHED[rule]._replace(**{name: value for name, value in given.items() if value is not None})
+        options: dict[str, Any] = {"constants": constants, "initialization": initialization, "output_rate": output_rate}
+        chosen = PUBLISHED[rule]._replace(**{name: value for name, value in options.items() if value is not None})
         constants, initialization, self.output_rate = chosen
         require_one_of(INITIALIZATIONS, initialization=initialization)
         require_at_least(0, output_rate=self.output_rate)
@@ -223,11 +223,11 @@ class ErrorDiffusionNetwork(nn.Module):
     @contextmanager
     def ruled_by(self, rule: str) -> Generator[None]:
         """Uses another rule inside the context."""
-        kept, self.rule = self.rule, rule
+        previous, self.rule = self.rule, rule
         try:
             yield
         finally:
-            self.rule = kept
+            self.rule = previous
 
     def extra_repr(self) -> str:
         outputs, between, *_, width = self.hidden.shape

@@ -6,7 +6,7 @@ vit, swin, mvit, gpt, roberta
 
 Without a backward pass: image_error_diffusion
 
-Of other libraries: foreign (the base class, and timm), huggingface
+Of other libraries: external (the base class, and timm), huggingface (huggingface_files: its files, read as data)
 
 Parts of the models: layers
 
@@ -26,25 +26,20 @@ division          which layers tensor parallelism splits, and the part that one 
 from holotrain.models.adapters import add_adapters, freeze
 from holotrain.models.block_schedules import compile_blocks
 from holotrain.models.checkpoint_files import read_weights
-from holotrain.models.foreign import Timm
+from holotrain.models.external import Timm
 from holotrain.models.generation import Sampling, generate
-from holotrain.models.gpt import GPT, GPT_SIZES, RevGPT
+from holotrain.models.gpt import GPT, RevGPT
 from holotrain.models.huggingface import HuggingFace
 from holotrain.models.image_error_diffusion import ImageErrorDiffusion
 from holotrain.models.int8 import quantise
-from holotrain.models.mvit import MVIT_SIZES, MViT, RevMViT
+from holotrain.models.mvit import MViT, RevMViT
 from holotrain.models.pretrained import load_pretrained
-from holotrain.models.roberta import ROBERTA_SIZES, RevRoBERTa, RoBERTa
-from holotrain.models.swin import SWIN_SIZES, RevSwin, Swin
-from holotrain.models.vit import VIT_SIZES, RevViT, ViT
+from holotrain.models.roberta import RevRoBERTa, RoBERTa
+from holotrain.models.swin import RevSwin, Swin
+from holotrain.models.vit import RevViT, ViT
 
 __all__ = [
     "GPT",
-    "GPT_SIZES",
-    "MVIT_SIZES",
-    "ROBERTA_SIZES",
-    "SWIN_SIZES",
-    "VIT_SIZES",
     "HuggingFace",
     "ImageErrorDiffusion",
     "MViT",

@@ -16,7 +16,7 @@ from holotrain.models.layers.blocks import MLPBranch
 from holotrain.numeric import counted
 
 
-class Indivisible(ValueError):
+class TensorParallelError(ValueError):
     """No layer of the model can be split among that number of processes."""
 
 
@@ -38,7 +38,7 @@ def division(model: nn.Module, ranks: int) -> Division:
         ranks: number of tensor parallel processes.
 
     Raises:
-        Indivisible: no layer can be split; says why.
+        TensorParallelError: no layer can be split; says why.
     """
     layers: list[Attention | MLPBranch] = []
     whole: dict[str, None] = {}  # a set, in order
@@ -55,5 +55,5 @@ def division(model: nn.Module, ranks: int) -> Division:
             named = counted(count, "head") if isinstance(part, Attention) else f"MLPs of width {count}"
             whole[f"{named} (not divisible by {ranks})"] = None
     if not layers:
-        raise Indivisible("; ".join(whole) or "it has no such layers")
+        raise TensorParallelError("; ".join(whole) or "it has no such layers")
     return Division(layers, list(whole))

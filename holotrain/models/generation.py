@@ -48,8 +48,8 @@ class Sampling:
         if self.top_p is not None and self.top_p < 1:
             ordered, order = probabilities.sort(dim=-1, descending=True)
             reached_before = ordered.cumsum(dim=-1) - ordered >= self.top_p
-            kept = ordered.masked_fill(reached_before, 0)
-            probabilities = torch.zeros_like(probabilities).scatter(-1, order, kept / kept.sum(-1, keepdim=True))
+            nucleus = ordered.masked_fill(reached_before, 0)
+            probabilities = torch.zeros_like(probabilities).scatter(-1, order, nucleus / nucleus.sum(-1, keepdim=True))
         return probabilities
 
     def draw(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -125,8 +125,8 @@ def generate(
                 if end_id is not None and last is not None:  # what has ended stays so
                     tokens = tokens.masked_fill(last == end_id, end_id)
             with torch.inference_mode(False):  # a caller in inference mode gets an ordinary tensor too
-                theirs = tokens.clone()
-            yield theirs
+                copy = tokens.clone()
+            yield copy
             if end_id is not None and bool((tokens == end_id).all()):
                 return
 

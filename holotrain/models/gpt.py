@@ -108,12 +108,7 @@ class GPT(nn.Module):
         return linear_cross_entropy(hidden.flatten(0, 1), self.embedding.word.weight, targets.flatten())
 
     def hidden(
-        self,
-        tokens: Tensor,
-        *,
-        cache: KVCache | None = None,
-        positions: Tensor | None = None,
-        end: int | None = None,
+        self, tokens: Tensor, *, cache: KVCache | None = None, positions: Tensor | None = None, end: int | None = None
     ) -> Tensor:
         """The input of the head, (B, T, C); arguments as in ``forward``."""
         x = self.embedding(tokens, positions)

@@ -1,25 +1,22 @@
-"""Models of Hugging Face's transformers; the configuration and the files of one are read as data: nothing in them is run."""
+"""Models of Hugging Face's transformers."""
 
 import copy
-import os
-import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from holotrain.files import read_json, read_text, write_json
+from holotrain.files import write_json
 from holotrain.models.checkpoint_files import CONFIG, IN_A_FOLDER, read_weights
-from holotrain.models.foreign import NOT_OURS, Foreign, foreign_weights
-from holotrain.models.pretrained import image_positions, require_floats, require_half, take_over
+from holotrain.models.external import ExternalModel, external_weights
+from holotrain.models.huggingface_files import TRANSFORMERS, folder_of, network_of, quiet_and_offline
+from holotrain.models.layers.patches import resized_positions
+from holotrain.models.pretrained import require_floats, take_over
 from holotrain.reversible.tiled_loss import tiled_cross_entropy
-from holotrain.targets import first_line, needed, targets
+from holotrain.targets import first_line, needed
 
 HEADS = {
     "causal_lm": "AutoModelForCausalLM",
@@ -38,28 +35,8 @@ SAVED = ("config.", "generation_config.", "model.", "model-", "preprocessor_conf
 POSITIONS = "embeddings.position_embeddings"
 """The end of the name of a vision transformer's learned positions."""
 
-TRANSFORMERS = ("transformers", "this model needs transformers", "huggingface")
 
-FILES = ("*.json", "*.txt", "*.model", "*.safetensors")
-"""What is downloaded of a repository: no code, and no pickled weights."""
-
-OF_A_FILE = (
-    *("_name_or_path", "architectures", "auto_map", "dtype", "pretrained_cfg", "torch_dtype"),
-    *("transformers_version", "transformers_weights"),
-)
-"""What a config.json says of its own weights, or of code beside it."""
-
-ELSEWHERE = ("backbone", "use_pretrained_backbone", *NOT_OURS)
-"""Entries that name another model or file, which transformers or timm would download or open."""
-
-LABELS = ("id2label", "label2id")
-"""Entries whose names are those of classes."""
-
-ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
-"""Implementations of attention that are installed with their libraries; other names stand for code on the Hub."""
-
-
-class HuggingFace(Foreign):
+class HuggingFace(ExternalModel):
     """A model of transformers with the head of a task. Code beside the weights is never run (``trust_remote_code=False``).
 
     Args:
@@ -101,25 +78,26 @@ class HuggingFace(Foreign):
         transformers = needed(*TRANSFORMERS)
         if head not in HEADS:
             raise ValueError(f"head must be {', '.join(HEADS)}, not {head!r}")
-        self.name, self.kind, self.download, self.words = name, head, download, vocab
+        self.name, self.kind, self.download, self.data_vocab = name, head, download, vocab
         plain = network_of(name, config)
         kind = plain.pop("model_type")
         if kind not in transformers.CONFIG_MAPPING:
             raise ValueError(f"transformers has no model of type {kind!r}, and code beside its weights is not run")
-        self._auto = getattr(transformers, HEADS[head])
-        if transformers.CONFIG_MAPPING[kind] not in self._auto._model_mapping:
+        auto = getattr(transformers, HEADS[head])
+        if transformers.CONFIG_MAPPING[kind] not in auto._model_mapping:
             raise ValueError(f"transformers has no {HEADS[head]} of type {kind}; choose another task or model")
         try:
-            with alone(transformers):
+            with quiet_and_offline(transformers):
                 network = transformers.AutoConfig.for_model(kind, **plain)
         except Exception as error:  # of many kinds
             raise ValueError(f"config: {first_line(error)}") from error
-        self.theirs = getattr(network, "vocab_size", None)
+        self.vocab_size = getattr(network, "vocab_size", None)
         _fit_to_data(network, head, classes, vocab, {"image_size": image_size, "num_channels": channels}, pad_id)
         self.context, self.longest = _context(network, context), _context(network, None)
-        with alone(transformers):
+        with quiet_and_offline(transformers):
             # The Trainer's precision decides, not that of the weights.
-            model = self._auto.from_config(network, trust_remote_code=False, dtype=torch.float32)
+            model = auto.from_config(network, trust_remote_code=False, dtype=torch.float32)
+        self._architecture: Any = type(model)
         self.wrap(model, reversible, blocks)
 
     def forward(self, inputs: Tensor, *others: Tensor | None) -> Tensor:
@@ -136,10 +114,10 @@ class HuggingFace(Foreign):
             return self.model(pixel_values=inputs).logits
         mask, targets = (None, *others, None)[:2] if self.kind == "causal_lm" else (*others, None, None)[:2]
         attended = {} if mask is None else {"attention_mask": mask.to(inputs.dtype)}
-        given = {"input_ids": inputs, "use_cache": False, **attended}
+        arguments = {"input_ids": inputs, "use_cache": False, **attended}
         if targets is None:
-            return self.model(**given).logits
-        return tiled_cross_entropy(self.model, targets, **given)
+            return self.model(**arguments).logits
+        return tiled_cross_entropy(self.model, targets, **arguments)
 
     @property
     def head(self) -> nn.Module | None:
@@ -149,76 +127,73 @@ class HuggingFace(Foreign):
     def start_from(self, pretrained: str | None) -> str | None:
         loaded = None
         if pretrained is not None and not (Path(pretrained) / CONFIG).is_file():
-            loaded = self.load_weights(foreign_weights(pretrained), pretrained)
+            loaded = self.load_weights(external_weights(pretrained), pretrained)
         elif pretrained is not None:
             loaded = self._from_folder(Path(pretrained), pretrained)
         elif Path(self.name).name != CONFIG:
             folder = folder_of(self.name, self.download)
             if any((folder / name).is_file() for name in IN_A_FOLDER):
                 loaded = self._from_folder(folder, self.name)
-        said = [] if loaded is None else [loaded]
-        if self.words is not None and self.theirs is not None and self.words != self.theirs:
-            grown = f"; {self.words - self.theirs} rows are added to its embedding" if self.words > self.theirs else ""
-            said.append(
-                f"the data have {self.words} words and the model has {self.theirs}{grown}; "
+        messages = [] if loaded is None else [loaded]
+        if self.data_vocab is not None and self.vocab_size is not None and self.data_vocab != self.vocab_size:
+            added = self.data_vocab - self.vocab_size
+            grown = f"; {added} rows are added to its embedding" if added > 0 else ""
+            messages.append(
+                f"the data have {self.data_vocab} words and the model has {self.vocab_size}{grown}; "
                 "data.tokenizer=FOLDER/tokenizer.json is the tokenizer of a model"
             )
-        return "\n".join(said) or None
-
-    def _require_floats(self, given: Mapping[str, Tensor], source: str) -> None:
-        """Raises a ValueError for weights that transformers would convert to floating-point numbers, whatever they are."""
-        prefix = f"{self.model.base_model_prefix}."
-        shorter = {name.removeprefix(prefix): tensor for name, tensor in given.items()}
-        longer = {prefix + name: tensor for name, tensor in shorter.items()}
-        require_floats(shorter | longer, self.model.state_dict(), source)
+        return "\n".join(messages) or None
 
     def _from_folder(self, folder: Path, source: str) -> str:
         """Loads weights as ``from_pretrained`` does, with the sizes that they have."""
         if (folder / "adapter_config.json").is_file():
             raise ValueError(f"{folder} holds an adapter of another model; give the folder of that model, or of a merged one")
-        theirs, own = network_of(str(folder)), self.model.config
-        if theirs["model_type"] != own.model_type:
-            raise ValueError(f"{source} is of type {theirs['model_type']}, not {own.model_type}")
-        self._require_floats(read_weights(folder), source)
-        network = copy.deepcopy(own)
+        saved, config = network_of(str(folder)), copy.deepcopy(self.model.config)
+        if saved["model_type"] != config.model_type:
+            raise ValueError(f"{source} is of type {saved['model_type']}, not {config.model_type}")
         for name in ("vocab_size", "image_size"):
-            if name in theirs and hasattr(network, name):
-                setattr(network, name, theirs[name])
-        with alone(needed(*TRANSFORMERS)):
+            if name in saved and hasattr(config, name):
+                setattr(config, name, saved[name])
+        model, report = self._pretrained(config, read_weights(folder), source)
+        new = {*report["missing_keys"], *(key if isinstance(key, str) else key[0] for key in report["mismatched_keys"])}
+        weights, own = model.state_dict(), self.model.state_dict(keep_vars=True)
+        resized = []
+        for name, tensor in weights.items():
+            if name.endswith(POSITIONS) and tensor.shape != own[name].shape:
+                weights[name] = resized_positions(tensor, own[name].detach(), True, True)
+                if weights[name].shape == own[name].shape:
+                    resized.append(name)
+                else:
+                    new.add(name)
+        loaded = take_over(own, {name: x for name, x in weights.items() if name not in new}, source)
+        return str(replace(loaded, unexpected=tuple(report["unexpected_keys"]), resized=tuple(resized)))
+
+    def _pretrained(self, config: Any, weights: dict[str, Tensor], source: str) -> tuple[Any, dict[str, Any]]:
+        """A model with weights under the names of any release of transformers, and what its ``from_pretrained`` reports."""
+        prefix = f"{self.model.base_model_prefix}."
+        named, own = ({name.removeprefix(prefix): x for name, x in each.items()} for each in (weights, self.model.state_dict()))
+        require_floats(named, own, source)  # transformers would convert other numbers
+        with quiet_and_offline(needed(*TRANSFORMERS)):
             try:
-                model, report = self._auto.from_pretrained(
-                    folder,
-                    config=network,
+                model, report = self._architecture.from_pretrained(
+                    None,
+                    config=config,
+                    state_dict=weights,
                     dtype=torch.float32,
                     ignore_mismatched_sizes=True,
-                    local_files_only=True,
-                    trust_remote_code=False,
-                    weights_only=True,
                     output_loading_info=True,
                 )
             except (OSError, RuntimeError, ValueError) as error:
                 raise ValueError(f"{source}: {first_line(error)}") from error
-            if (rows := getattr(own, "vocab_size", None)) != getattr(network, "vocab_size", None):
+            if (rows := getattr(self.model.config, "vocab_size", None)) != getattr(config, "vocab_size", None):
                 model.resize_token_embeddings(rows, mean_resizing=False)
-        new = {*report["missing_keys"], *(key if isinstance(key, str) else key[0] for key in report["mismatched_keys"])}
-        weights, here = model.state_dict(), self.model.state_dict()
-        resized = []
-        for name, tensor in weights.items():
-            if name.endswith(POSITIONS) and tensor.shape != here[name].shape:
-                fitted = image_positions(tensor, here[name], True, True)
-                (new.add if fitted.shape != here[name].shape else resized.append)(name)
-                weights[name] = here[name] if name in new else fitted
-        require_half(new, here, source)
-        loaded = take_over(self.model.state_dict(keep_vars=True), weights, source)
-        kept = tuple(name for name in loaded.loaded if name not in new)
-        strange = tuple(report["unexpected_keys"])
-        return str(replace(loaded, loaded=kept, missing=tuple(new), unexpected=strange, resized=tuple(resized)))
+        return model, report
 
-    def reader(self, prompts: Sequence[Tensor]) -> "Reader":
+    def reader(self, prompts: Sequence[Tensor]) -> "TransformersReader":
         """Reads prompts for :func:`~holotrain.models.generate`."""
         if self.kind != "causal_lm":
             raise ValueError(f"a model for {self.kind} does not generate text")
-        return Reader(self.model, prompts)
+        return TransformersReader(self.model, prompts)
 
     def save(self, folder: Path, described: Mapping[str, Any]) -> list[str]:
         """Writes the folder that ``AutoModelFor...from_pretrained(FOLDER)`` reads, with AutoTokenizer's files for text and
@@ -226,7 +201,7 @@ class HuggingFace(Foreign):
         if (class_names := described.get("class_names")) is not None:
             self.model.config.id2label = dict(enumerate(class_names))
             self.model.config.label2id = {name: index for index, name in enumerate(class_names)}
-        with alone(needed(*TRANSFORMERS)):
+        with quiet_and_offline(needed(*TRANSFORMERS)):
             self.model.save_pretrained(folder)
         if (tokenizer := described.get("tokenizer")) is not None:
             _save_tokenizer(folder, tokenizer, self.context)
@@ -245,7 +220,7 @@ class HuggingFace(Foreign):
         return sorted(path.name for path in folder.iterdir() if path.name.startswith(SAVED))
 
 
-class Reader:
+class TransformersReader:
     """Reads prompts of different lengths, and then token by token. Keys and values are kept by transformers.
 
     Args:
@@ -277,29 +252,6 @@ class Reader:
         )
         self._cache = found.past_key_values
         return found.logits[:, -1]
-
-
-def tokenizer_of(name: str, download: bool = False) -> str | None:
-    """The content of the tokenizer.json of a model; None: it has none.
-
-    Args:
-        name, download: see :func:`~holotrain.models.huggingface.folder_of`.
-    """
-    folder, transformers = folder_of(name, download), needed(*TRANSFORMERS)
-    if (path := folder / "tokenizer.json").is_file():
-        try:
-            return read_text(path)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot read {path} ({first_line(error)})") from error
-    if not any((folder / name).is_file() for name in ("vocab.txt", "vocab.json", "tokenizer.model", "tokenizer_config.json")):
-        return None
-    _require_own_tokenizer(folder)
-    try:
-        with alone(transformers):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        return tokenizer.backend_tokenizer.to_str()
-    except Exception as error:  # tokenizers raise many kinds
-        raise ValueError(f"{folder} has a tokenizer that cannot be read ({first_line(error)})") from error
 
 
 def _fit_to_data(
@@ -355,131 +307,3 @@ def _save_tokenizer(folder: Path, text: str, context: int | None) -> None:
     tokens = {role: name for role, name in found.items() if name is not None}
     limit = {} if context is None else {"model_max_length": context}
     needed(*TRANSFORMERS).PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens, **limit).save_pretrained(folder)
-
-
-@contextmanager
-def alone(transformers: ModuleType) -> Generator[None]:
-    """Without the network, and without the library's warnings and progress bars: what matters is reported in one line."""
-    from huggingface_hub import constants
-
-    logging = transformers.logging
-    level, bars, offline = logging.get_verbosity(), logging.is_progress_bar_enabled(), constants.HF_HUB_OFFLINE
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = offline
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-
-
-def folder_of(name: str, download: bool = False) -> Path:
-    """The local folder of a model.
-
-    Args:
-        name: a folder, its config.json, or the name of a repository on the Hugging Face Hub.
-        download: download the repository, if it is not in the cache.
-
-    Raises:
-        ValueError: there is no such folder, and the repository is not in the cache or cannot be downloaded.
-    """
-    path = Path(name).expanduser()
-    if path.name == CONFIG and path.is_file():
-        return path.parent
-    if path.is_dir():
-        return path
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-        raise ValueError(f"there is no folder {name}")
-    import huggingface_hub as hub
-
-    try:
-        wanted: dict[str, Any] = {"allow_patterns": FILES, "ignore_patterns": ["*/*"]}
-        return Path(hub.snapshot_download(name, local_files_only=not download, **wanted))
-    except Exception as error:  # whatever the network says
-        if not download:
-            raise ValueError(
-                f"there is no folder {name}, and no model of this name in the cache of Hugging Face; "
-                "download=true downloads one from the Hub"
-            ) from error
-        raise ValueError(f"cannot download {name} ({first_line(error)})") from error
-
-
-def network_of(name: str, given: dict[str, Any] | None = None, download: bool = False) -> dict[str, Any]:
-    """The configuration of a network in plain containers, as its config.json has it.
-
-    Args:
-        name, download: see :func:`folder_of`. Nothing is read if ``given`` is a whole configuration.
-        given: replaces entries of the file.
-
-    Raises:
-        ValueError: there is no such file, it is not the configuration of a model, or an entry would run code.
-    """
-    given = dict(given or {})
-    if "model_type" not in given:
-        given = _read(folder_of(name, download) / CONFIG) | given
-    if any(True for _ in targets(given)):
-        raise ValueError(f"the configuration of {name} names a class by _target_")
-    try:
-        _check_entries(given)
-    except ValueError as error:
-        raise ValueError(f"the configuration of {name}: {error}") from error
-    if "quantization_config" in given:
-        raise ValueError(f"{name} is quantised and cannot be trained; use the model that it was made from")
-    return {key: value for key, value in given.items() if key not in OF_A_FILE}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = read_json(path)
-    except OSError as error:
-        raise ValueError(f"cannot read {path} ({error.strerror or error})") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: it is not JSON") from error
-    if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
-        raise ValueError(f"{path} is not the configuration of a model of transformers: it has no model_type")
-    return found
-
-
-def _check_entries(node: Any) -> None:
-    """Refuses models, files and implementations elsewhere, which the libraries would download, open or run."""
-    if isinstance(node, list):
-        for each in node:
-            _check_entries(each)
-    if not isinstance(node, dict):
-        return
-    for key, value in node.items():
-        if key.strip("_").startswith(("attn_implementation", "experts_implementation")):
-            if value is not None and value not in ATTENTION:
-                raise ValueError(f"{key}: {value!r} is not one of {', '.join(ATTENTION)}")
-            if value and value.startswith("flash") and find_spec("flash_attn") is None:
-                raise ValueError(f"{key}: {value} needs the package flash-attn")
-        elif key in LABELS:
-            continue
-        elif (key in ELSEWHERE and value) or (key == "architecture" and re.search(r"[:/\\]", str(value))):
-            raise ValueError(f"{key}: {value!r} names a model or a file elsewhere, which is not opened")
-        else:
-            _check_entries(value)
-
-
-def _require_own_tokenizer(folder: Path) -> None:
-    """Refuses a tokenizer whose description names a file: the library would open it in place of its own.
-
-    Raises:
-        ValueError: a text in it is the path of a file.
-    """
-    for path in (folder / name for name in ("tokenizer_config.json", "special_tokens_map.json")):
-        for text in _texts(read_json(path)) if path.is_file() else ():
-            elsewhere = os.path.isfile(text) and Path(text).resolve().parent != folder.resolve()
-            if elsewhere or (os.sep in text and os.path.isfile(folder / text)):
-                raise ValueError(f"{path} names the file {text!r}, which is not opened")
-
-
-def _texts(node: Any) -> Iterator[str]:
-    if isinstance(node, str):
-        yield node
-    elif isinstance(node, list | dict):
-        for each in node.values() if isinstance(node, dict) else node:
-            yield from _texts(each)

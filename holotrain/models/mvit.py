@@ -14,14 +14,13 @@ Shapes: B batch, S height and width of the square map of tokens, C channels, N h
 """
 
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from holotrain.models.layers.attention import with_one_kernel
+from holotrain.models.layers.attention import head_width, with_one_kernel
 from holotrain.models.layers.blocks import (
     AttentionBranch,
     AveragedStreams,
@@ -31,6 +30,7 @@ from holotrain.models.layers.blocks import (
     MLPBranch,
     ResidualSequence,
     Reversible,
+    drop_path_rates,
     make_sequences,
 )
 from holotrain.models.layers.patches import OverlappingPatches, initialise
@@ -101,20 +101,18 @@ class MViT(nn.Module):
         relative = design == "mvitv2"
         self.embedding = OverlappingPatches(image_size, channels, dim, positions=not relative)
         fuses = isinstance(self, Reversible) and not relative
-        total = sum(depths)
-        rates = (drop_path * i / max(total - 1, 1) for i in range(total))
         size = image_size // OverlappingPatches.STRIDE
         transitions: list[nn.Module] = []
         stages: list[Branches] = []
-        for i, depth in enumerate(depths):
+        for stage, rates in enumerate(drop_path_rates(drop_path, depths)):
             transition = nn.Identity()
-            if i > 0:
+            if stage > 0:
                 kv_stride = max(kv_stride // 2, 1)
-                sizes = (dim, 2 * heads, size, mlp_ratio, kv_stride, dropout, next(rates))
+                sizes = (dim, 2 * heads, size, mlp_ratio, kv_stride, dropout, rates.pop(0))
                 transition = FusingTransition(*sizes) if fuses else Transition(*sizes, relative)
-                dim, heads, size, depth = 2 * dim, 2 * heads, size // 2, depth - 1
+                dim, heads, size = 2 * dim, 2 * heads, size // 2
             branches: Branches = []
-            for rate in islice(rates, depth):
+            for rate in rates:
                 attention = PoolingAttention(dim, dim, heads, size, 1, kv_stride, dropout, relative)
                 norm, mlp = nn.LayerNorm(dim, eps=1e-6), MLPBranch(dim, int(dim * mlp_ratio), dropout, rate)
                 branches.append((AttentionBranch(norm, attention, rate), mlp))
@@ -240,12 +238,10 @@ class PoolingAttention(nn.Module):
         self, dim: int, dim_out: int, heads: int, size: int, q_stride: int, kv_stride: int, dropout: float, relative: bool
     ) -> None:
         super().__init__()
-        if dim_out % heads:
-            raise ValueError(f"heads must divide dim, but {dim_out} is not a multiple of {heads}")
+        width = head_width(dim_out, heads)
         if size % kv_stride:
             raise ValueError(f"{size}x{size} tokens cannot be pooled evenly by a kv stride of {kv_stride}")
         self.heads = heads
-        width = dim_out // heads
         self.qkv = nn.Linear(dim, 3 * dim_out)
         self.pool_q = Pool(width, q_stride) if relative or q_stride > 1 else None
         self.pool_k = Pool(width, kv_stride)

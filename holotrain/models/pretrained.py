@@ -1,4 +1,4 @@
-"""Published weights: told by the names of their tensors, renamed to ours, fitted to other sizes, loaded into a model.
+"""Published weights: recognised by the names of their tensors, renamed to ours, fitted to other sizes, loaded into a model.
 
 Shapes: T tokens of an image, S x S its patches, C channels.
 """
@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from holotrain.models.building import allocated
 from holotrain.models.gpt import GPT
 from holotrain.models.layers.attention import Attention
+from holotrain.models.layers.patches import resized_positions
 from holotrain.models.mvit import MViT
 from holotrain.models.roberta import RoBERTa
 from holotrain.models.swin import Swin
@@ -94,8 +94,8 @@ def _gpt2(weights: Weights) -> Weights:
     }
 
 
-def _require_tied(head: Tensor | None, words: Tensor, name: str) -> None:
-    if head is not None and not torch.equal(head, words):
+def _require_tied(head: Tensor | None, embedding: Tensor, name: str) -> None:
+    if head is not None and not torch.equal(head, embedding):
         raise ValueError(f"the head of these {name} weights is not tied to the embedding; in holotrain it always is")
 
 
@@ -236,8 +236,8 @@ class Loaded:
     def __str__(self) -> str:
         """A line for people: the number of tensors that were loaded, and the names of all others."""
         parts = {"new": (*self.missing, *self.head), "left out": self.unexpected, "of another size, fitted": self.resized}
-        said = [f"{name}: {', '.join(sorted(names))}" for name, names in parts.items() if names]
-        return "; ".join([f"{counted(len(self.loaded), 'tensor')} of {self.source}", *said])
+        lists = [f"{name}: {', '.join(sorted(names))}" for name, names in parts.items() if names]
+        return "; ".join([f"{counted(len(self.loaded), 'tensor')} of {self.source}", *lists])
 
 
 def load_pretrained(model: nn.Module, weights: Weights) -> Loaded:
@@ -257,7 +257,7 @@ def load_pretrained(model: nn.Module, weights: Weights) -> Loaded:
     try:
         with allocated():
             renamed = _by_head(_renamed(source, weights), model)
-            given = _fitted(renamed, model)
+            fitted = _fitted(renamed, model)
     except KeyError as error:
         raise ValueError(f"these weights, of {source.name}, lack {error.args[0]}") from error
     except torch.OutOfMemoryError:
@@ -265,23 +265,23 @@ def load_pretrained(model: nn.Module, weights: Weights) -> Loaded:
     except (IndexError, RuntimeError, TypeError) as error:
         raise ValueError(f"tensors of these weights have other shapes than those of {source.name}: {error}") from error
     own = dict(model.named_parameters())
-    strange = [name for name in given if name.startswith("embedding.") and name not in (*own, "embedding.class_token")]
+    strange = [name for name in fitted if name.startswith("embedding.") and name not in (*own, "embedding.class_token")]
     if source is SOURCES[-1] and strange:
         raise ValueError(f"these weights are of another family than {kind}, which has no {strange[0]}")
     # Blocks of all families have the same names, so the embedding of ours decides. A user's model may have none.
     embedding = {name for name in own if name.startswith("embedding.")}
-    if embedding and embedding.isdisjoint(given):
+    if embedding and embedding.isdisjoint(fitted):
         raise ValueError(f"the weights of {source.name} do not fit: they have no part of the embedding of this {kind}")
-    found = take_over(own, given, source.name, {name for name in (*own, *given) if name.startswith("head.")})
-    return replace(found, resized=tuple(n for n in found.loaded if n in renamed and renamed[n].shape != given[n].shape))
+    found = take_over(own, fitted, source.name, {name for name in (*own, *fitted) if name.startswith("head.")})
+    return replace(found, resized=tuple(n for n in found.loaded if n in renamed and renamed[n].shape != fitted[n].shape))
 
 
-def take_over(own: Mapping[str, Tensor], given: Weights, source: str, head: Collection[str] = ()) -> Loaded:
+def take_over(own: Mapping[str, Tensor], weights: Weights, source: str, head: Collection[str] = ()) -> Loaded:
     """Copies weights into a model, in place.
 
     Args:
         own: the tensors of the model.
-        given: the weights, under the same names.
+        weights: the weights, under the same names.
         source: what they are of, for messages.
         head: names of the part that may have other shapes, or other tensors; all of it is then left out.
 
@@ -289,35 +289,30 @@ def take_over(own: Mapping[str, Tensor], given: Weights, source: str, head: Coll
         ValueError: another tensor has another shape or kind of numbers, or fewer than half of the model's tensors are among
             them. The model is then unchanged.
     """
-    whole = all(name in own and name in given and own[name].shape == given[name].shape for name in head)
+    whole = all(name in own and name in weights and own[name].shape == weights[name].shape for name in head)
     left_out = () if whole else tuple(name for name in own if name in head)
-    loaded = tuple(name for name in own if name in given and name not in left_out)
-    require_floats(given, {name: own[name] for name in loaded}, source)
+    loaded = tuple(name for name in own if name in weights and name not in left_out)
+    require_floats(weights, {name: own[name] for name in loaded}, source)
     for name in loaded:
-        if given[name].shape != own[name].shape:
-            there, here = tuple(given[name].shape), tuple(own[name].shape)
-            raise ValueError(f"the weights of {source} do not fit: {name} is {there} there and {here} in this model")
+        if weights[name].shape != own[name].shape:
+            saved, expected = tuple(weights[name].shape), tuple(own[name].shape)
+            raise ValueError(f"the weights of {source} do not fit: {name} is {saved} there and {expected} in this model")
     reached = {id(own[name]) for name in loaded}  # one tensor may have several names
     missing = tuple(name for name in own if id(own[name]) not in reached and name not in left_out)
-    require_half(missing, own, source)
+    if 2 * len(missing) > len(own):
+        present = f"they have {len(own) - len(missing)} of the {len(own)} tensors of this model"
+        raise ValueError(f"the weights of {source} do not fit: {present}")
     with torch.no_grad():
         for name in loaded:
-            own[name].copy_(given[name])
-    return Loaded(source, loaded, missing, tuple(name for name in given if name not in own), left_out, ())
+            own[name].copy_(weights[name])
+    return Loaded(source, loaded, missing, tuple(name for name in weights if name not in own), left_out, ())
 
 
-def require_floats(given: Weights, own: Mapping[str, Tensor], source: str) -> None:
+def require_floats(weights: Weights, own: Mapping[str, Tensor], source: str) -> None:
     """Raises a ValueError if weights are not floating-point numbers where those of the model are; torch would convert them."""
     for name, tensor in own.items():
-        if name in given and tensor.is_floating_point() and not given[name].is_floating_point():
-            raise ValueError(f"the weights of {source} do not fit: {name} is {given[name].dtype}, not a floating-point type")
-
-
-def require_half(missing: Collection[str], own: Mapping[str, Tensor], source: str) -> None:
-    """Raises a ValueError if more than half of a model's own tensors are missing in the weights."""
-    if 2 * len(missing) > len(own):
-        there = f"they have {len(own) - len(missing)} of the {len(own)} tensors of this model"
-        raise ValueError(f"the weights of {source} do not fit: {there}")
+        if name in weights and tensor.is_floating_point() and not weights[name].is_floating_point():
+            raise ValueError(f"the weights of {source} do not fit: {name} is {weights[name].dtype}, not a floating-point type")
 
 
 def _source(weights: Weights) -> Source:
@@ -335,8 +330,8 @@ def _source(weights: Weights) -> Source:
 def _renamed(source: Source, weights: Weights) -> Weights:
     found = {}
     for name, tensor in source.prepare({name.removeprefix(source.prefix): x for name, x in weights.items()}).items():
-        for theirs, ours in source.names.items():
-            name = re.sub(theirs, ours, name)
+        for pattern, replacement in source.names.items():
+            name = re.sub(pattern, replacement, name)
         found[name] = tensor
     return found
 
@@ -375,31 +370,8 @@ def _fitted(weights: Weights, model: nn.Module) -> Weights:
         return weights
     if isinstance(model, ViT):
         tokens = ("embedding.class_token" in each for each in (weights, own))
-        return weights | {POSITION: image_positions(weights[POSITION], own[POSITION].detach(), *tokens)}
+        return weights | {POSITION: resized_positions(weights[POSITION], own[POSITION].detach(), *tokens)}
     return weights | {POSITION: weights[POSITION][: len(own[POSITION])]}
-
-
-def image_positions(given: Tensor, own: Tensor, given_class: bool, own_class: bool) -> Tensor:
-    """Learned positions of patches, resized to another number of patches by bicubic interpolation as in timm.
-
-    Args:
-        given, own: (1, S^2, C), or (1, 1 + S^2, C) with the class token's position first; ``own`` has the wanted shape.
-        given_class, own_class: whether they hold a class token's position. If only ``own`` does, it keeps its value.
-
-    Returns:
-        positions in the shape of ``own`` if ``given`` is of a square image; otherwise ``given``.
-    """
-    patches = given[:, int(given_class) :]
-    across, wanted = (round(count**0.5) for count in (patches.shape[1], own.shape[1] - own_class))
-    if across**2 != patches.shape[1]:
-        return given
-    if across != wanted:
-        image = patches.float().unflatten(1, (across, across)).permute(0, 3, 1, 2)
-        image = F.interpolate(image, size=(wanted, wanted), mode="bicubic", antialias=True)
-        patches = image.permute(0, 2, 3, 1).flatten(1, 2).to(given.dtype)
-    if not own_class:
-        return patches
-    return torch.cat((given[:, :1] if given_class else own[:, :1].to(patches), patches), dim=1)
 
 
 def _pre_norm(weights: Weights) -> Weights:

@@ -135,17 +135,17 @@ class MaskedWordHead(nn.Module):
         self.norm = nn.LayerNorm(dim, eps=1e-5)
         self.bias = nn.Parameter(torch.zeros(vocab))
 
-    def forward(self, hidden: Tensor, words: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, embedding: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits (B, T, V), or the mean cross-entropy over the targets that are not ignored; 0 if all are."""
         if targets is not None:
             counted = targets != IGNORED
             hidden, targets = hidden[counted], targets[counted]  # the others need no logits
         hidden = self.norm(F.gelu(self.dense(hidden)))
         if targets is None:
-            return F.linear(hidden, words, self.bias)
+            return F.linear(hidden, embedding, self.bias)
         if not len(targets):
             return hidden.sum()
-        return linear_cross_entropy(hidden, words, targets, self.bias)
+        return linear_cross_entropy(hidden, embedding, targets, self.bias)
 
 
 class ClassHead(nn.Module):
@@ -157,7 +157,7 @@ class ClassHead(nn.Module):
         self.classify = nn.Linear(dim, classes)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, hidden: Tensor, words: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, embedding: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits (B, classes), or their mean cross-entropy."""
         x = torch.tanh(self.dense(self.dropout(hidden[:, 0])))
         logits = self.classify(self.dropout(x))

@@ -7,14 +7,13 @@ Shapes: B batch, S x S the feature map, N windows of T = window^2 tokens, C chan
 """
 
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from holotrain.models.layers.attention import with_one_kernel
+from holotrain.models.layers.attention import head_width, with_one_kernel
 from holotrain.models.layers.blocks import (
     AttentionBranch,
     Branches,
@@ -22,6 +21,7 @@ from holotrain.models.layers.blocks import (
     MLPBranch,
     Reversible,
     TwoStreamFusion,
+    drop_path_rates,
     make_sequences,
 )
 from holotrain.models.layers.patches import PatchMap, PatchMerging, initialise
@@ -88,14 +88,12 @@ class Swin(nn.Module):
             patch_size = 4 if image_size >= 64 else 2
         require_at_least(1, patch_size=patch_size)
         widths = [dim * 2**stage for stage in range(len(depths))]
-        total = sum(depths)
-        rates = (drop_path * block / max(total - 1, 1) for block in range(total))
         self.embedding = PatchMap(image_size, patch_size, channels, dim, dropout)
         size = image_size // patch_size
         stages: list[Branches] = []
-        for width, depth, stage_heads in zip(widths, depths, heads, strict=True):
+        for width, stage_heads, rates in zip(widths, heads, drop_path_rates(drop_path, depths), strict=True):
             branches: Branches = []
-            for block, rate in enumerate(islice(rates, depth)):
+            for block, rate in enumerate(rates):
                 shifted = block % 2 == 1
                 norm = nn.LayerNorm(width)
                 attention = WindowAttention(width, stage_heads, size, window, shifted, dropout, attention_dropout)
@@ -225,8 +223,7 @@ class WindowAttention(nn.Module):
         self, dim: int, heads: int, size: int, window: int, shifted: bool, dropout: float, attention_dropout: float
     ) -> None:
         super().__init__()
-        if dim % heads:
-            raise ValueError(f"heads must divide dim, but {dim} is not a multiple of {heads}")
+        head_width(dim, heads)
         self.heads = heads
         self.window = min(window, size)
         self.shift = window // 2 if shifted and window < size else 0

@@ -6,7 +6,7 @@ restored  compares what a checkpoint has put into optimizers and schedules with 
 shards    the shard of a tensor that this process has
 """
 
-from holotrain.optimizers.low_bit import UnfitState, low_bit
+from holotrain.optimizers.low_bit import low_bit
 from holotrain.optimizers.stepping import CombinedOptimizer, InBackward
 
-__all__ = ["CombinedOptimizer", "InBackward", "UnfitState", "low_bit"]
+__all__ = ["CombinedOptimizer", "InBackward", "low_bit"]

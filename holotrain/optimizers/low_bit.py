@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from holotrain.optimizers.shards import is_sharded, local
-from holotrain.optimizers.stepping import loss_of, standing_in
+from holotrain.optimizers.stepping import loss_of, swapped_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -90,7 +90,7 @@ def _adapted(base: Any) -> type[Optimizer]:
             share.grad = local(parameter.grad)
         on_cpu = all(share.device.type == "cpu" for share in self.of_shares)
         try:
-            with standing_in(self, groups), torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
+            with swapped_parameters(self, groups), torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
                 base.step(self)
         finally:
             for share, parameter in self.of_shares.items():
@@ -140,7 +140,7 @@ def _with_each(change: Any, optimizer: Optimizer, state_dict: dict[str, Any]) ->
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     parameters = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
     of = dict(zip(numbers, parameters, strict=False))  # load_state_dict reports other lengths
-    state = {n: change(kept, *of[n]) if n in of else kept for n, kept in state_dict["state"].items()}
+    state = {n: change(entry, *of[n]) if n in of else entry for n, entry in state_dict["state"].items()}
     return state_dict | {"state": state}
 
 
@@ -226,9 +226,14 @@ def _fitting(name: str, part: Any, like: Tensor, any_float: bool = False) -> Ten
     """
     fits = isinstance(part, Tensor) and part.shape == like.shape and part.layout == like.layout
     if not fits or (part.dtype != like.dtype and not (any_float and part.is_floating_point())):
-        said = f"{part.dtype} {tuple(part.shape)}" if isinstance(part, Tensor) else "missing" if part is None else "no tensor"
-        raise UnfitState(f"the optimizer's state does not fit: {name} is {said}, not {like.dtype} {tuple(like.shape)}")
+        actual = "missing" if part is None else described(part) if isinstance(part, Tensor) else "no tensor"
+        raise UnfitState(f"the optimizer's state does not fit: {name} is {actual}, not {like.dtype} {tuple(like.shape)}")
     return part
+
+
+def described(value: Any) -> str:
+    """A value in a message: dtype and shape of a tensor."""
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.60}"
 
 
 def _share_of(tensor: Tensor, parameter: DTensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from holotrain.optimizers.low_bit import UnfitState
+from holotrain.optimizers.low_bit import UnfitState, described
 from holotrain.optimizers.stepping import CombinedOptimizer, InBackward
 
 MOST_COUNTED = 2**53
@@ -79,7 +79,7 @@ def require_like(what: str, value: Any, fresh: Any) -> None:
         for one, other in zip(value, fresh, strict=True):
             require_like(what, one, other)
     elif not _alike(value, fresh):
-        raise UnfitState(f"{what} does not fit: it is {_shown(value)}, in place of one like {_shown(fresh)}")
+        raise UnfitState(f"{what} does not fit: it is {described(value)}, in place of one like {described(fresh)}")
 
 
 def _alike(value: Any, fresh: Any) -> bool:
@@ -98,10 +98,6 @@ def _fits(value: Any, like: Tensor, shape: Sequence[int]) -> bool:
     return isinstance(value, Tensor) and value.shape == shape and value.is_floating_point() == like.is_floating_point()
 
 
-def _shown(value: Any) -> str:
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.60}"
-
-
 def _require_states(part: Optimizer, group: dict[str, Any], fresh: dict[str, Any]) -> None:
     """Compares the states of a group's parameters with those that the optimizer makes in its first step."""
     made: dict[int, dict[str, Any]] = {}
@@ -118,7 +114,7 @@ def _require_state(state: Any, made: dict[str, Any], of: Sequence[int]) -> None:
         if not isinstance(like, Tensor):
             require_like(f"the optimizer's {name}", value, like)
         elif (shape := _shape(like, of)) is not None and not _fits(value, like, shape):
-            raise UnfitState(f"the optimizer's state does not fit: {name} is {_shown(value)}, not {like.dtype} {shape}")
+            raise UnfitState(f"the optimizer's state does not fit: {name} is {described(value)}, not {like.dtype} {shape}")
         if name == "step" and isinstance(value, Tensor) and not 0 <= value.item() <= MOST_COUNTED:
             raise UnfitState(f"the optimizer's state does not fit: its step is {value.item()}")
 

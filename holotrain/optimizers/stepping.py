@@ -224,6 +224,20 @@ class InBackward(Optimizer):
         parameter.grad = None
 
 
+def refuse_in_backward(uses: Mapping[str, bool]) -> None:
+    """Refuses what cannot be combined with an optimizer that steps in the backward.
+
+    Args:
+        uses: what needs gradients after the backward, and whether it is in use.
+
+    Raises:
+        ValueError: one of them is in use.
+    """
+    for what, used in uses.items():
+        if used:
+            raise ValueError(f"{what} needs gradients after the backward, and this optimizer steps in it")
+
+
 def _step(reference: Callable[[], InBackward | None], parameter: Tensor) -> None:
     optimizer = reference()
     if optimizer is not None:
@@ -236,12 +250,14 @@ def _require_one_process() -> None:
 
 
 @contextmanager
-def standing_in(optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], Mapping[Tensor, Tensor]]]) -> Generator[None]:
-    """Inside the context an optimizer steps other tensors in place of its parameters, such as the local shards of DTensors. It
-    uses and changes the state of the parameters.
+def swapped_parameters(
+    optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], Mapping[Tensor, Tensor]]]
+) -> Generator[None]:
+    """Has an optimizer step other tensors in place of its parameters, such as the local shards of DTensors, with the state of
+    the parameters.
 
     Args:
-        groups: parameter groups, each with the parameters to step and what stands in for each. Nothing else is stepped.
+        groups: parameter groups, each with the parameters to step and the tensor that replaces each. Nothing else is stepped.
     """
     before = optimizer.param_groups
     optimizer.param_groups = [group | {"params": [*others.values()]} for group, others in groups]

@@ -14,7 +14,7 @@ links               the time of a collective, and an emulated link
 
 from holotrain.overlap.groups import Columns, Job
 from holotrain.overlap.linear import all_to_all_linear, column_parallel_linear, linear_all_to_all, row_parallel_linear
-from holotrain.overlap.links import LINKS, EmulatedCollectives, Link, MeasuredLink
+from holotrain.overlap.links import LINKS
 from holotrain.overlap.predictor import Predictor
 from holotrain.overlap.styles import OverlappedColwise, OverlappedRowwise
 from holotrain.overlap.tuner import Tuner
@@ -22,10 +22,7 @@ from holotrain.overlap.tuner import Tuner
 __all__ = [
     "LINKS",
     "Columns",
-    "EmulatedCollectives",
     "Job",
-    "Link",
-    "MeasuredLink",
     "OverlappedColwise",
     "OverlappedRowwise",
     "Predictor",

@@ -84,9 +84,9 @@ class Collectives:
 
     def agreed(self, value: Any) -> Any:
         """Returns the value of rank 0 on every rank. Synchronises the ranks."""
-        said = [value]
-        dist.broadcast_object_list(said, group=self.group, group_src=0)
-        return said[0]
+        values = [value]
+        dist.broadcast_object_list(values, group=self.group, group_src=0)
+        return values[0]
 
     def largest(self, values: Sequence[float], device: torch.device) -> list[float]:
         """Returns the maximum of each value over the ranks. Synchronises the ranks."""

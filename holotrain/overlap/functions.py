@@ -61,8 +61,8 @@ class SendInput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, way: AllReduce) -> Tensor:
-        kept, y = way.receive(x, weight.t(), bias, len(weight), again=True)
-        ctx.save_for_backward(kept, weight)
+        share, y = way.receive(x, weight.t(), bias, len(weight), again=True)
+        ctx.save_for_backward(share, weight)
         ctx.way = way
         assert y is not None  # with a matrix there is a product
         return y
@@ -70,10 +70,10 @@ class SendInput(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        kept, weight = ctx.saved_tensors
+        share, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad = grad.contiguous()
-        x, gathering = ctx.way.again(kept) if needs_weight else (kept, [])
+        x, gathering = ctx.way.again(share) if needs_weight else (share, [])
         grad_x, works = ctx.way.send(grad, weight, None, covered=needs_weight) if needs_x else (None, [])
         wait_for(gathering)
         grad = grad.flatten(0, -2)
@@ -128,9 +128,9 @@ class AllReduce:
         """
         return x, None if matrix is None else product(x, matrix, bias)
 
-    def again(self, kept: Tensor) -> tuple[Tensor, list[Work]]:
+    def again(self, share: Tensor) -> tuple[Tensor, list[Work]]:
         """The rows that :meth:`receive` has received, and what to wait for before they are read."""
-        return kept, []
+        return share, []
 
 
 class ReduceScatter(AllReduce):
@@ -160,9 +160,9 @@ class ReduceScatter(AllReduce):
         _multiply(under_way, matrix, bias, out)
         return x if whole is None else whole, out
 
-    def again(self, kept: Tensor) -> tuple[Tensor, list[Work]]:
-        whole = kept.new_empty(self.overlap.collectives.ranks, *kept.shape)
-        return whole, [self.overlap.collectives.all_gather(whole, kept)] if len(kept) else []
+    def again(self, share: Tensor) -> tuple[Tensor, list[Work]]:
+        whole = share.new_empty(self.overlap.collectives.ranks, *share.shape)
+        return whole, [self.overlap.collectives.all_gather(whole, share)] if len(share) else []
 
 
 def _multiply(

@@ -261,8 +261,8 @@ def _rows_exchanged(
         output_sizes = input_sizes = [len(x) // ranks] * ranks
     if not len(input_sizes) == len(output_sizes) == ranks or sum(input_sizes) != len(x):
         raise ValueError(f"{counted(len(x), 'row')} cannot be split into {list(input_sizes)} for {counted(ranks, 'rank')}")
-    here, there = ([inner * size for size in sizes] for sizes in (input_sizes, output_sizes))
-    near, far = (here, there) if function is SendResult else (there, here)
+    inputs, outputs = ([inner * size for size in sizes] for sizes in (input_sizes, output_sizes))
+    near, far = (inputs, outputs) if function is SendResult else (outputs, inputs)
     y = _apply(function, rows_of(x), weight, bias, AllToAll(overlap, near, far, rows))
     return y.view(sum(output_sizes), *x.shape[1:-1], len(weight))
 

@@ -51,7 +51,7 @@ from holotrain.models.checkpoint_files import (
     remove_tensors,
 )
 from holotrain.optimizers import CombinedOptimizer
-from holotrain.synthesis import EACH
+from holotrain.synthesis.hook import EACH
 
 IN_PARTS = ("state_dict", "optimizer_states")
 """Entries of a checkpoint whose tensors all processes write together."""

@@ -263,7 +263,7 @@ class Pipeline(DDPStrategy):
         names = dict.fromkeys(name for each in told for name in each)
         return {name: math.hypot(*(each.get(name, 0.0) for each in told)) for name in names}
 
-    def settle_gradients(self, optimizer: Optimizer, largest: float | None, algorithm: str | None) -> None:
+    def reduce_and_clip_gradients(self, optimizer: Optimizer, largest: float | None, algorithm: str | None) -> None:
         """Clips gradients, see :func:`~holotrain.parallel.strategies.clip`."""
         trained = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
         clip(trained, largest, algorithm, self.tied_to_first, self._mesh["stages"].get_group())

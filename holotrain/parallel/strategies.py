@@ -87,7 +87,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Styles | None = 
         styles: None: those of torch.
 
     Raises:
-        Indivisible: no matrix can be sharded.
+        TensorParallelError: no matrix can be sharded.
     """
     column, row = styles or (ColwiseParallel(), RowwiseParallel())
     for layer in division(model, mesh.size()).layers:
@@ -163,7 +163,7 @@ class Sharding(ShardedCheckpoints):
                 if "foreach" in group:
                     group["foreach"] = False if mixed else None
 
-    def settle_gradients(self, optimizer: Optimizer, largest: float | None, algorithm: str | None) -> None:
+    def reduce_and_clip_gradients(self, optimizer: Optimizer, largest: float | None, algorithm: str | None) -> None:
         """Averages the gradients of parameters that are replicated in a tensor parallel group, and clips.
 
         These gradients only differ by rounding, but without averaging the weights would diverge.
@@ -224,7 +224,7 @@ def clip(
 
     Args:
         trained: parameters with a gradient. They are clipped by their mesh: torch takes no parameters of several at once.
-        largest, algorithm: see :meth:`Sharding.settle_gradients`.
+        largest, algorithm: see :meth:`Sharding.reduce_and_clip_gradients`.
         elsewhere: parameters that another process of the group counts.
         group: processes that have other parameters.
     """

@@ -11,11 +11,10 @@ hook      HolographicSynthesis: the hook between backward and optimizer step
 """
 
 from holotrain.synthesis.binding import hadamard_bind, hadamard_unbind, phasor_bind, phasor_unbind
-from holotrain.synthesis.hook import EACH, HolographicSynthesis
+from holotrain.synthesis.hook import HolographicSynthesis
 from holotrain.synthesis.options import SynthesisOptions
 
 __all__ = [
-    "EACH",
     "HolographicSynthesis",
     "SynthesisOptions",
     "hadamard_bind",

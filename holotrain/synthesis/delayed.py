@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from holotrain.synthesis.hologram import narrowed, widened
 from holotrain.synthesis.keys import Layer, pairs, shares_of
 from holotrain.synthesis.options import SynthesisOptions
-from holotrain.synthesis.updates import TOLD_AT_ONCE, Updates, arriving, figures, total
+from holotrain.synthesis.updates import SYNCHRONOUS, Updates, arriving, figures, total
 
 Stored = dict[str, list[Tensor]]
 """Updates by the names of parameters, as :func:`~holotrain.synthesis.hologram.narrowed` gives them."""
@@ -54,20 +54,20 @@ class Delayed:
         On a GPU the thread finds NaN and infinity, so that nobody waits for the GPU. Then the update is missing, and the next
         step, which would apply it, is the one that is skipped. A gradient that is not covered is used now: it is waited for.
         """
-        given = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        at_once = self._device.type in TOLD_AT_ONCE or len(grads) > len(given)
+        gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        at_once = self._device.type in SYNCHRONOUS or len(grads) > len(gradients)
         if at_once and not arriving(total([*grads, keys]).isfinite())():
             return lambda: False, None
         self._finish()
         late = self._late
-        copies, keys, copied = self._on_the_way(given, keys)
+        copies, keys, copied = self._on_the_way(gradients, keys)
         self._working = self._thread.submit(self._compute, copies, keys, copied, step if late else step - 1)
         if copied is not None:  # the next backward may write into the same memory, such as DDP's buckets
             torch.cuda.current_stream(self._device).wait_event(copied)
         for name, parameter in self._parameters.items():
             stored = late.get(name)
             parameter.grad = None if stored is None else widened(stored, parameter.dtype).to(parameter.dtype).view_as(parameter)
-        return lambda: bool(late), self._figures(given) if measuring and late else None
+        return lambda: bool(late), self._figures(gradients) if measuring and late else None
 
     def _on_the_way(self, grads: dict[str, Tensor], keys: Tensor) -> tuple[dict[str, Tensor], Tensor, Event]:
         """Starts copying to the host. Returns the copies, and an event after which they are complete."""
@@ -106,10 +106,10 @@ class Delayed:
             for tensor in chain.from_iterable(self._late.values()):
                 tensor.record_stream(current)
 
-    def _figures(self, given: dict[str, Tensor]) -> Tensor:
+    def _figures(self, gradients: dict[str, Tensor]) -> Tensor:
         """Of the updates as applied, against the gradients of this step."""
         products = []
-        for name, gradient in given.items():
+        for name, gradient in gradients.items():
             update = self._parameters[name].grad
             g, u = (t.view(-1).to(self._dtype) for t in (gradient, torch.zeros_like(gradient) if update is None else update))
             products.append(torch.stack((g @ g, g @ u, u @ u)))

@@ -24,7 +24,7 @@ from holotrain.synthesis.updates import Updates
 EACH = "of_each_process"
 """Key of tensors in a state that differ between processes; in a checkpoint it has a list, with those of each process."""
 
-TOLD = {1, 2, 5, *(10**power for power in range(1, 10))}
+WARNED_COUNTS = {1, 2, 5, *(10**power for power in range(1, 10))}
 """Counts of skipped steps at which a warning is issued."""
 
 
@@ -125,7 +125,7 @@ class HolographicSynthesis:
             self.skipped += 1
             for parameter in self._named.values():
                 parameter.grad = None
-            if self.skipped in TOLD:
+            if self.skipped in WARNED_COUNTS:
                 warnings.warn(
                     f"gradients hold NaN or infinity after {counted(self.steps, 'step')}: the step is skipped "
                     f"({self.skipped} so far)",
@@ -171,8 +171,8 @@ class HolographicSynthesis:
         for name, value in (self._geometry() | {"processes": processes}).items():
             other = state["geometry"].get(name, missing.get(name))
             if other != value:
-                there, here = (shorten(repr(each), 80) for each in (other, value))
-                raise ValueError(f"the state belongs to another synthesis: {name} is {there} there, not {here}")
+                saved, expected = (shorten(repr(each), 80) for each in (other, value))
+                raise ValueError(f"the state belongs to another synthesis: {name} is {saved} there, not {expected}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over a state; raises as :meth:`check_state`, and a ValueError if its tensors or counts are not valid."""

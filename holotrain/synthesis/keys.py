@@ -45,13 +45,13 @@ def layers_of(model: nn.Module, covers: Covers | None = None) -> list[Layer]:
         ValueError: no parameter is covered; a parameter is complex, or sharded otherwise than FSDP2 does over all processes;
             some are sharded and others whole, or on several devices.
     """
-    taken: set[int] = set()
+    seen: set[int] = set()
     layers = []
     for name, module in model.named_modules():
         own = {}
         for local, parameter in module.named_parameters(name, recurse=False):
-            if id(parameter) not in taken and parameter.requires_grad and (covers is None or covers(local, parameter)):
-                taken.add(id(parameter))
+            if id(parameter) not in seen and parameter.requires_grad and (covers is None or covers(local, parameter)):
+                seen.add(id(parameter))
                 own[local] = parameter
         if own:
             layers.append(Layer(module, own))
@@ -126,7 +126,7 @@ class Keys:
         self._outputs = outputs
         self._model = weakref.ref(model)
         self._thread: int | None = None
-        self.begun = [True] * len(layers)
+        self.called = [True] * len(layers)
         self._handles = []
         for number, layer in enumerate(layers):
             self._handles.append(layer.module.register_forward_hook(_Hook(self, number), with_kwargs=True))
@@ -135,34 +135,34 @@ class Keys:
 
     def take(self) -> Tensor:
         """Returns the keys (layers, length) gathered since the last call, summed over all processes, and resets them."""
-        taken, length = self.sums.clone(), self.sums.shape[1]
+        keys, length = self.sums.clone(), self.sums.shape[1]
         self.sums.zero_()
         self._thread = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             if self._outputs == "flattened":
-                filled = torch.zeros(dist.get_world_size(), dtype=torch.long, device=taken.device)
+                filled = torch.zeros(dist.get_world_size(), dtype=torch.long, device=keys.device)
                 filled[dist.get_rank()] = self._filled
                 dist.all_reduce(filled)  # the batches of processes may differ in size
-                places = filled[: dist.get_rank()].sum() + torch.arange(min(self._filled, length), device=taken.device)
-                taken = torch.zeros_like(taken).index_copy_(1, places % length, taken[:, : len(places)])
-            dist.all_reduce(taken)
+                places = filled[: dist.get_rank()].sum() + torch.arange(min(self._filled, length), device=keys.device)
+                keys = torch.zeros_like(keys).index_copy_(1, places % length, keys[:, : len(places)])
+            dist.all_reduce(keys)
         self._filled = 0
-        return taken
+        return keys
 
     def remove(self) -> None:
         """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
 
-    def gather(self, number: int, module: nn.Module, given: Any, returned: Any) -> None:
+    def gather(self, number: int, module: nn.Module, inputs: Any, returned: Any) -> None:
         model = self._model()
         if model is None or not model.training or torch._C._current_graph_task_id() != -1:
             return
         self._thread = self._thread or threading.get_ident()
-        if threading.get_ident() != self._thread or (self._outputs and not self.begun[number]):
+        if threading.get_ident() != self._thread or (self._outputs and not self.called[number]):
             return
-        self.begun[number] = False
-        tensors = (t for t in tree_leaves(returned if self._outputs else (given, returned)) if isinstance(t, Tensor))
+        self.called[number] = False
+        tensors = (t for t in tree_leaves(returned if self._outputs else (inputs, returned)) if isinstance(t, Tensor))
         tensor = next((t for t in tensors if t.is_floating_point()), None)
         if tensor is None or tensor.is_meta or tensor.numel() == 0:
             return
@@ -198,7 +198,7 @@ class _Beginning(_Hook):
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
         if self._keys is not None:
-            self._keys.begun[self._number] = True
+            self._keys.called[self._number] = True
 
 
 def _total(x: Tensor, module: nn.Module, dtype: torch.dtype, over_batch: bool) -> Tensor:

@@ -73,20 +73,20 @@ class SynthesisOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        given = vars(self)
+        values = vars(self)
         for name, allowed in CHOICES.items():
-            _require(name, given[name], given[name] in allowed, " or ".join(allowed))
+            _require(name, values[name], values[name] in allowed, " or ".join(allowed))
         for name in ("ema", "key_ema", "cosine_floor", "decay"):
-            _require(name, given[name], given[name] is None or callable(given[name]) or 0 <= given[name] < 1, "in [0, 1)")
+            _require(name, values[name], values[name] is None or callable(values[name]) or 0 <= values[name] < 1, "in [0, 1)")
         for name, least in {"decay_warmup": 0, "feedback": 0, "block_length": 0, "superpose": 1}.items():
-            _require(name, given[name], given[name] is None or given[name] >= least, f"at least {least}")
+            _require(name, values[name], values[name] is None or values[name] >= least, f"at least {least}")
         _require("subsample", self.subsample, 0 < self.subsample <= 1, "in (0, 1]")
         _require("mix", self.mix, 0 <= self.mix <= 1, "in [0, 1]")
         _require("seed", self.seed, 0 <= self.seed < 2**63, "in [0, 2**63)")
         if self.block_length and self.transform == "hadamard" and self.block_length & (self.block_length - 1):
             raise ValueError(f"block_length={self.block_length}: the Hadamard transform needs a power of two")
         for name in UNUSED[self.mode]:
-            if given[name] != type(self).__dataclass_fields__[name].default:
+            if values[name] != type(self).__dataclass_fields__[name].default:
                 raise ValueError(f"{name} has no effect with mode={self.mode!r}; leave it out")
         if self.mode == "associative" and self.key_ema is None:
             object.__setattr__(self, "key_ema", 0.9)

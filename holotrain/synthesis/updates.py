@@ -20,7 +20,7 @@ from holotrain.synthesis.rows import RUN, Numbered, Part, Rows, choose
 MOST = {"cpu": 1 << 19, "cuda": 1 << 25}
 """Entries that are processed at once: on a CPU as many as its cache holds, on a GPU few enough to limit temporary memory."""
 
-TOLD_AT_ONCE = ("cpu",)
+SYNCHRONOUS = ("cpu",)
 """Devices whose results the host can read without waiting."""
 
 WARM_UPS = 2
@@ -112,8 +112,8 @@ class RowGroup:
         return torch.stack((*products, dot(gradient, gradient)))
 
     def state(self) -> dict[str, Tensor]:
-        kept = {} if self.hologram is None else dict(self.hologram.state)
-        return kept if self.mean is None else kept | {"mean": self.mean}
+        tensors = {} if self.hologram is None else dict(self.hologram.state)
+        return tensors if self.mean is None else tensors | {"mean": self.mean}
 
 
 class Updates:
@@ -162,8 +162,8 @@ class Updates:
                 by_length.setdefault(length, []).append((number, layer))
         # Updates that depend on inner products over a whole layer must wait for the whole layer. On a GPU everything is
         # processed together, because launches are expensive.
-        self._told_at_once = like.device.type in TOLD_AT_ONCE
-        self._together = options.reshapes or not self._told_at_once
+        self._synchronous = like.device.type in SYNCHRONOUS
+        self._together = options.reshapes or not self._synchronous
         most = MOST.get(like.device.type, MOST["cuda"])
         self._groups = []
         for length, numbered in sorted(by_length.items()):
@@ -191,7 +191,7 @@ class Updates:
         if self._sharded:
             dist.all_reduce(checked)
         finite = checked.isfinite()
-        if self._told_at_once and not finite:
+        if self._synchronous and not finite:
             return lambda: False, None
         arrived = arriving(finite)
         measure = measuring or self.options.reshapes
@@ -212,9 +212,9 @@ class Updates:
                     parameter.grad = fixed[-1].copy_(parameter.grad)
         which = measure, *(parameter.grad is not None for parameter in self._parameters)
         if which not in self._graphs:
-            kept = [grad.clone() for grad in fixed]
+            copies = [grad.clone() for grad in fixed]
             self._graphs[which] = Graphed(partial(self._compute, measure=measure), *inputs)
-            torch._foreach_copy_(fixed, kept)
+            torch._foreach_copy_(fixed, copies)
         return self._graphs[which]
 
     def _compute(self, keys: Tensor, finite: Tensor, measure: bool) -> Tensor | None:
@@ -222,7 +222,7 @@ class Updates:
         if self._together:
             for part in self._parts:
                 part.gather()
-        if not self._told_at_once:
+        if not self._synchronous:
             keys = keys.masked_fill(~finite, 0)
             for part in self._parts:
                 part.memory.masked_fill_(~finite, 0)
@@ -251,8 +251,8 @@ class Updates:
 
     def state(self) -> dict[str, Tensor]:
         """The tensors kept between steps, by name."""
-        kept = {} if self._keys is None else {"keys": self._keys}
-        return kept | {f"{g.rows.length}.{name}": tensor for g in self._groups for name, tensor in g.state().items()}
+        tensors = {} if self._keys is None else {"keys": self._keys}
+        return tensors | {f"{g.rows.length}.{name}": tensor for g in self._groups for name, tensor in g.state().items()}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Takes over a state."""
@@ -334,8 +334,8 @@ class Graphed:
                 self._result = compute(*self._inputs)
 
     def __call__(self, *inputs: Tensor) -> Tensor | None:
-        for held, given in zip(self._inputs, inputs, strict=True):
-            held.copy_(given)
+        for buffer, tensor in zip(self._inputs, inputs, strict=True):
+            buffer.copy_(tensor)
         with torch.cuda.device(self._device):
             self._graph.replay()
         return None if self._result is None else self._result.clone()

@@ -46,8 +46,8 @@ class Classifier(Task):
         return {**dict.fromkeys(map(str, self.val_metrics), "max"), "val/loss": "min"}
 
     def loss(self, *inputs: Tensor) -> Tensor:
-        *given, labels = inputs
-        return self.criterion(self(*given), labels, self.label_smoothing)
+        *arguments, labels = inputs
+        return self.criterion(self(*arguments), labels, self.label_smoothing)
 
     def criterion(self, outputs: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """The mean loss of the model's outputs (B, classes)."""
@@ -68,8 +68,8 @@ class Classifier(Task):
         self._evaluate("test", self.test_metrics, batch)
 
     def _evaluate(self, split: str, metrics: MetricCollection, batch: Any) -> None:
-        *given, labels = self.inputs(batch)
-        outputs = self(*given)
+        *arguments, labels = self.inputs(batch)
+        outputs = self(*arguments)
         metrics.update(self.scores(outputs), labels)
         shown = {"prog_bar": split == "val", "batch_size": len(labels)}
         self.log(f"{split}/loss", self.criterion(outputs, labels), on_epoch=True, sync_dist=True, **shown)
@@ -77,8 +77,8 @@ class Classifier(Task):
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         """Returns the likeliest class of each sample, ``class`` (B,), and its probability, ``probability`` (B,)."""
-        *given, _ = self.inputs(batch)
-        probability, index = self.probabilities(self(*given)).max(-1)
+        *arguments, _ = self.inputs(batch)
+        probability, index = self.probabilities(self(*arguments)).max(-1)
         return {"class": index, "probability": probability}
 
 

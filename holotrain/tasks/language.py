@@ -135,7 +135,7 @@ class MaskedLM(LanguageModelling):
         ValueError: ``mask_probability`` outside of [0.001, 1).
     """
 
-    words: Tensor
+    maskable: Tensor
 
     def __init__(
         self, model: nn.Module, token_bytes: Tensor, mask_id: int, mask_probability: float = 0.15, **options: Any
@@ -143,12 +143,12 @@ class MaskedLM(LanguageModelling):
         super().__init__(model, token_bytes, **options)
         require_within(0.001, 1, mask_probability=mask_probability)
         self.mask_id, self.mask_probability = mask_id, mask_probability
-        self.register_buffer("words", token_bytes.nonzero().flatten(), persistent=False)
+        self.register_buffer("maskable", token_bytes.nonzero().flatten(), persistent=False)
 
     def inputs(self, batch: dict[str, Any], generator: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor]:
         tokens, real = batch["tokens"], attended(batch, self.model)
         candidates = real.to(tokens.device, non_blocking=True) & (self.token_bytes[tokens] > 0)
-        shown, targets = masked(tokens, candidates, self.mask_id, self.words, self.mask_probability, generator)
+        shown, targets = masked(tokens, candidates, self.mask_id, self.maskable, self.mask_probability, generator)
         return shown, real, targets
 
     def evaluated(self, batch: dict[str, Any], batch_idx: int) -> tuple[Tensor, ...]:
@@ -159,7 +159,7 @@ def masked(
     tokens: Tensor,
     candidates: Tensor,
     mask_id: int,
-    words: Tensor,
+    maskable: Tensor,
     probability: float = 0.15,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -170,7 +170,7 @@ def masked(
         tokens: (B, T).
         candidates: (B, T), True where a token may be chosen: neither padding nor special tokens.
         mask_id: the mask token.
-        words: (W,) the tokens that a random word is drawn from.
+        maskable: (W,) the tokens that a random word is drawn from.
         probability: of choosing each candidate.
         generator: on the tokens' device; None: the global one.
 
@@ -180,7 +180,7 @@ def masked(
     shape, device = tokens.shape, tokens.device
     chosen = (torch.rand(shape, generator=generator, device=device) < probability) & candidates
     way = torch.rand(shape, generator=generator, device=device)
-    random = words[torch.randint(len(words), shape, generator=generator, device=device)]
+    random = maskable[torch.randint(len(maskable), shape, generator=generator, device=device)]
     shown = tokens.where(~(chosen & (way < 0.8)), mask_id)
     shown = torch.where(chosen & (way >= 0.8) & (way < 0.9), random, shown)
     return shown, tokens.where(chosen, IGNORED)

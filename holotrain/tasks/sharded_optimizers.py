@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Adafactor, Muon, Optimizer
 
 from holotrain.optimizers.shards import is_sharded
-from holotrain.optimizers.stepping import loss_of, standing_in
+from holotrain.optimizers.stepping import loss_of, swapped_parameters
 
 
 class _EachWhole(Optimizer):
@@ -23,7 +23,8 @@ class _EachWhole(Optimizer):
             for parameter in group["params"]:
                 if isinstance(parameter, DTensor) and parameter.grad is not None:
                     self._step_whole(parameter, parameter.grad, group)
-        with standing_in(self, [(group, {p: p for p in group["params"] if not is_sharded(p)}) for group in self.param_groups]):
+        unsharded = [(group, {p: p for p in group["params"] if not is_sharded(p)}) for group in self.param_groups]
+        with swapped_parameters(self, unsharded):
             super().step()
         return loss
 
@@ -42,7 +43,7 @@ class ShardedAdafactor(_EachWhole, Adafactor):
     def _step_whole(self, parameter: DTensor, grad: DTensor, group: dict[str, Any]) -> None:
         whole = parameter.full_tensor()
         whole.grad = grad.full_tensor()
-        with standing_in(self, [(group, {parameter: whole})]):
+        with swapped_parameters(self, [(group, {parameter: whole})]):
             Adafactor.step(self)
         parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))
 

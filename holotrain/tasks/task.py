@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holotrain.arguments import ShowsInherited
 from holotrain.optimizers import InBackward
+from holotrain.optimizers.stepping import refuse_in_backward
 from holotrain.reversible import GraphedStep
 
 
@@ -96,7 +97,7 @@ class Task(ShowsInherited, pl.LightningModule):
     ) -> None:
         if isinstance(optimizer, InBackward):  # it has clipped them
             return
-        settle = getattr(self.trainer.strategy, "settle_gradients", None)
+        settle = getattr(self.trainer.strategy, "reduce_and_clip_gradients", None)
         if settle is not None:
             settle(optimizer, gradient_clip_val, gradient_clip_algorithm)
         else:
@@ -111,8 +112,7 @@ class Task(ShowsInherited, pl.LightningModule):
             raise ValueError("this task has no optimizer; it can only be evaluated")
         optimizer = self.make_optimizer(self.model)
         if isinstance(optimizer, InBackward):
-            if self._graphed is not None:
-                raise ValueError("a CUDA graph needs gradients after the backward, and this optimizer steps in it")
+            refuse_in_backward({"a CUDA graph": self._graphed is not None})
             settle_in_backward(optimizer, self.trainer)
         if self.make_scheduler is None:
             return optimizer
@@ -134,15 +134,14 @@ def settle_in_backward(optimizer: InBackward, trainer: pl.Trainer) -> None:
         ValueError: the trainer accumulates, clips by norm or scales gradients, or has several processes.
     """
     clip, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm or "norm"
-    refused = {
-        "accumulate_grad_batches above 1": trainer.accumulate_grad_batches > 1,
-        "gradient clipping by norm": bool(clip) and algorithm == "norm",
-        "the gradient scaling of 16-mixed": getattr(trainer.precision_plugin, "scaler", None) is not None,
-        type(trainer.strategy).__name__: not isinstance(trainer.strategy, SingleDeviceStrategy),
-    }
-    for what, found in refused.items():
-        if found:
-            raise ValueError(f"an optimizer that steps in the backward does not work with {what}: it has no gradients after it")
+    refuse_in_backward(
+        {
+            "accumulate_grad_batches above 1": trainer.accumulate_grad_batches > 1,
+            "gradient clipping by norm": bool(clip) and algorithm == "norm",
+            "the gradient scaling of 16-mixed": getattr(trainer.precision_plugin, "scaler", None) is not None,
+            type(trainer.strategy).__name__: not isinstance(trainer.strategy, SingleDeviceStrategy),
+        }
+    )
     if clip:
         optimizer.clip_value = float(clip)
 

@@ -4,7 +4,8 @@ import torch
 from gloo_pair import find_as_one_of_them
 from torch.nn.parallel import DistributedDataParallel
 
-from holotrain.error_diffusion import BACKPROPAGATION, ErrorDiffusionNetwork
+from holotrain.error_diffusion import ErrorDiffusionNetwork
+from holotrain.error_diffusion.rules import BACKPROPAGATION
 
 
 def off_by(rank: int) -> dict[str, float]:

@@ -7,16 +7,8 @@ import torch
 from compared import assert_equal
 from kaneko_loops import PlainNetwork, signed_layers, signed_thresholds
 
-from holotrain.error_diffusion import (
-    BACKPROPAGATION,
-    RULES,
-    ErrorDiffusionNetwork,
-    alignment,
-    contract,
-    dead_cells,
-    sign_violations,
-)
-from holotrain.error_diffusion.rules import slope
+from holotrain.error_diffusion import ErrorDiffusionNetwork, alignment, contract, dead_cells, sign_violations
+from holotrain.error_diffusion.rules import BACKPROPAGATION, RULES, slope
 from holotrain.reversible import GraphedStep
 from holotrain.reversible.graphs import WARM_UPS
 

@@ -29,7 +29,7 @@ from holotrain.data.tokenizers import SubwordTokenizer, known_tokenizer
 from holotrain.errors import UserError
 from holotrain.models.building import build
 from holotrain.models.checkpoint_files import read_weights
-from holotrain.models.huggingface import network_of
+from holotrain.models.huggingface_files import network_of
 from holotrain.models.saved import load, save
 from holotrain.overlap import tuner
 from holotrain.overlap.groups import Job as Product

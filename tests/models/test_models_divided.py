@@ -7,7 +7,7 @@ import torch
 from small_models import IMAGE, POOLED, TEXT, WINDOWS
 
 from holotrain.models import MViT, RevGPT, Swin, ViT
-from holotrain.models.division import Indivisible, division
+from holotrain.models.division import TensorParallelError, division
 
 
 @pytest.mark.parametrize(
@@ -33,5 +33,5 @@ def test_layers_that_cannot_be_split_are_whole(make, sizes, ranks, split, whole)
     ],
 )
 def test_a_model_without_layers_to_split_says_why(model, ranks, reason):
-    with pytest.raises(Indivisible, match=reason):
+    with pytest.raises(TensorParallelError, match=reason):
         division(model(), ranks)

@@ -10,7 +10,8 @@ from small_models import example
 from torch import nn
 from torch.nn import functional as F
 
-from holotrain.models import GPT, GPT_SIZES, RevGPT, RevRoBERTa, RevSwin, RevViT, Sampling, ViT, generate
+from holotrain.models import GPT, RevGPT, RevRoBERTa, RevSwin, RevViT, Sampling, ViT, generate
+from holotrain.models.gpt import GPT_SIZES
 from holotrain.models.int8 import is_quantised, quantise
 
 TEXT = small_models.TEXT | {"context": 40, "dim": 32}

@@ -17,11 +17,13 @@ from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForMaskedLM, RobertaForSequenceClassification
 
-from holotrain.models import GPT, MVIT_SIZES, SWIN_SIZES, MViT, RevGPT, RevRoBERTa, RevSwin, RevViT, RoBERTa, Swin, ViT
+from holotrain.models import GPT, MViT, RevGPT, RevRoBERTa, RevSwin, RevViT, RoBERTa, Swin, ViT
 from holotrain.models.adapters import add_adapters
 from holotrain.models.checkpoint_files import read_weights
-from holotrain.models.huggingface import folder_of
+from holotrain.models.huggingface_files import folder_of
+from holotrain.models.mvit import MVIT_SIZES
 from holotrain.models.pretrained import load_pretrained
+from holotrain.models.swin import SWIN_SIZES
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 transformers.utils.logging.set_verbosity_error()

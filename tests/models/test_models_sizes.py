@@ -11,7 +11,11 @@ from small_models import FAMILIES
 from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain import models
-from holotrain.models import GPT_SIZES, MVIT_SIZES, ROBERTA_SIZES, SWIN_SIZES, VIT_SIZES
+from holotrain.models.gpt import GPT_SIZES
+from holotrain.models.mvit import MVIT_SIZES
+from holotrain.models.roberta import ROBERTA_SIZES
+from holotrain.models.swin import SWIN_SIZES
+from holotrain.models.vit import VIT_SIZES
 
 SIZES = {"ViT": VIT_SIZES, "Swin": SWIN_SIZES, "MViT": MVIT_SIZES, "GPT": GPT_SIZES, "RoBERTa": ROBERTA_SIZES}
 PIXELS, TOKENS = torch.empty(1, 3, 224, 224, device="meta"), torch.zeros(1, 512, dtype=torch.long, device="meta")

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from holotrain.optimizers import CombinedOptimizer, InBackward, UnfitState, low_bit
+from holotrain.optimizers import CombinedOptimizer, InBackward, low_bit
+from holotrain.optimizers.low_bit import UnfitState
 from holotrain.optimizers.restored import Fresh
 
 TORCHS = {

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from holotrain.overlap import LINKS, Columns, Job, Link, MeasuredLink, Predictor, predictor
+from holotrain.overlap import LINKS, Columns, Job, Predictor, predictor
+from holotrain.overlap.links import Link, MeasuredLink
 from holotrain.overlap.predictor import TILE_COLUMNS, TILE_ROWS, candidates, makespan, slowdown, unit_of
 
 CPU = torch.device("cpu")

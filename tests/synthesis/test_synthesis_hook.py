@@ -126,7 +126,7 @@ def test_a_step_with_nan_or_inf_is_skipped_counted_and_said(options, bad, way, m
     """On a GPU the host learns of it later; here on a CPU, whose results are those of a CPU that tells at once."""
     runs = []
     for spoiled in (False, True):
-        monkeypatch.setattr(updates, "TOLD_AT_ONCE", () if spoiled and way == "told later" else ("cpu",))
+        monkeypatch.setattr(updates, "SYNCHRONOUS", () if spoiled and way == "told later" else ("cpu",))
         model = network()
         synthesis = HolographicSynthesis(model, **options, split="cpu" if way == "split" else "none")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
@@ -450,7 +450,7 @@ def test_a_graph_gathers_and_scatters_where_gradients_are(options, monkeypatch):
     def graphed(synthesis):
         synthesis._updates.options = replace(synthesis.options, cuda_graph=True)
 
-    monkeypatch.setattr(updates, "TOLD_AT_ONCE", ())
+    monkeypatch.setattr(updates, "SYNCHRONOUS", ())
     monkeypatch.setattr(updates, "Graphed", OnTheCPU)
     assert_equal(stepped("cpu", F64, options, graphed), stepped("cpu", F64, options))
 
@@ -468,7 +468,7 @@ def test_with_a_split_the_thread_finds_nan_unless_a_gradient_is_used_at_once(opt
     """The GPU's way of going about it, on a CPU: the step that would apply the update is skipped, and all else is the same."""
     options = options | {"split": "cpu"}
     expected = stepped("cpu", F64, options)
-    monkeypatch.setattr(delayed, "TOLD_AT_ONCE", ())
+    monkeypatch.setattr(delayed, "SYNCHRONOUS", ())
     assert_equal(stepped("cpu", F64, options, skipped=skipped), expected)
 
 

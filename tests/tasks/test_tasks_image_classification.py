@@ -9,7 +9,8 @@ from small_trainings import quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from holotrain.models import VIT_SIZES, RevViT
+from holotrain.models import RevViT
+from holotrain.models.vit import VIT_SIZES
 from holotrain.tasks import ImageClassifier, optimizer_functions, schedules
 
 

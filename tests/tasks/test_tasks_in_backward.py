@@ -100,7 +100,7 @@ class Scaling(pl.plugins.precision.MixedPrecision):
         ({"gradient_clip_val": 1.0}, "gradient clipping by norm"),
         ({"plugins": Scaling}, "gradient scaling of 16-mixed"),
         ({"strategy": "ddp"}, "DDPStrategy"),
-        ({"callbacks": lambda: [SynthesisCallback()]}, "a synthesis rewrites gradients"),
+        ({"callbacks": lambda: [SynthesisCallback()]}, "a synthesis needs gradients"),
     ],
 )
 def test_a_trainer_that_needs_the_gradients_is_refused(options, words, monkeypatch):

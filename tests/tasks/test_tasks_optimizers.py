@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from holotrain.models import MVIT_SIZES, RevGPT, RevMViT
+from holotrain.models import RevGPT, RevMViT
+from holotrain.models.mvit import MVIT_SIZES
 from holotrain.optimizers import CombinedOptimizer
 from holotrain.tasks import optimizer_functions, schedules
 

@@ -111,6 +111,17 @@ class KVCache:
         return self.keys[layer, :, :, : self.end], self.values[layer, :, :, : self.end]
 
 
+def head_width(dim: int, heads: int) -> int:
+    """The channels of each head.
+
+    Raises:
+        ValueError: ``dim`` is not a multiple of ``heads``.
+    """
+    if dim % heads:
+        raise ValueError(f"heads must divide dim, but {dim} is not a multiple of {heads}")
+    return dim // heads
+
+
 def with_one_kernel(bias: Tensor) -> Tensor:
     """Marks a learned bias of the scores so that attention uses the same kernel with and without a graph.
 
@@ -140,19 +151,11 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        dropout: float = 0.0,
-        attention_dropout: float = 0.0,
-        causal: bool = False,
-        layer: int = 0,
+        self, dim: int, heads: int, dropout: float = 0.0, attention_dropout: float = 0.0, causal: bool = False, layer: int = 0
     ) -> None:
         super().__init__()
-        if dim % heads:
-            raise ValueError(f"heads must divide dim, but {dim} is not a multiple of {heads}")
         self.heads = heads
-        self.width = dim // heads
+        self.width = head_width(dim, heads)
         self.attention_dropout = attention_dropout
         self.causal = causal
         self.layer = layer

@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, C channels.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 from typing import Any, Literal, cast
 
@@ -38,11 +38,11 @@ class DropPath(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.probability == 0:
             return x
-        kept = 1 - self.probability
+        survival = 1 - self.probability
         # Not bernoulli_(kept), of which a compiler makes other code for each probability, that is for each block. The dtype is
         # given, since Lightning's 64-true changes the default in the forward and not in the backward, which draws again.
-        mask = torch.rand((x.shape[0], *(1,) * (x.dim() - 1)), dtype=torch.float32, device=x.device) < kept
-        return x * (mask.to(x.dtype) / kept)
+        mask = torch.rand((x.shape[0], *(1,) * (x.dim() - 1)), dtype=torch.float32, device=x.device) < survival
+        return x * (mask.to(x.dtype) / survival)
 
     def extra_repr(self) -> str:
         return f"probability={self.probability}"
@@ -64,7 +64,17 @@ class LayerScale(nn.Module):
         return x * self.weight.to(x.dtype)  # under autocast the update keeps its precision
 
 
-class AttentionBranch(nn.Module):
+class Branch(nn.Module):
+    """A residual branch: ``update(norm(x))``, with keyword arguments for ``update``, which some blocks call by itself."""
+
+    norm: nn.Module
+    update: Callable[..., Tensor]
+
+    def forward(self, x: Tensor, **context: Any) -> Tensor:
+        return self.update(self.norm(x), **context)
+
+
+class AttentionBranch(Branch):
     """F of a block: norm, attention, scale (none, unless a model sets it), drop-path. (B, T, C) -> (B, T, C).
 
     Args:
@@ -79,15 +89,11 @@ class AttentionBranch(nn.Module):
         self.scale: nn.Module = nn.Identity()
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, **context: Any) -> Tensor:
-        return self.update(self.norm(x), **context)
-
     def update(self, x: Tensor, **context: Any) -> Tensor:
-        """The branch without its norm, for blocks that have it elsewhere."""
         return self.drop_path(self.scale(self.attention(x, **context)))
 
 
-class MLPBranch(nn.Module):
+class MLPBranch(Branch):
     """G of a block: LayerNorm, Linear, GELU, Linear, scale, drop-path. (..., C) -> (..., C).
 
     Args:
@@ -108,11 +114,7 @@ class MLPBranch(nn.Module):
         self.scale: nn.Module = nn.Identity()
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.update(self.norm(x))
-
     def update(self, x: Tensor) -> Tensor:
-        """The branch without its norm, for blocks that have it elsewhere."""
         x = self.dropout(F.gelu(self.widen(x), approximate=self.gelu))
         return self.drop_path(self.scale(self.dropout(self.narrow(x))))
 
@@ -140,7 +142,7 @@ def transformer_branches(
     require_at_least(1, dim=dim, heads=heads, depth=depth)
     require_at_least(0.01, mlp_ratio=mlp_ratio)
     require_within(0, 1, dropout=dropout, attention_dropout=attention_dropout, drop_path=drop_path)
-    rates = (drop_path * i / max(depth - 1, 1) for i in range(depth))
+    (rates,) = drop_path_rates(drop_path, [depth])
     return [
         (
             AttentionBranch(nn.LayerNorm(dim, eps=eps), Attention(dim, heads, dropout, attention_dropout, causal, layer), rate),
@@ -148,6 +150,13 @@ def transformer_branches(
         )
         for layer, rate in enumerate(rates)
     ]
+
+
+def drop_path_rates(drop_path: float, depths: Sequence[int]) -> list[list[float]]:
+    """The rate of each block of each stage: it grows linearly from 0 at the first block to ``drop_path`` at the last."""
+    total = sum(depths)
+    rates = (drop_path * block / max(total - 1, 1) for block in range(total))
+    return [list(islice(rates, depth)) for depth in depths]
 
 
 class ResidualBlock(nn.Module):
@@ -231,8 +240,8 @@ class ResidualSequence(nn.Module):
         for number, (block, schedule) in enumerate(zip(self.blocks, self.schedules, strict=True)):
             with in_trace("forward", number):
                 if schedule.kind == "checkpointed" and torch.is_grad_enabled():
-                    words: dict[str, Any] = {"f_kwargs": f_kwargs, "g_kwargs": g_kwargs}
-                    x = checkpointed(block, x, name=str(number), backward=schedule.input, **words)
+                    arguments: dict[str, Any] = {"f_kwargs": f_kwargs, "g_kwargs": g_kwargs}
+                    x = checkpointed(block, x, name=str(number), backward=schedule.input, **arguments)
                 else:
                     x = block(x, f_kwargs, g_kwargs)
         return x

@@ -119,3 +119,26 @@ def initialise(model: nn.Module, *layers: type[nn.Module]) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             if name.endswith("position"):
                 nn.init.trunc_normal_(parameter, std=0.02)
+
+
+def resized_positions(positions: Tensor, own: Tensor, has_class: bool, own_class: bool) -> Tensor:
+    """Learned positions of patches, resized to another number of patches by bicubic interpolation as in timm.
+
+    Args:
+        positions, own: (1, S^2, C), or (1, 1 + S^2, C) with the class token's position first; ``own`` has the wanted shape.
+        has_class, own_class: whether they hold a class token's position. If only ``own`` does, it keeps its value.
+
+    Returns:
+        positions in the shape of ``own`` if ``positions`` is of a square image; otherwise ``positions``.
+    """
+    patches = positions[:, int(has_class) :]
+    across, wanted = (round(count**0.5) for count in (patches.shape[1], own.shape[1] - own_class))
+    if across**2 != patches.shape[1]:
+        return positions
+    if across != wanted:
+        image = patches.float().unflatten(1, (across, across)).permute(0, 3, 1, 2)
+        image = F.interpolate(image, size=(wanted, wanted), mode="bicubic", antialias=True)
+        patches = image.permute(0, 2, 3, 1).flatten(1, 2).to(positions.dtype)
+    if not own_class:
+        return patches
+    return torch.cat((positions[:, :1] if has_class else own[:, :1].to(patches), patches), dim=1)

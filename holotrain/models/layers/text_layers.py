@@ -22,13 +22,7 @@ class TokenEmbedding(nn.Module):
     """
 
     def __init__(
-        self,
-        vocab: int,
-        context: int,
-        dim: int,
-        positions: bool = True,
-        norm: nn.Module | None = None,
-        dropout: float = 0.0,
+        self, vocab: int, context: int, dim: int, positions: bool = True, norm: nn.Module | None = None, dropout: float = 0.0
     ) -> None:
         super().__init__()
         self.context = context
@@ -115,13 +109,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, start + rows)
             logits = F.linear(hidden[part], weight, bias).to(accumulated)
             counted = targets[part] != IGNORED
-            words = targets[part].clamp_min(0)[:, None]
+            classes = targets[part].clamp_min(0)[:, None]
             normaliser = logits.logsumexp(dim=-1, keepdim=True)
-            loss += ((normaliser - logits.gather(1, words)).squeeze(1) * counted).sum()
+            loss += ((normaliser - logits.gather(1, classes)).squeeze(1) * counted).sum()
             if not any(wanted):
                 continue
             gradient = logits.sub_(normaliser).exp_()
-            gradient.scatter_add_(1, words, gradient.new_full((), -1.0).expand_as(words)).mul_(counted[:, None])
+            gradient.scatter_add_(1, classes, gradient.new_full((), -1.0).expand_as(classes)).mul_(counted[:, None])
             if grad_bias is not None:
                 grad_bias += gradient.sum(dim=0)
             gradient = gradient.to(hidden.dtype)

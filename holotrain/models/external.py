@@ -15,22 +15,25 @@ from holotrain.models.pretrained import take_over
 from holotrain.reversible import make_reversible
 from holotrain.targets import first_line, needed
 
-OURS = "model.model."
+CHECKPOINT_PREFIX = "model.model."
 """Before the names of the weights in a checkpoint of holotrain: the task's model, and the adapter's."""
 
 TIMM = ("timm", "this model needs timm", "timm")
 
-NOT_OURS = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
+LOADING_ARGUMENTS = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
 """Arguments of ``timm.create_model`` that load something."""
 
-GIVEN = {"num_classes": "classes", "in_chans": "channels", "img_size": "image_size"}
+OWN_ARGUMENTS = {"num_classes": "classes", "in_chans": "channels", "img_size": "image_size"}
 """Arguments of ``timm.create_model`` for which the adapter has its own."""
 
-KEPT = ("interpolation", "crop_pct", "crop_mode", "mean", "std", "first_conv", "classifier", "pool_size", "fixed_input_size")
+PUBLISHED_KEYS = (
+    *("interpolation", "crop_pct", "crop_mode", "mean", "std"),
+    *("first_conv", "classifier", "pool_size", "fixed_input_size"),
+)
 """What the configuration of timm's published weights says that holds for trained ones too."""
 
 
-class Foreign(nn.Module):
+class ExternalModel(nn.Module):
     """A model of another library, with the inputs and outputs of holotrain's models.
 
     Attributes:
@@ -61,7 +64,7 @@ class Foreign(nn.Module):
     def head(self) -> nn.Module | None:
         """The classifier; None: it has none of its own."""
 
-    def load_weights(self, given: dict[str, Tensor], source: str) -> str:
+    def load_weights(self, weights: dict[str, Tensor], source: str) -> str:
         """Copies weights into the model, in place: all of the classifier or nothing of it. Returns a report, in one line.
 
         Raises:
@@ -69,7 +72,7 @@ class Foreign(nn.Module):
         """
         head = set() if self.head is None else {id(tensor) for tensor in self.head.parameters()}
         names = {name for name, tensor in self.model.named_parameters() if id(tensor) in head}
-        return str(take_over(self.model.state_dict(keep_vars=True), given, source, names))
+        return str(take_over(self.model.state_dict(keep_vars=True), weights, source, names))
 
     @abstractmethod
     def start_from(self, pretrained: str | None) -> str | None:
@@ -99,18 +102,19 @@ class Foreign(nn.Module):
         """
 
 
-def foreign_weights(path: str) -> dict[str, Tensor]:
+def external_weights(path: str) -> dict[str, Tensor]:
     """The weights in a local file or folder, under the names of the other library, also from a checkpoint of holotrain.
 
     Raises:
         ValueError: there is no such file, or it cannot be read as weights.
     """
     weights = read_weights(path)
-    ours = {name.removeprefix(OURS): tensor for name, tensor in weights.items() if name.startswith(OURS)}
-    return ours or weights
+    prefix = CHECKPOINT_PREFIX
+    from_checkpoint = {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
+    return from_checkpoint or weights
 
 
-class Timm(Foreign):
+class Timm(ExternalModel):
     """An image classifier of timm: images (B, channels, image_size, image_size) -> logits (B, classes).
 
     Args:
@@ -146,9 +150,9 @@ class Timm(Foreign):
             raise ValueError(
                 f"timm has no model {name!r}; timm.list_models() lists them{near and ', such as '}{', '.join(near)}"
             )
-        for key in (*NOT_OURS, *GIVEN):
+        for key in (*LOADING_ARGUMENTS, *OWN_ARGUMENTS):
             if key in arguments:
-                instead = GIVEN.get(key, "pretrained or download")
+                instead = OWN_ARGUMENTS.get(key, "pretrained or download")
                 raise ValueError(f"arguments.{key} is not passed to timm; use {instead}")
         self.name, self.image_size, self.download = name, image_size, download
         self.arguments = {"num_classes": classes, "in_chans": channels, **arguments}
@@ -175,7 +179,7 @@ class Timm(Foreign):
     def start_from(self, pretrained: str | None) -> str | None:
         timm, source = needed(*TIMM), pretrained or f"timm's {self.name}"
         if pretrained is not None:
-            weights = foreign_weights(pretrained)
+            weights = external_weights(pretrained)
         elif self.download:
             try:
                 weights = timm.create_model(self.name, pretrained=True).state_dict()
@@ -199,15 +203,15 @@ class Timm(Foreign):
         which ``timm.create_model("local-dir:FOLDER", pretrained=True)`` needs no further argument."""
         arguments = {name: value for name, value in self.arguments.items() if name not in ("num_classes", "in_chans")}
         classes, channels = self.arguments["num_classes"], self.arguments["in_chans"]
-        told: dict[str, Any] = {"input_size": [channels, self.image_size, self.image_size], "num_classes": classes}
+        pretrained: dict[str, Any] = {"input_size": [channels, self.image_size, self.image_size], "num_classes": classes}
         if (statistics := described.get("statistics")) is not None:
-            told |= {"mean": list(statistics[0]), "std": list(statistics[1])}
-        published = {name: value for name, value in self.model.pretrained_cfg.items() if name in KEPT}
+            pretrained |= {"mean": list(statistics[0]), "std": list(statistics[1])}
+        published = {name: value for name, value in self.model.pretrained_cfg.items() if name in PUBLISHED_KEYS}
         config = {
             "architecture": self.name.partition(".")[0],
             "num_classes": classes,
             "model_args": {"in_chans": channels, **arguments},
-            "pretrained_cfg": {**published, **told, "custom_load": False},
+            "pretrained_cfg": {**published, **pretrained, "custom_load": False},
         }
         if (class_names := described.get("class_names")) is not None:
             config["label_names"] = list(class_names)
