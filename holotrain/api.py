@@ -29,7 +29,8 @@ from holotrain.commands.summary import read
 from holotrain.config import checkpointed
 from holotrain.config.command_options import COMMANDS, ExportConfig, PlanConfig, RunConfig
 from holotrain.config.composition import as_word, checkpoint_path, relative_to_cwd, run_folder
-from holotrain.config.given import PYTHON_OBJECT, PythonObject, full_name
+from holotrain.config.given import PYTHON_OBJECT
+from holotrain.config.objects import full_name
 from holotrain.config.option_groups import MODEL_OPTIONS, OBJECT_GROUPS, default_backward
 from holotrain.config.start import compose
 from holotrain.config.structured import structured, to_container
@@ -94,7 +95,7 @@ def fit(
     config, run = _run("fit", config, {"model": model, "data": data, "task": task}, overrides, folder, quiet)
     summary = _summary(run)
     checkpoint = Path(summary["checkpoint"]) if summary["checkpoint"] else None
-    object_ = next((each.object for each in (config.model, config.task) if isinstance(each, PythonObject)), None)
+    object_ = config.task.object if config.model is None else config.model.object
     trained = object_ if checkpoint is None else _weights_of(checkpoint, None, object_)
     return Result(trained and trained.cpu().eval(), summary["metrics"], checkpoint, run.folder)
 
@@ -314,7 +315,7 @@ def _prepared(command: str, config: RunConfig | None, objects: dict[str, object]
         raise UserError(
             f"trainer={config.trainer.strategy}: an object is in one process only; use trainer=default, or name its class"
         )
-    made = {group: PythonObject(PYTHON_OBJECT, getattr(config, group).arguments, thing) for group, thing in objects.items()}
+    made = {group: replace(getattr(config, group), object=thing) for group, thing in objects.items()}
     return _like(config, replace(config, **made))
 
 

@@ -2,8 +2,8 @@
 
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,9 +180,9 @@ def task_of(model: nn.Module | None, config: RunConfig, described: dict[str, Any
     """
     known: dict[str, Any] = {"model": model, "cuda_graph": config.backward.cuda_graph}
     if config.optimizer is not None:
-        known["optimizer"] = optimizer_maker(config.optimizer, config.trainer.gradient_clip_val or None)
+        known["optimizer"] = partial(make_optimizer, config.optimizer, config.trainer.gradient_clip_val or None)
         if config.scheduler is not None:
-            known["scheduler"] = scheduler_maker(config.scheduler, known["optimizer"])
+            known["scheduler"] = partial(make_scheduler, config.scheduler)
     if "tokenizer" in described:
         tokenizer = tokenizer_from_json(described["tokenizer"])
         known |= {"token_bytes": torch.from_numpy(tokenizer.byte_lengths), "mask_id": tokenizer.mask_id}
@@ -191,13 +191,14 @@ def task_of(model: nn.Module | None, config: RunConfig, described: dict[str, Any
 
 
 def check_values(config: RunConfig) -> None:
-    """Builds data, model and task without weights, before any data are read, if they are holotrain's.
+    """Builds the optimizer, and data, model and task without weights, if they are holotrain's, before any data are read.
 
     What only data that were read can tell, such as the size of a vocabulary, is made up.
 
     Raises:
         UserError: one of them refuses a value. Those of a checkpoint have been accepted before.
     """
+    check_optimizer(config)
     if config.ckpt_path is not None or getattr(config, "resume", False):
         return
     groups = [each for each in (config.data, config.model, config.task) if each is not None]
@@ -273,13 +274,17 @@ def build_files_loader(config: RunConfig, described: dict[str, Any], path: Path)
     return datasets.image_files(path, facts["channels"], facts["image_size"], described["statistics"], batch_size, **loading)
 
 
+def synthesis_callback(chosen: ObjectConfig) -> SynthesisCallback:
+    return OBJECT_GROUPS["synthesis"].make("synthesis", chosen, SynthesisCallback)
+
+
 def synthesis_of(chosen: ObjectConfig, task: nn.Module) -> HolographicSynthesis:
     """The synthesis of a task, which need not be on its device yet.
 
     Raises:
         UserError: a value out of range, or a pattern that matches no parameter.
     """
-    callback = OBJECT_GROUPS["synthesis"].make("synthesis", chosen, SynthesisCallback)
+    callback = synthesis_callback(chosen)
     with naming_group("synthesis", OBJECT_GROUPS["synthesis"].options(chosen.target)):
         return callback.applied_to(task, on_device=False)
 
@@ -323,8 +328,8 @@ def with_adapters(model: nn.Module, adapters: int | dict[str, Any]) -> None:
         add_adapters(model, adapters)
 
 
-def optimizer_maker(chosen: ObjectConfig, clip_value: float | None = None) -> Callable[[nn.Module], Optimizer]:
-    """A function of the model that makes its optimizer.
+def make_optimizer(chosen: ObjectConfig, clip_value: float | None, model: nn.Module) -> Optimizer:
+    """The optimizer of a model.
 
     A function or class that takes ``model`` is given the model. One that takes ``params``, as torch's do, is given the two
     groups of :func:`~holotrain.tasks.optimizer_functions.decay_groups`: norms, biases and positions have no weight decay.
@@ -335,28 +340,47 @@ def optimizer_maker(chosen: ObjectConfig, clip_value: float | None = None) -> Ca
     Raises:
         UserError: a value out of range, or an optimizer that cannot step in the backward.
     """
-    in_backward = chosen.arguments.get(IN_BACKWARD, False)
-    chosen = replace(chosen, arguments={name: value for name, value in chosen.arguments.items() if name != IN_BACKWARD})
-
-    def make(model: nn.Module) -> Optimizer:
-        with naming_group("optimizer", ["weight_decay"]):
-            of = model if takes(chosen, "model") else decay_groups(model, chosen.arguments.get("weight_decay", 0.0))
-        try:
-            return OBJECT_GROUPS["optimizer"].make("optimizer", chosen, Optimizer, of)
-        except UserError as error:
-            text = str(error.__cause__)
-            if (name := _refused_by_torch(text, chosen.arguments)) is None:
-                raise
-            raise UserError(f"optimizer.{name}={chosen.arguments[name]}: {text}") from error
-
-    made = make(nn.Linear(1, 1))
-    if not in_backward:
-        return make
+    arguments = {name: value for name, value in chosen.arguments.items() if name != IN_BACKWARD}
+    with naming_group("optimizer", ["weight_decay"]):
+        of = model if takes(chosen, "model") else decay_groups(model, arguments.get("weight_decay", 0.0))
+    try:
+        optimizer = OBJECT_GROUPS["optimizer"].make("optimizer", replace(chosen, arguments=arguments), Optimizer, of)
+    except UserError as error:
+        text = str(error.__cause__)
+        if (name := _refused_by_torch(text, arguments)) is None:
+            raise
+        raise UserError(f"optimizer.{name}={arguments[name]}: {text}") from error
+    if not chosen.arguments.get(IN_BACKWARD, False):
+        return optimizer
     with naming_group(f"optimizer.{IN_BACKWARD}"):
-        InBackward(made)
-    if not _steps_parameters_alone(make):
-        raise UserError(f"optimizer.{IN_BACKWARD}: {chosen.name} steps all parameters together; set it to false")
-    return lambda model: InBackward(make(model), clip_value)
+        return InBackward(optimizer, clip_value)
+
+
+def make_scheduler(chosen: ObjectConfig, optimizer: Optimizer, steps: int) -> LRScheduler:
+    """The schedule of an optimizer, which advances after every optimizer step.
+
+    Args:
+        steps: optimizer steps of the training; given as ``steps`` or ``total_steps``, where the function or class takes it.
+
+    Raises:
+        UserError: a value out of range.
+    """
+    return OBJECT_GROUPS["scheduler"].make("scheduler", chosen, LRScheduler, optimizer, steps=steps, total_steps=steps)
+
+
+def check_optimizer(config: RunConfig) -> None:
+    """Makes the optimizer and the schedule of a small model, before data are read.
+
+    Raises:
+        UserError: one of them refuses a value, or cannot be used here.
+    """
+    if config.optimizer is None:
+        return
+    optimizer = make_optimizer(config.optimizer, None, nn.Linear(1, 1))
+    if config.steps_in_backward and not _steps_parameters_alone(config.optimizer):
+        raise UserError(f"optimizer.{IN_BACKWARD}: {config.optimizer.name} steps all parameters together; set it to false")
+    if config.scheduler is not None and isinstance(make_scheduler(config.scheduler, optimizer, 10), ReduceLROnPlateau):
+        raise UserError("scheduler: ReduceLROnPlateau follows a metric, and a schedule here follows the optimizer's steps")
 
 
 TORCHS_WORDS = {"lr": "learning rate", "eps": "epsilon", "betas": "beta", "weight_decay": "weight decay"}
@@ -373,16 +397,15 @@ def _refused_by_torch(text: str, arguments: dict[str, Any]) -> str | None:
     return None
 
 
-def _steps_parameters_alone(make: Callable[[nn.Module], Optimizer]) -> bool:
+def _steps_parameters_alone(chosen: ObjectConfig) -> bool:
     """Whether a small model becomes the same in the usual steps and in steps of one parameter after another."""
 
-    def trained(alone: bool) -> list[Tensor]:
+    def trained(in_backward: bool) -> list[Tensor]:
         with torch.device("cpu"):
             model = nn.Sequential(*(nn.utils.skip_init(nn.Linear, 2, 2) for _ in range(2)))  # draws no random numbers
             for parameter in model.parameters():
                 parameter.data.copy_(torch.linspace(-1, 2, parameter.numel()).view_as(parameter))
-            optimizer = make(model)
-            optimizer = InBackward(optimizer) if alone else optimizer
+            optimizer = make_optimizer(chosen.with_arguments(in_backward=in_backward), None, model)
             for number in range(2):
                 for size, parameter in enumerate(model.parameters(), 1):
                     parameter.grad = (number + 1) * 10.0**size * parameter.detach().cos()
@@ -390,26 +413,6 @@ def _steps_parameters_alone(make: Callable[[nn.Module], Optimizer]) -> bool:
         return [parameter.detach() for parameter in model.parameters()]
 
     try:
-        return all(map(torch.equal, trained(alone=True), trained(alone=False)))
+        return all(map(torch.equal, trained(True), trained(False)))
     except RuntimeError:  # a state of all parameters, which InBackward found
         return False
-
-
-def scheduler_maker(
-    chosen: ObjectConfig, optimizer: Callable[[nn.Module], Optimizer]
-) -> Callable[[Optimizer, int], LRScheduler]:
-    """A function of the optimizer and the number of optimizer steps of the training that makes the schedule.
-
-    The number of steps is given as ``steps`` or ``total_steps``, where the function or class has such a parameter. The schedule
-    advances after every optimizer step.
-
-    Raises:
-        UserError: a value out of range.
-    """
-
-    def make(optimizer: Optimizer, steps: int) -> LRScheduler:
-        return OBJECT_GROUPS["scheduler"].make("scheduler", chosen, LRScheduler, optimizer, steps=steps, total_steps=steps)
-
-    if isinstance(make(optimizer(nn.Linear(1, 1)), 10), ReduceLROnPlateau):
-        raise UserError("scheduler: ReduceLROnPlateau follows a metric, and a schedule here follows the optimizer's steps")
-    return make

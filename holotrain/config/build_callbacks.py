@@ -20,7 +20,7 @@ from holotrain.callbacks import (
     peak_flops,
     training_flops,
 )
-from holotrain.config.build import build_model, facts_of, synthesis_of
+from holotrain.config.build import build_model, facts_of, synthesis_callback, synthesis_of
 from holotrain.config.build_trainer import device_name
 from holotrain.config.command_options import RunConfig
 from holotrain.config.composition import LAST_CHECKPOINT
@@ -51,8 +51,8 @@ def build_fit_callbacks(
     made.sort(key=lambda callback: isinstance(callback, WeightAveraging))
     synthesis = []
     if config.synthesis is not None:
+        synthesis.append(synthesis_callback(config.synthesis))
         synthesis_of(config.synthesis, task).remove()  # raises on mistakes before the training starts
-        synthesis.append(config.synthesis.make())
     last = folder / LAST_CHECKPOINT
     periods = [callback.last_every_n_steps for callback in made if isinstance(callback, BestCheckpoint)]
     lasts = [last_checkpoint(last, period) for period in (None, *filter(None, periods))]

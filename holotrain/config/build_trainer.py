@@ -31,7 +31,7 @@ from holotrain.parallel.checkpoints import CheckpointFiles
 from holotrain.parallel.rank import ProcessRank
 from holotrain.parallel.stages import Pipeline, check_stages, equal_parts
 from holotrain.parallel.strategies import DataParallel, Sharding, overlapped
-from holotrain.targets import first_line, instantiate
+from holotrain.targets import TARGET, first_line, instantiate
 
 
 def device_kind(accelerator: str) -> str:
@@ -296,7 +296,8 @@ def build_trainer(
         changed |= validation(config, batches)
     changed["enable_progress_bar"] = any(isinstance(callback, ProgressBar) for callback in callbacks)
     try:
-        return ObjectConfig(config.target, own).make(default_root_dir=folder, callbacks=callbacks, logger=logger, **changed)
+        own |= changed | {"default_root_dir": folder, "callbacks": callbacks, "logger": logger}
+        return instantiate({TARGET: config.target}, **own)
     except (MisconfigurationException, ValueError) as error:
         raise UserError(f"trainer: {first_line(error)}") from error
 
