@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hydra import main as hydra_main
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -29,14 +28,9 @@ from holotrain.config.command_line import (
     REFUSALS,
     SHOWS,
     Arguments,
-    command_help,
     explaining,
-    overview,
     parse,
-    parse_words,
-    word_command_help,
 )
-from holotrain.config.command_options import WORD_COMMANDS
 from holotrain.config.composition import (
     LAST_CHECKPOINT,
     composed,
@@ -47,8 +41,10 @@ from holotrain.config.composition import (
     relative_to_cwd,
     to_plain,
 )
+from holotrain.config.help import command_help, overview
 from holotrain.config.jobs import Job, launched_jobs
 from holotrain.config.start import Start
+from holotrain.config.word_commands import WORD_COMMANDS, parse_words, word_command_help
 from holotrain.errors import UserError, files_named
 from holotrain.parallel.rank import ProcessRank, rank_from_environment
 from holotrain.targets import first_line
@@ -263,7 +259,7 @@ class Launch:
         """The keys that a sweep varies: those with several values on the command line, and those of a sweep file."""
         if not self.arguments.multirun:
             return []
-        given = {word.key_or_group: word for word in OverridesParser.create().parse_overrides(self.arguments.overrides)}
+        given = {override.key_or_group: override for override in self.arguments.parsed}
         keys = [key_of(word) for word in overrides]
         return [key for key in keys if key not in given or given[key].is_sweep_override()]
 

@@ -11,7 +11,7 @@ import torch
 
 from holotrain.commands.console import console
 from holotrain.commands.run_folder import Run
-from holotrain.config.build import check_optimizer
+from holotrain.config.build_optimizer import check_optimizer
 from holotrain.config.build_trainer import device_kind, device_name
 from holotrain.config.command_options import Config, RunConfig
 from holotrain.config.given import PYTHON_OBJECT

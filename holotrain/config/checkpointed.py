@@ -23,13 +23,13 @@ from holotrain.config.command_options import RunConfig
 from holotrain.config.composition import config_folder
 from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.option_groups import CLASSIFIER, IMAGES, TEXT, is_a
-from holotrain.config.signatures import is_defined_in, signature
+from holotrain.config.signatures import signature
 from holotrain.config.structured import structured, to_container
 from holotrain.errors import UserError, did_you_mean, naming_group
 from holotrain.models import checkpoint_files
 from holotrain.models.saved import read_config
 from holotrain.optimizers.restored import MOST_COUNTED
-from holotrain.targets import TARGET, first_line, missing_package, targets
+from holotrain.targets import TARGET, first_line, is_defined_in, missing_package, targets
 
 KEY = "holotrain"
 """Where a checkpoint holds what ``run_metadata`` returns."""

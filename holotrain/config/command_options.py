@@ -403,29 +403,6 @@ class PlanConfig(RunConfig):
                 raise UserError(f"{name}: needs devices, the number of devices; give devices=8, for example")
 
 
-@dataclass
-class ReportConfig:
-    """Compare runs on one HTML page: curves, differing options and results."""
-
-    WORD, NEEDED = "RUN", "the folder of a run or sweep; for example holotrain report runs/fit/sweeps/..."
-
-    runs: list[str]
-    """folder of a run, a sweep or several runs, or a glob: 'runs/fit/2026-*'"""
-
-    to: str = "report.html"
-    """file to write"""
-
-
-@dataclass
-class InitConfig:
-    """Write a small working project with a model, data and a callback of your own."""
-
-    WORD, NEEDED = "NAME", "a name; for example holotrain init my_project"
-
-    name: str
-    """name of the project and of its Python package; a path: the folder to write, whose last part is the name"""
-
-
 COMMANDS: dict[str, type[RunConfig]] = {
     "fit": FitConfig,
     "validate": ValidateConfig,
@@ -441,7 +418,3 @@ COMMANDS: dict[str, type[RunConfig]] = {
 def options_of(schema: type) -> dict[str, Option]:
     """The options of one of these dataclasses."""
     return signature(f"{schema.__module__}.{schema.__qualname__}").options
-
-
-WORD_COMMANDS = {"report": ReportConfig, "init": InitConfig}
-"""Commands that take words instead of a composed configuration. The first option of each gets the words, one or a list."""

@@ -38,7 +38,7 @@ from holotrain.config.option_groups import (
     PROCESS_OPTIONS,
     default_backward,
 )
-from holotrain.config.structured import structured, with_defaults, with_replaced_classes
+from holotrain.config.structured import checked_config, with_defaults, with_replaced_classes
 from holotrain.errors import UserError, did_you_mean
 from holotrain.targets import TARGET
 
@@ -195,7 +195,7 @@ class Start:
             plain = to_plain(self.with_defaults(config, overrides), resolve=True)
         except CONFIGURATION_ERRORS as error:
             raise explained(error, self.arguments) from None
-        typed = structured(self.arguments.command, plain)
+        typed = checked_config(self.arguments.command, plain)
         if typed.ckpt_path is not None:
             typed.ckpt_path = str(checkpoint_path(typed.ckpt_path, self.arguments.command, typed.output_dir))
         return typed

@@ -26,7 +26,12 @@ def structured(command: str, plain: dict[str, Any]) -> RunConfig:
     Raises:
         UserError: an unknown option, a value of another type or out of range, or a combination that cannot be.
     """
-    values = with_defaults(command, plain)
+    return checked_config(command, with_defaults(command, plain))
+
+
+def checked_config(command: str, values: dict[str, Any]) -> RunConfig:
+    """:func:`structured`, of a configuration that has all defaults."""
+    values = dict(values)
     for group, schema in OBJECT_GROUPS.items():
         values[group] = values[group] and object_config(group, values[group], schema)
     for group, schema in NAMED_GROUPS.items():
