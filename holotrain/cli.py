@@ -217,8 +217,8 @@ class Launch:
                 runner = self.runner  # imports Lightning, which can now be silenced
                 quieten()
                 check_values(typed)
-                varied, given = self._varied(overrides), self.arguments.config_dir
-                run = Run(self.arguments.command, folder, overrides, choices, varied, direction(hydra), given)
+                varied, config_dir = self._varied(overrides), self.arguments.config_dir
+                run = Run(self.arguments.command, folder, overrides, choices, varied, direction(hydra), config_dir)
                 left.exit_status = runner.run(self.arguments.command, typed, run)
             left.error = next(iter(run.errors), None)
         except UserError as error:
@@ -252,16 +252,16 @@ class Launch:
             return f"SIGINT ended {self.arguments.command}"
         if not (folder / LAST_CHECKPOINT).exists():
             return "SIGINT ended the training at once; nothing was saved yet"
-        words = f"SIGINT ended the training at once; the last state that was saved is in {folder / LAST_CHECKPOINT}"
-        return f"{words}\n{run.how_to_resume}" if run else words
+        text = f"SIGINT ended the training at once; the last state that was saved is in {folder / LAST_CHECKPOINT}"
+        return f"{text}\n{run.how_to_resume}" if run else text
 
     def _varied(self, overrides: list[str]) -> list[str]:
         """The keys that a sweep varies: those with several values on the command line, and those of a sweep file."""
         if not self.arguments.multirun:
             return []
-        given = {override.key_or_group: override for override in self.arguments.parsed}
+        on_command_line = {override.key_or_group: override for override in self.arguments.parsed}
         keys = [key_of(word) for word in overrides]
-        return [key for key in keys if key not in given or given[key].is_sweep_override()]
+        return [key for key in keys if key not in on_command_line or on_command_line[key].is_sweep_override()]
 
     def _check(self, overrides: list[str]) -> None:
         with explaining(self.arguments):

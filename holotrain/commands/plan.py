@@ -19,7 +19,7 @@ from holotrain.commands.writing import write_whole
 from holotrain.config.build import build_data
 from holotrain.config.command_options import PlanConfig
 from holotrain.config.plans import budget_of, longest_context, planner_of, smallest_batch, variants_of
-from holotrain.errors import UserError, one_of
+from holotrain.errors import UserError, check_choice
 from holotrain.models.division import divide
 from holotrain.numeric import counted, in_words, unit_of
 from holotrain.overlap import LINKS
@@ -104,10 +104,10 @@ def planned(
         raise UserError("plan: Apple GPUs are not supported; use device=cpu or device=cuda")
     if device == "auto":
         device = "cpu" if config.trainer.accelerator == "cpu" else "cuda"
-    one_of("link", config.link, LINKS)
+    check_choice("link", config.link, LINKS)
     if config.gpu is not None:
-        one_of("gpu", config.gpu, GPUS)
-        one_of("device", device, ["cuda"])
+        check_choice("gpu", config.gpu, GPUS)
+        check_choice("device", device, ["cuda"])
     if device == "cpu" and config.trainer.precision == "16-mixed":
         raise UserError("trainer.precision=16-mixed: not supported on the CPU; use bf16-mixed or device=cuda")
     known = tokenizer_for(config, Path(config.ckpt_path) if config.ckpt_path else None)

@@ -9,7 +9,8 @@ signatures       options, types and help texts of a class, read from its source
 objects          a class or function that a group names, with its arguments
 given            what stands for objects that Python code gives to a run
 option_groups    the groups: their options beside those of classes, and which classes go together
-command_options  the options of each command, and the checks across groups
+checks           which options of several groups go together
+command_options  the options of each command
 structured       a whole configuration: with all defaults, checked, as dataclasses
 checkpointed     what a checkpoint says of its run, checked, and which classes it may name
 start            from words, and the checkpoint that they name, to a checked configuration

@@ -36,7 +36,7 @@ from holotrain.config.signatures import REQUIRED
 from holotrain.data import ByteTokenizer, tokenizer_from_json
 from holotrain.data.decoding import MEGAPIXELS
 from holotrain.data.limits import EXPANSION
-from holotrain.errors import UserError, naming_group
+from holotrain.errors import UserError, as_user_error
 from holotrain.models import compile_blocks
 from holotrain.models.adapters import PEFT, add_adapters, add_peft, freeze
 from holotrain.models.block_schedules import schedule_blocks, set_backward, set_tile
@@ -63,7 +63,7 @@ def build_data(config: RunConfig, tokenizer: str | None = None) -> pl.LightningD
     return OBJECT_GROUPS["data"].make("data", config.data, pl.LightningDataModule, **known)
 
 
-def facts_of(data: pl.LightningDataModule) -> dict[str, Any]:
+def data_properties(data: pl.LightningDataModule) -> dict[str, Any]:
     """What data, which are set up, tell models and tasks, by the names of their parameters."""
     facts: dict[str, Any] = {}
     if shape := getattr(data, "image_shape", None):
@@ -76,7 +76,7 @@ def facts_of(data: pl.LightningDataModule) -> dict[str, Any]:
     return facts
 
 
-def with_facts(group: str, chosen: ObjectConfig, facts: dict[str, Any]) -> dict[str, Any]:
+def with_data_properties(group: str, chosen: ObjectConfig, facts: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a model or a task, with the facts under the names of its parameters.
 
     Raises:
@@ -96,12 +96,12 @@ def model_arguments(config: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the model's class.
 
     Args:
-        facts: from :func:`facts_of`.
+        facts: from :func:`data_properties`.
     """
     assert config.model is not None
     if is_a(config.model, HUGGING_FACE) and (task := next((task for task in TASK_OPTIONS if is_a(config.task, task)), None)):
         facts = facts | {"head": TASK_OPTIONS[task]}
-    arguments, backward = with_facts("model", config.model, facts), config.backward
+    arguments, backward = with_data_properties("model", config.model, facts), config.backward
     if takes(config.model, "backward"):
         kind = default_backward(config.model) if backward.kind in (None, AUTO) else backward.kind
         arguments |= ({} if kind is None else {"backward": kind}) | backward.engine()
@@ -112,11 +112,11 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
     """The model, without pretrained weights and adapters.
 
     Args:
-        facts: from :func:`facts_of`.
+        facts: from :func:`data_properties`.
     """
     assert config.model is not None
     backward = config.backward
-    with naming_group("model"), allocated():
+    with as_user_error("model"), allocated():
         chosen = replace(config.model, arguments=model_arguments(config, facts))
         model = OBJECT_GROUPS["model"].make("model", chosen, nn.Module)
     try:
@@ -127,7 +127,7 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
                 raise ValueError(f"{config.model.name} takes no option exact")
             set_backward(model, backward.kind, backward.store, backward.keep)
         if backward.tile is not None and not takes(config.model, "backward"):
-            with naming_group("backward.tile"):
+            with as_user_error("backward.tile"):
                 set_tile(model, backward.tile)
     except ValueError as error:
         if backward.blocks:
@@ -181,7 +181,7 @@ def task_of(model: nn.Module | None, config: RunConfig, described: dict[str, Any
     if "tokenizer" in described:
         tokenizer = tokenizer_from_json(described["tokenizer"])
         known |= {"token_bytes": torch.from_numpy(tokenizer.byte_lengths), "mask_id": tokenizer.mask_id}
-    chosen = replace(config.task, arguments=with_facts("task", config.task, described["facts"]))
+    chosen = replace(config.task, arguments=with_data_properties("task", config.task, described["facts"]))
     return OBJECT_GROUPS["task"].make("task", chosen, pl.LightningModule, **known)
 
 
@@ -201,7 +201,7 @@ def check_values(config: RunConfig) -> None:
         return
     data = build_data(config.with_batch(2**20) if config.batch_is_open else config)
     text = is_a(config.data, TEXT)
-    facts = {"vocab": 2**10, "context": data.context} if isinstance(data, datasets.TextDataModule) else facts_of(data)
+    facts = {"vocab": 2**10, "context": data.context} if isinstance(data, datasets.TextDataModule) else data_properties(data)
     if not text or is_a(config.task, SEQUENCE_CLASSIFIER):
         facts.setdefault("classes", 2)
     model = _on_meta(config, facts)
@@ -215,7 +215,7 @@ def check_values(config: RunConfig) -> None:
 
 def _on_meta(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
     """The model, without memory for its weights, unless it is too large for this machine (of a plan: for any)."""
-    with torch.device("meta"), naming_group("model"), bounded(any_machine=isinstance(config, PlanConfig)):
+    with torch.device("meta"), as_user_error("model"), bounded(any_machine=isinstance(config, PlanConfig)):
         return build_model(config, facts)
 
 
@@ -225,9 +225,9 @@ def description(config: RunConfig, data: pl.LightningDataModule) -> dict[str, An
     The class and arguments of the model (without a model, of the task), what the data tell, the tokenizer of text, the classes
     of a classification, and the mean and deviation of the channels of images.
     """
-    facts = facts_of(data)
+    facts = data_properties(data)
     trained = config.task if config.model is None else config.model
-    arguments = with_facts("task", config.task, facts) if config.model is None else model_arguments(config, facts)
+    arguments = with_data_properties("task", config.task, facts) if config.model is None else model_arguments(config, facts)
     found: dict[str, Any] = {"target": trained.target, "arguments": arguments, "facts": facts}
     if isinstance(data, datasets.TextDataModule):
         found["tokenizer"] = data.tokenizer.to_json()
@@ -280,7 +280,7 @@ def synthesis_of(chosen: ObjectConfig, task: nn.Module) -> HolographicSynthesis:
         UserError: a value out of range, or a pattern that matches no parameter.
     """
     callback = synthesis_callback(chosen)
-    with naming_group("synthesis", OBJECT_GROUPS["synthesis"].options(chosen.target)):
+    with as_user_error("synthesis", OBJECT_GROUPS["synthesis"].options(chosen.target)):
         return callback.applied_to(task, on_device=False)
 
 
@@ -294,13 +294,13 @@ def prepare_weights(model: nn.Module, config: ObjectConfig, read: bool) -> None:
         UserError: the weights are missing or belong to another model, or the model lacks the part to train.
     """
     if isinstance(model, Foreign):
-        with naming_group("model"):
-            if read and (said := model.start_from(config.pretrained)):
-                print(said, file=sys.stderr)
+        with as_user_error("model"):
+            if read and (report := model.start_from(config.pretrained)):
+                print(report, file=sys.stderr)
     elif read and config.pretrained:
-        with naming_group("model.pretrained"):
+        with as_user_error("model.pretrained"):
             print(load_pretrained(model, read_weights(config.pretrained)), file=sys.stderr)
-    with naming_group("model"):
+    with as_user_error("model"):
         with bounded():
             with_adapters(model, config.adapters)
         if config.trained != "all" and not isinstance(config.adapters, dict):  # peft has frozen the others

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from holotrain.config.command_options import RunConfig
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import IN_BACKWARD, OBJECT_GROUPS, takes
-from holotrain.errors import UserError, naming_group
+from holotrain.errors import UserError, as_user_error
 from holotrain.optimizers.stepping import InBackward
 from holotrain.tasks.optimizer_functions import decay_groups
 
@@ -30,7 +30,7 @@ def make_optimizer(chosen: ObjectConfig, clip_value: float | None, model: nn.Mod
         UserError: a value out of range, or an optimizer that cannot step in the backward.
     """
     arguments = {name: value for name, value in chosen.arguments.items() if name != IN_BACKWARD}
-    with naming_group("optimizer", ["weight_decay"]):
+    with as_user_error("optimizer", ["weight_decay"]):
         of = model if takes(chosen, "model") else decay_groups(model, arguments.get("weight_decay", 0.0))
     try:
         optimizer = OBJECT_GROUPS["optimizer"].make("optimizer", replace(chosen, arguments=arguments), Optimizer, of)
@@ -41,7 +41,7 @@ def make_optimizer(chosen: ObjectConfig, clip_value: float | None, model: nn.Mod
         raise UserError(f"optimizer.{name}={arguments[name]}: {text}") from error
     if not chosen.arguments.get(IN_BACKWARD, False):
         return optimizer
-    with naming_group(f"optimizer.{IN_BACKWARD}"):
+    with as_user_error(f"optimizer.{IN_BACKWARD}"):
         return InBackward(optimizer, clip_value)
 
 

@@ -20,7 +20,7 @@ from holotrain.config.composition import composed, key_of, literal, option_names
 from holotrain.config.option_groups import OBJECT_GROUPS
 from holotrain.config.structured import with_defaults
 from holotrain.config.word_commands import HELP, WORD_COMMANDS, require_text
-from holotrain.errors import UserError, did_you_mean, one_of
+from holotrain.errors import UserError, check_choice, did_you_mean
 from holotrain.targets import first_line
 
 # Flags of Hydra, with and without a value. --experimental-rerun is missing on purpose: it unpickles a file.
@@ -161,7 +161,7 @@ def parse(argv: list[str]) -> Arguments:
             arguments.overrides.append(_verbatim(word))
     for names, choices in CHOICES.items():
         if (value := arguments.flag(*names)) is not None:
-            one_of(names[0], value, choices)
+            check_choice(names[0], value, choices)
     if arguments.config_dir and not Path(arguments.config_dir).is_dir():
         raise UserError(f"--config-dir: there is no folder {arguments.config_dir}")
     with explaining(arguments):
@@ -177,13 +177,13 @@ def parse(argv: list[str]) -> Arguments:
 def _require_once(words: list[str], parsed: list[Override], groups: Collection[str]) -> None:
     """Refuses two choices of a group, of which Hydra would take the last, and another value of an option after those of a
     sweep, which would give equal jobs. Of two values the last is taken, as scripts expect."""
-    given: dict[str, tuple[str, Override]] = {}
+    earlier: dict[str, tuple[str, Override]] = {}
     for word, override in zip(words, parsed, strict=True):
         key = override.key_or_group
-        before, other = given.get(key, ("", override))
-        if before and not other.is_delete() and (key in groups or other.is_sweep_override()):
-            raise UserError(f"{key}: it is given twice, as {before} and {word}; leave one out")
-        given[key] = word, override
+        first, other = earlier.get(key, ("", override))
+        if first and not other.is_delete() and (key in groups or other.is_sweep_override()):
+            raise UserError(f"{key}: it is given twice, as {first} and {word}; leave one out")
+        earlier[key] = word, override
 
 
 def _require_one(word: str, override: Override) -> None:

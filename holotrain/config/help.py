@@ -61,9 +61,9 @@ def _options(command: str, values: dict) -> Iterator[tuple[str, str, str]]:
     for name, option in options_of(COMMANDS[command]).items():
         value = values[name]
         if name in NAMED_GROUPS:
-            for member, given in value.items():
-                yield f"{name}.{member}.{TARGET}", given[TARGET], _first_sentence(signature(given[TARGET]).meaning)
-                yield from _arguments(f"{name}.{member}", given, NAMED_GROUPS[name].options(given[TARGET]))
+            for member, options in value.items():
+                yield f"{name}.{member}.{TARGET}", options[TARGET], _first_sentence(signature(options[TARGET]).meaning)
+                yield from _arguments(f"{name}.{member}", options, NAMED_GROUPS[name].options(options[TARGET]))
         elif name in OBJECT_GROUPS:
             if value:
                 group = OBJECT_GROUPS[name]
@@ -76,12 +76,12 @@ def _options(command: str, values: dict) -> Iterator[tuple[str, str, str]]:
 
 
 def _arguments(
-    key: str, given: dict, described: dict[str, Option], known: Collection[str] = ()
+    key: str, options: dict, described: dict[str, Option], known: Collection[str] = ()
 ) -> Iterator[tuple[str, str, str]]:
     for name, option in described.items():
-        if option.default is REQUIRED and name not in (*given, *known):
+        if option.default is REQUIRED and name not in (*options, *known):
             yield f"{key}.{name}", "...", f"{_first_sentence(option.meaning)} (needed)".strip()
-    for option, value in given.items():
+    for option, value in options.items():
         if option != TARGET:
             yield f"{key}.{option}", _shown(value), _first_sentence(described[option].meaning if option in described else "")
 

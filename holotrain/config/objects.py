@@ -8,7 +8,7 @@ from typing import Any
 
 from holotrain.config.given import for_default_device
 from holotrain.config.signatures import Option, signature
-from holotrain.errors import naming_group
+from holotrain.errors import as_user_error
 from holotrain.targets import TARGET, instantiate
 
 
@@ -102,7 +102,7 @@ class GroupSchema:
         known = {name: value for name, value in known.items() if name in names and own.get(name) is None}
         if config.object is not None:
             return for_default_device(config.object)
-        with naming_group(where, self.options(config.target), self.elsewhere):
+        with as_user_error(where, self.options(config.target), self.elsewhere):
             found = instantiate({TARGET: config.target, **own}, *positional, **known)
             if not isinstance(found, of):
                 raise ValueError(f"{config.target} is not a {of.__name__}; calling it gives a {type(found).__name__}")

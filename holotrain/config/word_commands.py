@@ -56,9 +56,9 @@ def parse_words(command: str, words: list[str]) -> Any:
         return None
     schema = WORD_COMMANDS[command]
     described = options_of(schema)
-    given, *options = described
-    single = described[given].type == "str"
-    said: list[str] = []
+    main, *options = described
+    single = described[main].type == "str"
+    values_of_main: list[str] = []
     values: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -72,21 +72,21 @@ def parse_words(command: str, words: list[str]) -> Any:
             known = f"which takes {', '.join(options) or 'none'}.{did_you_mean(name, options)}"
             raise UserError(f"{name!r} is not an option of {command}, {known}")
         else:
-            said.append(word)
-    if not said:
+            values_of_main.append(word)
+    if not values_of_main:
         raise UserError(f"{command} needs {schema.NEEDED}")
-    if single and len(said) > 1:
-        raise UserError(f"{command} takes one {given}, not {len(said)}: {' '.join(said)}")
-    values[given] = said[0] if single else said
+    if single and len(values_of_main) > 1:
+        raise UserError(f"{command} takes one {main}, not {len(values_of_main)}: {' '.join(values_of_main)}")
+    values[main] = values_of_main[0] if single else values_of_main
     return schema(**values)
 
 
 def word_command_help(command: str) -> str:
     """The help of a command in ``WORD_COMMANDS``."""
     schema = WORD_COMMANDS[command]
-    (_, given), *options = options_of(schema).items()
-    usage = [f"{schema.WORD}{'' if given.type == 'str' else '...'}", *(f"[{name}=...]" for name, _ in options)]
-    lines = [(schema.WORD, given.meaning), *((f"{name}={option.default}", option.meaning) for name, option in options)]
+    (_, main), *options = options_of(schema).items()
+    usage = [f"{schema.WORD}{'' if main.type == 'str' else '...'}", *(f"[{name}=...]" for name, _ in options)]
+    lines = [(schema.WORD, main.meaning), *((f"{name}={option.default}", option.meaning) for name, option in options)]
     described = "\n".join(f"  {key:<45} {meaning}" for key, meaning in lines)
     return f"""\
 holotrain {command}: {schema.__doc__}

@@ -23,13 +23,13 @@ from holotrain.callbacks import GPUS, BestCheckpoint, MemoryMonitor, ThroughputM
 from holotrain.config import option_groups
 from holotrain.config.build import build_data, build_task, check_values, synthesis_of
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
-from holotrain.config.build_trainer import build_trainer, check_device, check_training_device, float32_products, nccl_options
+from holotrain.config.build_trainer import build_trainer, check_device, check_training_device, matmul_precision, nccl_options
 from holotrain.config.command_options import COMMANDS, options_of
 from holotrain.config.composition import composed, config_folder, option_names, register
 from holotrain.config.option_groups import SEQUENCE_CLASSIFIER, TASK_OPTIONS, is_a
 from holotrain.config.structured import structured, to_container, with_replaced_classes
 from holotrain.data import HubImages, TextDataModule
-from holotrain.errors import UserError, naming_group
+from holotrain.errors import UserError, as_user_error
 from holotrain.models.layers.blocks import ResidualSequence
 from holotrain.overlap.links import LINKS
 from holotrain.reversible import backward_schedules, checks
@@ -421,7 +421,7 @@ def test_the_options_of_a_synthesis_reach_it():
     ],
 )
 def test_a_message_that_begins_with_an_option_is_about_it(text, expected):
-    with pytest.raises(UserError) as error, naming_group("model", ["width", "depth"]):
+    with pytest.raises(UserError) as error, as_user_error("model", ["width", "depth"]):
         raise ValueError(text)
     assert str(error.value) == expected
 
@@ -508,7 +508,7 @@ def test_float32_is_as_asked_for_whichever_of_torchs_names_the_caller_has_used(p
     with pytest.raises(RuntimeError, match="mix of the legacy and new"):
         old()
     for precision, name in (("highest", "ieee"), ("high", "tf32")):
-        with float32_products(precision):
+        with matmul_precision(precision):
             assert [matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision] == [name] * 3
             assert old() == (precision, name == "tf32", name == "tf32")
     assert precisions() == before
@@ -524,7 +524,7 @@ def test_after_a_run_what_followed_torchs_other_settings_of_float32_follows_them
         for precision in ("tf32", "ieee"):
             whole.fp32_precision = precision
             seen.append(precisions())
-        with float32_products("high"):
+        with matmul_precision("high"):
             pass
     assert seen[:2] == seen[2:] and seen[0].count("tf32") == seen[1].count("ieee") > 1
 
