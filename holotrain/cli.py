@@ -208,8 +208,7 @@ class Launch:
         left, run = Job(hydra.job.get("num", 0), overrides, 0, folder=folder), None
         try:
             with files_named():
-                typed = self.start.structured(config, overrides)
-                choices = self.start.choices(typed, hydra.runtime.choices, overrides)
+                typed = self.start.structured(config, overrides, hydra.runtime.choices)
                 from holotrain.commands.console import quieten
                 from holotrain.commands.run_folder import Run
                 from holotrain.config.build import check_values
@@ -217,9 +216,10 @@ class Launch:
                 runner = self.runner  # imports Lightning, which can now be silenced
                 quieten()
                 check_values(typed)
-                varied, config_dir = self._varied(overrides), self.arguments.config_dir
-                run = Run(self.arguments.command, folder, overrides, choices, varied, direction(hydra), config_dir)
-                left.exit_status = runner.run(self.arguments.command, typed, run)
+                command, config_dir = self.arguments.command, self.arguments.config_dir
+                varied = self._varied(overrides)
+                run = Run(command, folder, overrides, typed.choices, varied, direction(hydra), config_dir)
+                left.exit_status = runner.run(command, typed, run)
             left.error = next(iter(run.errors), None)
         except UserError as error:
             print(f"holotrain: {error}", file=sys.stderr)
