@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from holotrain import data as datasets
 from holotrain.callbacks import SynthesisCallback
 from holotrain.config.build_optimizer import check_optimizer, make_optimizer, make_scheduler
-from holotrain.config.command_options import PlanConfig, RunConfig
+from holotrain.config.command_options import FitConfig, PlanConfig, RunConfig
 from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import (
@@ -193,7 +193,8 @@ def check_values(config: RunConfig) -> None:
     Raises:
         UserError: one of them refuses a value. Those of a checkpoint have been accepted before.
     """
-    check_optimizer(config)
+    if isinstance(config, FitConfig | PlanConfig):  # the others need no optimizer
+        check_optimizer(config)
     if config.ckpt_path is not None or getattr(config, "resume", False):
         return
     groups = [each for each in (config.data, config.model, config.task) if each is not None]
