@@ -29,11 +29,12 @@ from holotrain.commands.summary import read
 from holotrain.config import checkpointed
 from holotrain.config.command_options import COMMANDS, ExportConfig, PlanConfig, RunConfig
 from holotrain.config.composition import as_word, checkpoint_path, relative_to_cwd, run_folder
-from holotrain.config.given import PYTHON_OBJECT, PythonObject, full_name
+from holotrain.config.given import PYTHON_OBJECT
+from holotrain.config.objects import full_name
 from holotrain.config.option_groups import MODEL_OPTIONS, OBJECT_GROUPS, default_backward
 from holotrain.config.start import compose
 from holotrain.config.structured import structured, to_container
-from holotrain.errors import UserError, naming_group
+from holotrain.errors import UserError, as_user_error
 from holotrain.models import saved
 from holotrain.parallel.rank import rank_from_environment
 from holotrain.planning import Plan
@@ -94,7 +95,7 @@ def fit(
     config, run = _run("fit", config, {"model": model, "data": data, "task": task}, overrides, folder, quiet)
     summary = _summary(run)
     checkpoint = Path(summary["checkpoint"]) if summary["checkpoint"] else None
-    object_ = next((each.object for each in (config.model, config.task) if isinstance(each, PythonObject)), None)
+    object_ = config.task.object if config.model is None else config.model.object
     trained = object_ if checkpoint is None else _weights_of(checkpoint, None, object_)
     return Result(trained and trained.cpu().eval(), summary["metrics"], checkpoint, run.folder)
 
@@ -210,8 +211,8 @@ def plan(
     """
     if config is not None and type(config) is not COMMANDS["plan"]:
         known = {option.name for option in fields(COMMANDS["plan"])}
-        kept = {name: value for name, value in to_container(config).items() if name in known}
-        config = structured("plan", kept)
+        shared = {name: value for name, value in to_container(config).items() if name in known}
+        config = structured("plan", shared)
     prepared = _prepared("plan", config, {"model": model, "data": data, "task": task}, overrides)
     with quietly():
         return planned(cast(PlanConfig, prepared), lambda line: None, lambda what: None)[1]
@@ -236,7 +237,7 @@ def load(path: str | Path, trust: str | Collection[str] = (), model: nn.Module |
 
 def _weights_of(path: Path, trust: Collection[str] | None, model: nn.Module | None) -> nn.Module:
     if checkpointed.is_exported(path) and model is None:  # also of a model that no command exported
-        with naming_group("load"):
+        with as_user_error("load"):
             return saved.load(path, trust or ())
     return described_model(path, trust, model)[0]
 
@@ -303,9 +304,9 @@ def _prepared(command: str, config: RunConfig | None, objects: dict[str, object]
         raise UserError("task: it has its own model; give model= or task=, not both")
     names = {group: {TARGET: PYTHON_OBJECT, "kind": full_name(type(thing))} for group, thing in objects.items()}
     if config is None:
-        words = [f"{group}.{TARGET}={PYTHON_OBJECT}" for group in names]
-        words += [f"{group}.kind='{named['kind']}'" for group, named in names.items()]
-        config = compose(command, [*overrides, *words])
+        named_by = [f"{group}.{TARGET}={PYTHON_OBJECT}" for group in names]
+        named_by += [f"{group}.kind='{named['kind']}'" for group, named in names.items()]
+        config = compose(command, [*overrides, *named_by])
     elif objects:
         config = _with_names(command, config, names)
     if not objects:
@@ -314,7 +315,7 @@ def _prepared(command: str, config: RunConfig | None, objects: dict[str, object]
         raise UserError(
             f"trainer={config.trainer.strategy}: an object is in one process only; use trainer=default, or name its class"
         )
-    made = {group: PythonObject(PYTHON_OBJECT, getattr(config, group).arguments, thing) for group, thing in objects.items()}
+    made = {group: replace(getattr(config, group), object=thing) for group, thing in objects.items()}
     return _like(config, replace(config, **made))
 
 
@@ -323,8 +324,8 @@ def _with_names(command: str, config: RunConfig, names: dict[str, dict[str, str]
     if names.keys() & {"model", "task"} and plain["backward"]["kind"] == default_backward(config.model):
         del plain["backward"]["kind"]  # that of the other model
     for group, named in names.items():
-        kept = plain[group] or {}
-        plain[group] = named | {name: kept[name] for name in MODEL_OPTIONS if group == "model" and name in kept}
+        before = plain[group] or {}
+        plain[group] = named | {name: before[name] for name in MODEL_OPTIONS if group == "model" and name in before}
     named = _like(config, structured(command, plain))
     named.choices = {group: option for group, option in config.choices.items() if group not in names}
     return named

@@ -48,21 +48,27 @@ def show_arguments(cls: Any, chain: Iterable[type] | None = None, last: type | N
             break
     shown = sorted(found.items(), key=lambda item: (item[1][1].kind, item[1][0] is last))
     cls.__signature__ = Signature([parameter for _, (_, parameter) in shown])
-    described = {maker: _descriptions(maker) for maker in makers}
+    described = {maker: descriptions(cleandoc(maker.__doc__ or "")) for maker in makers}
     lines = [described[maker][name] for name, (maker, _) in shown if name in described[maker]]
     if lines and cls.__doc__ and makers != [cls]:  # python -OO has no docstrings
         cls.__doc__ = _with_arguments(cleandoc(cls.__doc__), "".join(dict.fromkeys(lines)))
 
 
-SECTION = re.compile(r"^Args:\n((?: {4}.*\n?)+)", re.MULTILINE)
+SECTION = re.compile(r"^(?:Args|Arguments|Parameters):\n((?: {2,}.*\n?|\n(?= {2,}))+)", re.MULTILINE)
 
 
-def _descriptions(cls: type) -> dict[str, str]:
-    """The lines below ``Args:``, by the name of each argument."""
-    section = SECTION.search(cleandoc(cls.__doc__ or ""))
-    items = re.split(r"\n(?= {4}\w)", section[1].rstrip()) if section else []
-    names = {item: item.partition(":")[0].strip().partition(" (")[0].split(", ") for item in items}
-    return {name: f"{item}\n" for item in items for name in names[item]}
+def descriptions(docstring: str) -> dict[str, str]:
+    """The lines below ``Args:`` of a docstring without common indentation, by the name of each argument."""
+    section = SECTION.search(docstring)
+    if section is None:
+        return {}
+    margin = re.match(" *", section[1])[0]  # ty: ignore[not-subscriptable]
+    found = {}
+    for item in re.split(rf"\n+(?={margin}\S)", section[1].rstrip()):
+        names = item.partition(":")[0].strip().partition(" (")[0]
+        for name in names.split(","):
+            found[name.strip()] = f"{item}\n"
+    return found
 
 
 def _with_arguments(text: str, lines: str) -> str:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hydra import main as hydra_main
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -29,14 +28,9 @@ from holotrain.config.command_line import (
     REFUSALS,
     SHOWS,
     Arguments,
-    command_help,
     explaining,
-    overview,
     parse,
-    parse_words,
-    word_command_help,
 )
-from holotrain.config.command_options import WORD_COMMANDS
 from holotrain.config.composition import (
     LAST_CHECKPOINT,
     composed,
@@ -47,8 +41,10 @@ from holotrain.config.composition import (
     relative_to_cwd,
     to_plain,
 )
+from holotrain.config.help import command_help, overview
 from holotrain.config.jobs import Job, launched_jobs
 from holotrain.config.start import Start
+from holotrain.config.word_commands import WORD_COMMANDS, parse_words, word_command_help
 from holotrain.errors import UserError, files_named
 from holotrain.parallel.rank import ProcessRank, rank_from_environment
 from holotrain.targets import first_line
@@ -212,8 +208,7 @@ class Launch:
         left, run = Job(hydra.job.get("num", 0), overrides, 0, folder=folder), None
         try:
             with files_named():
-                typed = self.start.structured(config, overrides)
-                choices = self.start.choices(typed, hydra.runtime.choices, overrides)
+                typed = self.start.structured(config, overrides, hydra.runtime.choices)
                 from holotrain.commands.console import quieten
                 from holotrain.commands.run_folder import Run
                 from holotrain.config.build import check_values
@@ -221,9 +216,10 @@ class Launch:
                 runner = self.runner  # imports Lightning, which can now be silenced
                 quieten()
                 check_values(typed)
-                varied, given = self._varied(overrides), self.arguments.config_dir
-                run = Run(self.arguments.command, folder, overrides, choices, varied, direction(hydra), given)
-                left.exit_status = runner.run(self.arguments.command, typed, run)
+                command, config_dir = self.arguments.command, self.arguments.config_dir
+                varied = self._varied(overrides)
+                run = Run(command, folder, overrides, typed.choices, varied, direction(hydra), config_dir)
+                left.exit_status = runner.run(command, typed, run)
             left.error = next(iter(run.errors), None)
         except UserError as error:
             print(f"holotrain: {error}", file=sys.stderr)
@@ -256,16 +252,16 @@ class Launch:
             return f"SIGINT ended {self.arguments.command}"
         if not (folder / LAST_CHECKPOINT).exists():
             return "SIGINT ended the training at once; nothing was saved yet"
-        words = f"SIGINT ended the training at once; the last state that was saved is in {folder / LAST_CHECKPOINT}"
-        return f"{words}\n{run.how_to_resume}" if run else words
+        text = f"SIGINT ended the training at once; the last state that was saved is in {folder / LAST_CHECKPOINT}"
+        return f"{text}\n{run.how_to_resume}" if run else text
 
     def _varied(self, overrides: list[str]) -> list[str]:
         """The keys that a sweep varies: those with several values on the command line, and those of a sweep file."""
         if not self.arguments.multirun:
             return []
-        given = {word.key_or_group: word for word in OverridesParser.create().parse_overrides(self.arguments.overrides)}
+        on_command_line = {override.key_or_group: override for override in self.arguments.parsed}
         keys = [key_of(word) for word in overrides]
-        return [key for key in keys if key not in given or given[key].is_sweep_override()]
+        return [key for key in keys if key not in on_command_line or on_command_line[key].is_sweep_override()]
 
     def _check(self, overrides: list[str]) -> None:
         with explaining(self.arguments):

@@ -36,7 +36,7 @@ def _initials(name: str) -> str:
     return "".join(part[:1] for part in name.split("_"))
 
 
-def one_of(where: str, value: str | None, choices: Iterable[str]) -> None:
+def check_choice(where: str, value: str | None, choices: Iterable[str]) -> None:
     choices = list(choices)
     if value not in choices:
         raise UserError(f"{where}: {value!r} is not one of {', '.join(choices)}.{did_you_mean(str(value), choices)}")
@@ -54,7 +54,7 @@ def files_named() -> Generator[None]:
 
 
 @contextmanager
-def naming_group(group: str, options: Collection[str] = (), elsewhere: Mapping[str, str] | None = None) -> Generator[None]:
+def as_user_error(group: str, options: Collection[str] = (), elsewhere: Mapping[str, str] | None = None) -> Generator[None]:
     """Turns a ValueError inside into a UserError about this configuration group.
 
     Args:

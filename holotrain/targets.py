@@ -12,11 +12,14 @@ from typing import Any
 TARGET, PARTIAL = "_target_", "_partial_"
 
 
-def instantiate(value: Any) -> Any:
+def instantiate(value: Any, *positional: Any, **keywords: Any) -> Any:
     """A plain value, or what it names: every mapping with ``_target_``, at any depth, is replaced by what the class or function
     returns; with ``_partial_: true`` by a ``functools.partial`` of it.
 
     Not Hydra's ``instantiate``, which resolves interpolations once more.
+
+    Args:
+        positional, keywords: further arguments of the outermost class or function; keywords replace those of the mapping.
 
     Raises:
         ValueError: a class cannot be imported or called, or refuses a value.
@@ -28,16 +31,15 @@ def instantiate(value: Any) -> Any:
     arguments = {name: instantiate(each) for name, each in value.items() if name not in (TARGET, PARTIAL)}
     if TARGET not in value:
         return arguments
-    if value.get(PARTIAL):
-        return partial(_imported(value[TARGET]), **arguments)
-    return call(value[TARGET], **arguments)
-
-
-def call(target: str, *positional: Any, **arguments: Any) -> Any:
-    """What the class or function returns. Raises a ValueError if it cannot be imported or called, or refuses a value."""
-    function = _imported(target)
+    target = value[TARGET]
     try:
-        return function(*positional, **arguments)
+        function = pkgutil.resolve_name(target)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{target}: {first_line(error)}") from error
+    if value.get(PARTIAL):
+        return partial(function, *positional, **(arguments | keywords))
+    try:
+        return function(*positional, **(arguments | keywords))
     except (ImportError, TypeError) as error:
         raise ValueError(f"{target}: {first_line(error)}") from error
 
@@ -96,13 +98,6 @@ def is_defined_in(target: str, packages: Iterable[str]) -> bool:
     except ImportError:
         return False
     return (inspect.isclass(found) or inspect.isfunction(found)) and is_of(found.__module__, packages)
-
-
-def _imported(target: str) -> Any:
-    try:
-        return pkgutil.resolve_name(target)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{target}: {first_line(error)}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -73,7 +73,7 @@ def shape_of(options) -> Shape:
     return Shape(make, lambda: (tokens(),))  # use its logits, because the choice of masked words would depend on values
 
 
-class Foreign(nn.Module):
+class ExternalModel(nn.Module):
     """A sequence whose blocks are run by another engine."""
 
     def __init__(self, sequence: nn.Module, engine: Callable) -> None:
@@ -92,7 +92,7 @@ def foreign(engine: Callable) -> Callable[[nn.Module], None]:
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
                 if child in sequences(model):
-                    setattr(parent, name, Foreign(child, engine))
+                    setattr(parent, name, ExternalModel(child, engine))
 
     return apply
 

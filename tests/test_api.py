@@ -183,13 +183,6 @@ def test_a_folder_takes_one_run(here, run):
     assert resumed.folder == Path("run")
 
 
-def test_screens_and_a_folder_of_its_own(here, capsys):
-    result = holotrain.fit(overrides=[*SMALL, "test=false", "logger=none"])
-    said = capsys.readouterr().out
-    assert "rev_vit_tiny" in said and "epoch 2/2" in said and str(result.folder) in said
-    assert result.folder.parent == Path("runs/fit")
-
-
 def test_a_module_and_data_of_a_program(here, run):
     torch.manual_seed(0)
     net, data = Net(), samples()

@@ -15,7 +15,7 @@ from holotrain.config.command_options import Config, FitConfig, RunConfig
 from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.option_groups import HUGGING_FACE, TEXT, is_a, takes
 from holotrain.data.tokenizers import tokenizer_text
-from holotrain.errors import UserError, naming_group
+from holotrain.errors import UserError, as_user_error
 from holotrain.models import building, saved
 from holotrain.models.building import bounded
 from holotrain.models.checkpoint_files import warn_of_non_finite
@@ -87,7 +87,7 @@ def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:
     if config.data.tokenizer is not None:
         return None
     if is_a(config.model, HUGGING_FACE):
-        with naming_group("model.name"):
+        with as_user_error("model.name"):
             return tokenizer_of(config.model.arguments["name"], config.model.download)
     pretrained = getattr(config.model, "pretrained", None)
     if not pretrained:
@@ -119,7 +119,7 @@ def described_model(
     described = kept["description"]
     vouched = checked_names(described) if trust is None else ()
     if checkpointed.is_exported(path):
-        with naming_group("ckpt_path"):
+        with as_user_error("ckpt_path"):
             return saved.load(path, trust or (), vouched), described
     if model is None:
         model = _built(kept, path, trust or (), vouched, checkpoint["state_dict"])
@@ -161,7 +161,7 @@ def in_int8(model: nn.Module, wanted: bool) -> None:
         UserError: torchao is not installed, or the model is already int8.
     """
     if wanted:
-        with naming_group("int8"):
+        with as_user_error("int8"):
             quantise(model)
 
 
@@ -172,7 +172,7 @@ def load_weights(task: pl.LightningModule, path: Path) -> None:
         UserError: the checkpoint cannot be read, or holds another model.
     """
     if checkpointed.is_exported(path):
-        with naming_group("ckpt_path"):
+        with as_user_error("ckpt_path"):
             model = saved.load(path, vouched=checked_names(checkpointed.load(path)[checkpointed.KEY]["description"]))
             if is_quantised(model):
                 quantise(model_of(task))
@@ -217,7 +217,7 @@ def check_continuable(task: pl.LightningModule, config: FitConfig, path: Path, p
         raise UserError(f"synthesis={wanted}: {path} was trained with synthesis={kept} and can only continue with it")
     if config.synthesis is not None:
         synthesis = synthesis_of(config.synthesis, task)
-        with naming_group("synthesis"):
+        with as_user_error("synthesis"):
             for name, state in checkpoint["callbacks"].items():
                 if name.startswith(config.synthesis.name):
                     synthesis.load_state_dict(state) if processes == 1 else synthesis.check_state(state, processes)

@@ -12,7 +12,7 @@ from holotrain.commands.summary import Summary
 from holotrain.config import checkpointed
 from holotrain.config.command_options import ExportConfig
 from holotrain.data import tokenizer_from_json
-from holotrain.errors import UserError, naming_group
+from holotrain.errors import UserError, as_user_error
 from holotrain.models import saved
 from holotrain.models.adapters import merge_peft
 from holotrain.models.external import ExternalModel
@@ -45,7 +45,7 @@ def run(config: ExportConfig, run: Run) -> int:
     try:
         for program in (PROGRAM, ONNX):  # left by an earlier export
             (folder / program).unlink(missing_ok=True)
-        with naming_group("to"):
+        with as_user_error("to"):
             if isinstance(model, ExternalModel):
                 folder.mkdir(parents=True, exist_ok=True)
                 names = model.save(folder, described | {"tokenizer": tokenizer})
@@ -54,7 +54,7 @@ def run(config: ExportConfig, run: Run) -> int:
                 names = [saved.WEIGHTS, saved.CONFIG, saved.TOKENIZER]
         if config.format != "safetensors":
             example = torch.zeros(2, arguments["channels"], arguments["image_size"], arguments["image_size"])
-            with naming_group(f"format={config.format}"):
+            with as_user_error(f"format={config.format}"):
                 if config.format == "program":
                     export_program(model, example, folder / PROGRAM)
                 else:

@@ -53,15 +53,15 @@ def machine_failures(run: Run) -> Generator[None]:
     except Exception as error:
         dead, reached = dead_worker(error), _limit(error)
         if dead:
-            said = f"{dead}, probably for lack of memory; fewer data.num_workers or smaller batches need less"
+            text = f"{dead}, probably for lack of memory; fewer data.num_workers or smaller batches need less"
         elif reached:
-            said = _in_words(reached, run.folder)
+            text = _in_words(reached, run.folder)
         else:
             raise
         sys.unraisablehook = lambda one: None  # of objects that are half made, or wait for the dead
         for each in (error, reached or error):
             traceback.clear_frames(each.__traceback__)  # they hold those, and open files
-        raise MachineFailure(f"{said}{run.hint()}") from None
+        raise MachineFailure(f"{text}{run.hint()}") from None
     finally:
         threading.excepthook, sys.unraisablehook = hooks
 

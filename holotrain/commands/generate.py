@@ -17,7 +17,7 @@ from holotrain.commands.writing import write_whole
 from holotrain.config.build_trainer import autocast_of, check_device, device_kind
 from holotrain.config.command_options import GenerateConfig
 from holotrain.data import Tokenizer, tokenizer_from_json
-from holotrain.errors import UserError, naming_group
+from holotrain.errors import UserError, as_user_error
 from holotrain.files import from_json, read_text
 from holotrain.models import Sampling, generate
 from holotrain.numeric import counted
@@ -43,7 +43,7 @@ def run(config: GenerateConfig, run: Run) -> int:
     shown = Shown(tokenizer, texts[0]) if config.stream and len(texts) == 1 else None
     tokens: list[torch.Tensor] = []
     began = time.monotonic()
-    with autocast_of(config.trainer), naming_group("generate"):
+    with autocast_of(config.trainer), as_user_error("generate"):
         compiled = bool(config.compile)
         for token in generate(model, starts, config.max_tokens, sampling, tokenizer.end_id, generator, compiled=compiled):
             tokens.append(token.cpu())

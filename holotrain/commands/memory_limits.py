@@ -11,6 +11,7 @@ import torch
 
 from holotrain.commands.console import console
 from holotrain.commands.run_folder import Run
+from holotrain.config.build_optimizer import check_optimizer
 from holotrain.config.build_trainer import device_kind, device_name
 from holotrain.config.command_options import Config, RunConfig
 from holotrain.config.given import PYTHON_OBJECT
@@ -174,8 +175,9 @@ def smaller_states(config: Config) -> dict[str, Config]:
     if optimizer is not None and not config.steps_in_backward:
         with suppress(UserError):  # something else is refused beside it
             unclipped = trainer.with_arguments(gradient_clip_val=None, accumulate_grad_batches=1)
-            stepping = optimizer.with_arguments(in_backward=True)
-            found[" ".join(words)] = replace(config, trainer=unclipped, optimizer=stepping)
+            stepping = replace(config, trainer=unclipped, optimizer=optimizer.with_arguments(in_backward=True))
+            check_optimizer(stepping)
+            found[" ".join(words)] = stepping
     if optimizer is not None and optimizer.target == ADAMW:
         few_bits = replace(optimizer, target=LOW_BIT, arguments={"bits": "8bit"} | optimizer.arguments)
         found["optimizer=adamw_8bit"] = replace(config, optimizer=few_bits)

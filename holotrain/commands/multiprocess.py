@@ -26,7 +26,7 @@ from holotrain.config.build_trainer import (
     check_processes,
     data_shard_of,
     device_of,
-    float32_products,
+    matmul_precision,
     nccl_options,
     processes_of,
 )
@@ -192,7 +192,7 @@ def _member(processes: Processes, command: str, config: RunConfig, run: Run) -> 
 
 def _command(command: str, config: RunConfig, run: Run) -> int:
     try:
-        with float32_products(config.trainer.float32_matmul_precision), machine_failures(run):
+        with matmul_precision(config.trainer.float32_matmul_precision), machine_failures(run):
             module = "evaluation" if command in ("validate", "test") else command
             return importlib.import_module(f"holotrain.commands.{module}").run(config, run)
     except SystemExit as ended:

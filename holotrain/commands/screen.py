@@ -15,7 +15,7 @@ from holotrain.commands.summary import SUMMARY, Summary, parameter_count
 from holotrain.config.build_trainer import data_shard_of, device_name, model_parallel_size, unsharded_layers
 from holotrain.config.command_options import RunConfig
 from holotrain.config.objects import ObjectConfig
-from holotrain.config.option_groups import ERROR_DIFFUSION, FIT, is_a
+from holotrain.config.option_groups import COMPATIBLE, ERROR_DIFFUSION, is_a
 from holotrain.data import TextDataModule
 from holotrain.numeric import counted
 from holotrain.parallel.rank import ProcessRank
@@ -40,7 +40,7 @@ def show_start(
 ) -> None:
     """Prints the settings of the run and, for text, the number of tokens."""
     named = run.choices.get("model", config.model.name) if config.model else type(model).__name__
-    if is_a(config.model, *FIT[ERROR_DIFFUSION][0]):
+    if is_a(config.model, *COMPATIBLE[ERROR_DIFFUSION][0]):
         named += f", rule {config.model.rule}, depth {config.model.depth}, width {config.model.width}"
     products = config.trainer.float32_matmul_precision
     rows = {

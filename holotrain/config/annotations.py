@@ -38,17 +38,17 @@ def checked(where: str, annotation: str, value: Any) -> Any:
         return value
     if fitted := _fitted(hint, value):
         return fitted[0]
-    said = f"{value!r:.100}"
+    shown = f"{value!r:.100}"
     if type(value) is int and abs(value) >= 2**63:
-        raise UserError(f"{where}: {said} is too large")
+        raise UserError(f"{where}: {shown} is too large")
     if type(value) is float and math.isinf(value):
-        raise UserError(f"{where}: {said} is not finite")
+        raise UserError(f"{where}: {shown} is not finite")
     kinds = get_args(hint) if get_origin(hint) is Union else (hint,)
     choices = [str(choice) for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if isinstance(value, str) and all(get_origin(kind) is Literal or kind is NoneType for kind in kinds):
-        raise UserError(f"{where}: {said} is not one of {', '.join(choices)}.{did_you_mean(value, choices)}")
-    words = " or ".join(dict.fromkeys(_in_words(kind) for kind in kinds if kind is not Never)) or "a tensor"
-    raise UserError(f"{where}: {said} is not {words}.{did_you_mean(str(value), choices)}".removesuffix("."))
+        raise UserError(f"{where}: {shown} is not one of {', '.join(choices)}.{did_you_mean(value, choices)}")
+    expected = " or ".join(dict.fromkeys(_in_words(kind) for kind in kinds if kind is not Never)) or "a tensor"
+    raise UserError(f"{where}: {shown} is not {expected}.{did_you_mean(str(value), choices)}".removesuffix("."))
 
 
 def read_fields(path: Path, kinds: dict[str, str], what: str, lacking: Collection[str] = ()) -> dict[str, Any]:

@@ -1,22 +1,20 @@
-"""Builds data, model, task, optimizer, schedule and synthesis from a configuration."""
+"""Builds data, model, task and synthesis from a configuration."""
 
-import re
 import sys
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch import nn
 from torch.utils.data import DataLoader
 
 from holotrain import data as datasets
 from holotrain.callbacks import SynthesisCallback
-from holotrain.config.command_options import PlanConfig, RunConfig
+from holotrain.config.build_optimizer import check_optimizer, make_optimizer, make_scheduler
+from holotrain.config.command_options import FitConfig, PlanConfig, RunConfig
 from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import (
@@ -24,7 +22,6 @@ from holotrain.config.option_groups import (
     CAUSAL_LM,
     CLASSIFIER,
     HUGGING_FACE,
-    IN_BACKWARD,
     MODEL_OPTIONS,
     OBJECT_GROUPS,
     ON_MISMATCH,
@@ -39,7 +36,7 @@ from holotrain.config.signatures import REQUIRED
 from holotrain.data import ByteTokenizer, tokenizer_from_json
 from holotrain.data.decoding import MEGAPIXELS
 from holotrain.data.limits import EXPANSION
-from holotrain.errors import UserError, naming_group
+from holotrain.errors import UserError, as_user_error
 from holotrain.models import compile_blocks
 from holotrain.models.adapters import PEFT, add_adapters, add_peft, freeze
 from holotrain.models.block_schedules import schedule_blocks, set_backward, set_tile
@@ -47,11 +44,9 @@ from holotrain.models.building import allocated, bounded
 from holotrain.models.checkpoint_files import read_weights
 from holotrain.models.external import ExternalModel
 from holotrain.models.pretrained import load_pretrained
-from holotrain.optimizers.stepping import InBackward
 from holotrain.reversible import checks_in
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.targets import instantiate, is_of, needed
-from holotrain.tasks.optimizer_functions import decay_groups
 
 
 def build_data(config: RunConfig, tokenizer: str | None = None) -> pl.LightningDataModule:
@@ -68,7 +63,7 @@ def build_data(config: RunConfig, tokenizer: str | None = None) -> pl.LightningD
     return OBJECT_GROUPS["data"].make("data", config.data, pl.LightningDataModule, **known)
 
 
-def facts_of(data: pl.LightningDataModule) -> dict[str, Any]:
+def data_properties(data: pl.LightningDataModule) -> dict[str, Any]:
     """What data, which are set up, tell models and tasks, by the names of their parameters."""
     facts: dict[str, Any] = {}
     if shape := getattr(data, "image_shape", None):
@@ -81,7 +76,7 @@ def facts_of(data: pl.LightningDataModule) -> dict[str, Any]:
     return facts
 
 
-def with_facts(group: str, chosen: ObjectConfig, facts: dict[str, Any]) -> dict[str, Any]:
+def with_data_properties(group: str, chosen: ObjectConfig, facts: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a model or a task, with the facts under the names of its parameters.
 
     Raises:
@@ -101,12 +96,12 @@ def model_arguments(config: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the model's class.
 
     Args:
-        facts: from :func:`facts_of`.
+        facts: from :func:`data_properties`.
     """
     assert config.model is not None
     if is_a(config.model, HUGGING_FACE) and (task := next((task for task in TASK_OPTIONS if is_a(config.task, task)), None)):
         facts = facts | {"head": TASK_OPTIONS[task]}
-    arguments, backward = with_facts("model", config.model, facts), config.backward
+    arguments, backward = with_data_properties("model", config.model, facts), config.backward
     if takes(config.model, "backward"):
         kind = default_backward(config.model) if backward.kind in (None, AUTO) else backward.kind
         arguments |= ({} if kind is None else {"backward": kind}) | backward.engine()
@@ -117,11 +112,11 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
     """The model, without pretrained weights and adapters.
 
     Args:
-        facts: from :func:`facts_of`.
+        facts: from :func:`data_properties`.
     """
     assert config.model is not None
     backward = config.backward
-    with naming_group("model"), allocated():
+    with as_user_error("model"), allocated():
         chosen = replace(config.model, arguments=model_arguments(config, facts))
         model = OBJECT_GROUPS["model"].make("model", chosen, nn.Module)
     try:
@@ -132,7 +127,7 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
                 raise ValueError(f"{config.model.name} takes no option exact")
             set_backward(model, backward.kind, backward.store, backward.keep)
         if backward.tile is not None and not takes(config.model, "backward"):
-            with naming_group("backward.tile"):
+            with as_user_error("backward.tile"):
                 set_tile(model, backward.tile)
     except ValueError as error:
         if backward.blocks:
@@ -180,24 +175,26 @@ def task_of(model: nn.Module | None, config: RunConfig, described: dict[str, Any
     """
     known: dict[str, Any] = {"model": model, "cuda_graph": config.backward.cuda_graph}
     if config.optimizer is not None:
-        known["optimizer"] = optimizer_maker(config.optimizer, config.trainer.gradient_clip_val or None)
+        known["optimizer"] = partial(make_optimizer, config.optimizer, config.trainer.gradient_clip_val or None)
         if config.scheduler is not None:
-            known["scheduler"] = scheduler_maker(config.scheduler, known["optimizer"])
+            known["scheduler"] = partial(make_scheduler, config.scheduler)
     if "tokenizer" in described:
         tokenizer = tokenizer_from_json(described["tokenizer"])
         known |= {"token_bytes": torch.from_numpy(tokenizer.byte_lengths), "mask_id": tokenizer.mask_id}
-    chosen = replace(config.task, arguments=with_facts("task", config.task, described["facts"]))
+    chosen = replace(config.task, arguments=with_data_properties("task", config.task, described["facts"]))
     return OBJECT_GROUPS["task"].make("task", chosen, pl.LightningModule, **known)
 
 
 def check_values(config: RunConfig) -> None:
-    """Builds data, model and task without weights, before any data are read, if they are holotrain's.
+    """Builds the optimizer, and data, model and task without weights, if they are holotrain's, before any data are read.
 
     What only data that were read can tell, such as the size of a vocabulary, is made up.
 
     Raises:
         UserError: one of them refuses a value. Those of a checkpoint have been accepted before.
     """
+    if isinstance(config, FitConfig | PlanConfig):  # the others need no optimizer
+        check_optimizer(config)
     if config.ckpt_path is not None or getattr(config, "resume", False):
         return
     groups = [each for each in (config.data, config.model, config.task) if each is not None]
@@ -205,7 +202,7 @@ def check_values(config: RunConfig) -> None:
         return
     data = build_data(config.with_batch(2**20) if config.batch_is_open else config)
     text = is_a(config.data, TEXT)
-    facts = {"vocab": 2**10, "context": data.context} if isinstance(data, datasets.TextDataModule) else facts_of(data)
+    facts = {"vocab": 2**10, "context": data.context} if isinstance(data, datasets.TextDataModule) else data_properties(data)
     if not text or is_a(config.task, SEQUENCE_CLASSIFIER):
         facts.setdefault("classes", 2)
     model = _on_meta(config, facts)
@@ -219,7 +216,7 @@ def check_values(config: RunConfig) -> None:
 
 def _on_meta(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
     """The model, without memory for its weights, unless it is too large for this machine (of a plan: for any)."""
-    with torch.device("meta"), naming_group("model"), bounded(any_machine=isinstance(config, PlanConfig)):
+    with torch.device("meta"), as_user_error("model"), bounded(any_machine=isinstance(config, PlanConfig)):
         return build_model(config, facts)
 
 
@@ -229,9 +226,9 @@ def description(config: RunConfig, data: pl.LightningDataModule) -> dict[str, An
     The class and arguments of the model (without a model, of the task), what the data tell, the tokenizer of text, the classes
     of a classification, and the mean and deviation of the channels of images.
     """
-    facts = facts_of(data)
+    facts = data_properties(data)
     trained = config.task if config.model is None else config.model
-    arguments = with_facts("task", config.task, facts) if config.model is None else model_arguments(config, facts)
+    arguments = with_data_properties("task", config.task, facts) if config.model is None else model_arguments(config, facts)
     found: dict[str, Any] = {"target": trained.target, "arguments": arguments, "facts": facts}
     if isinstance(data, datasets.TextDataModule):
         found["tokenizer"] = data.tokenizer.to_json()
@@ -273,14 +270,18 @@ def build_files_loader(config: RunConfig, described: dict[str, Any], path: Path)
     return datasets.image_files(path, facts["channels"], facts["image_size"], described["statistics"], batch_size, **loading)
 
 
+def synthesis_callback(chosen: ObjectConfig) -> SynthesisCallback:
+    return OBJECT_GROUPS["synthesis"].make("synthesis", chosen, SynthesisCallback)
+
+
 def synthesis_of(chosen: ObjectConfig, task: nn.Module) -> HolographicSynthesis:
     """The synthesis of a task, which need not be on its device yet.
 
     Raises:
         UserError: a value out of range, or a pattern that matches no parameter.
     """
-    callback = OBJECT_GROUPS["synthesis"].make("synthesis", chosen, SynthesisCallback)
-    with naming_group("synthesis", OBJECT_GROUPS["synthesis"].options(chosen.target)):
+    callback = synthesis_callback(chosen)
+    with as_user_error("synthesis", OBJECT_GROUPS["synthesis"].options(chosen.target)):
         return callback.applied_to(task, on_device=False)
 
 
@@ -294,13 +295,13 @@ def prepare_weights(model: nn.Module, config: ObjectConfig, read: bool) -> None:
         UserError: the weights are missing or belong to another model, or the model lacks the part to train.
     """
     if isinstance(model, ExternalModel):
-        with naming_group("model"):
-            if read and (said := model.start_from(config.pretrained)):
-                print(said, file=sys.stderr)
+        with as_user_error("model"):
+            if read and (report := model.start_from(config.pretrained)):
+                print(report, file=sys.stderr)
     elif read and config.pretrained:
-        with naming_group("model.pretrained"):
+        with as_user_error("model.pretrained"):
             print(load_pretrained(model, read_weights(config.pretrained)), file=sys.stderr)
-    with naming_group("model"):
+    with as_user_error("model"):
         with bounded():
             with_adapters(model, config.adapters)
         if config.trained != "all" and not isinstance(config.adapters, dict):  # peft has frozen the others
@@ -321,95 +322,3 @@ def with_adapters(model: nn.Module, adapters: int | dict[str, Any]) -> None:
         add_peft(model, instantiate(adapters))
     elif adapters:
         add_adapters(model, adapters)
-
-
-def optimizer_maker(chosen: ObjectConfig, clip_value: float | None = None) -> Callable[[nn.Module], Optimizer]:
-    """A function of the model that makes its optimizer.
-
-    A function or class that takes ``model`` is given the model. One that takes ``params``, as torch's do, is given the two
-    groups of :func:`~holotrain.tasks.optimizer_functions.decay_groups`: norms, biases and positions have no weight decay.
-
-    Args:
-        clip_value: to what an optimizer that steps in the backward clips the entries of gradients; of others the trainer does.
-
-    Raises:
-        UserError: a value out of range, or an optimizer that cannot step in the backward.
-    """
-    in_backward = chosen.arguments.get(IN_BACKWARD, False)
-    chosen = replace(chosen, arguments={name: value for name, value in chosen.arguments.items() if name != IN_BACKWARD})
-
-    def make(model: nn.Module) -> Optimizer:
-        with naming_group("optimizer", ["weight_decay"]):
-            of = model if takes(chosen, "model") else decay_groups(model, chosen.arguments.get("weight_decay", 0.0))
-        try:
-            return OBJECT_GROUPS["optimizer"].make("optimizer", chosen, Optimizer, of)
-        except UserError as error:
-            text = str(error.__cause__)
-            if (name := _refused_by_torch(text, chosen.arguments)) is None:
-                raise
-            raise UserError(f"optimizer.{name}={chosen.arguments[name]}: {text}") from error
-
-    made = make(nn.Linear(1, 1))
-    if not in_backward:
-        return make
-    with naming_group(f"optimizer.{IN_BACKWARD}"):
-        InBackward(made)
-    if not _steps_parameters_alone(make):
-        raise UserError(f"optimizer.{IN_BACKWARD}: {chosen.name} steps all parameters together; set it to false")
-    return lambda model: InBackward(make(model), clip_value)
-
-
-TORCHS_WORDS = {"lr": "learning rate", "eps": "epsilon", "betas": "beta", "weight_decay": "weight decay"}
-"""What messages of torch's optimizers call an option, if not by its name."""
-
-
-def _refused_by_torch(text: str, arguments: dict[str, Any]) -> str | None:
-    """The option that such a message is about: it is named, and the text ends with its value; None: there is none."""
-    for name, value in arguments.items():
-        values = value if isinstance(value, list | tuple) else [value]
-        named = re.search(rf"\b({name}|{TORCHS_WORDS.get(name, name)})(?![a-z_])", text, re.IGNORECASE)
-        if named and text.rpartition(": ")[2] in map(str, values):
-            return name
-    return None
-
-
-def _steps_parameters_alone(make: Callable[[nn.Module], Optimizer]) -> bool:
-    """Whether a small model becomes the same in the usual steps and in steps of one parameter after another."""
-
-    def trained(alone: bool) -> list[Tensor]:
-        with torch.device("cpu"):
-            model = nn.Sequential(*(nn.utils.skip_init(nn.Linear, 2, 2) for _ in range(2)))  # draws no random numbers
-            for parameter in model.parameters():
-                parameter.data.copy_(torch.linspace(-1, 2, parameter.numel()).view_as(parameter))
-            optimizer = make(model)
-            optimizer = InBackward(optimizer) if alone else optimizer
-            for number in range(2):
-                for size, parameter in enumerate(model.parameters(), 1):
-                    parameter.grad = (number + 1) * 10.0**size * parameter.detach().cos()
-                optimizer.step()
-        return [parameter.detach() for parameter in model.parameters()]
-
-    try:
-        return all(map(torch.equal, trained(alone=True), trained(alone=False)))
-    except RuntimeError:  # a state of all parameters, which InBackward found
-        return False
-
-
-def scheduler_maker(
-    chosen: ObjectConfig, optimizer: Callable[[nn.Module], Optimizer]
-) -> Callable[[Optimizer, int], LRScheduler]:
-    """A function of the optimizer and the number of optimizer steps of the training that makes the schedule.
-
-    The number of steps is given as ``steps`` or ``total_steps``, where the function or class has such a parameter. The schedule
-    advances after every optimizer step.
-
-    Raises:
-        UserError: a value out of range.
-    """
-
-    def make(optimizer: Optimizer, steps: int) -> LRScheduler:
-        return OBJECT_GROUPS["scheduler"].make("scheduler", chosen, LRScheduler, optimizer, steps=steps, total_steps=steps)
-
-    if isinstance(make(optimizer(nn.Linear(1, 1)), 10), ReduceLROnPlateau):
-        raise UserError("scheduler: ReduceLROnPlateau follows a metric, and a schedule here follows the optimizer's steps")
-    return make

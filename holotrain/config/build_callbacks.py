@@ -20,7 +20,7 @@ from holotrain.callbacks import (
     peak_flops,
     training_flops,
 )
-from holotrain.config.build import build_model, facts_of, synthesis_of
+from holotrain.config.build import build_model, data_properties, synthesis_callback, synthesis_of
 from holotrain.config.build_trainer import device_name
 from holotrain.config.command_options import RunConfig
 from holotrain.config.composition import LAST_CHECKPOINT
@@ -28,7 +28,7 @@ from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import NAMED_GROUPS, BackwardConfig, is_a, takes
 from holotrain.config.signatures import REQUIRED, signature
 from holotrain.data import TextDataModule
-from holotrain.errors import UserError, one_of
+from holotrain.errors import UserError, check_choice
 from holotrain.tasks.task import monitored_by
 
 
@@ -51,8 +51,8 @@ def build_fit_callbacks(
     made.sort(key=lambda callback: isinstance(callback, WeightAveraging))
     synthesis = []
     if config.synthesis is not None:
+        synthesis.append(synthesis_callback(config.synthesis))
         synthesis_of(config.synthesis, task).remove()  # raises on mistakes before the training starts
-        synthesis.append(config.synthesis.make())
     last = folder / LAST_CHECKPOINT
     periods = [callback.last_every_n_steps for callback in made if isinstance(callback, BestCheckpoint)]
     lasts = [last_checkpoint(last, period) for period in (None, *filter(None, periods))]
@@ -106,7 +106,7 @@ def _metric(name: str, chosen: ObjectConfig, task: pl.LightningModule) -> dict[s
             raise UserError(f"callbacks.{name}.monitor: a value is needed; give callbacks.{name}.monitor=...")
         return {}
     if monitored and not monitor.startswith("train/"):
-        one_of(f"callbacks.{name}.monitor", monitor, monitored)
+        check_choice(f"callbacks.{name}.monitor", monitor, monitored)
     return {"monitor": monitor} | ({"mode": monitored[monitor]} if monitor in monitored else {})
 
 
@@ -118,7 +118,8 @@ def _flops(config: RunConfig, data: pl.LightningDataModule) -> dict[str, int]:
     with torch.device("meta"):
         sample = torch.empty(1, *image_shape) if text is None else torch.zeros(1, text.context, dtype=torch.long)
         stored, run = (
-            build_model(replace(config, backward=way), facts_of(data)) for way in (BackwardConfig("autograd"), config.backward)
+            build_model(replace(config, backward=way), data_properties(data))
+            for way in (BackwardConfig("autograd"), config.backward)
         )
     return {
         "model_flops_per_sample": training_flops(stored, (sample,)),

@@ -23,7 +23,7 @@ from holotrain.callbacks import TraceProfiler
 from holotrain.config.command_options import RunConfig
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import TRAINER_OPTIONS
-from holotrain.errors import UserError, naming_group
+from holotrain.errors import UserError, as_user_error
 from holotrain.models.division import TensorParallelError, division
 from holotrain.numeric import counted
 from holotrain.overlap import Tuner
@@ -31,7 +31,7 @@ from holotrain.parallel.checkpoints import CheckpointFiles
 from holotrain.parallel.rank import ProcessRank
 from holotrain.parallel.stages import Pipeline, check_stages, equal_parts
 from holotrain.parallel.strategies import DataParallel, Sharding, overlapped
-from holotrain.targets import first_line, instantiate
+from holotrain.targets import TARGET, first_line, instantiate
 
 
 def device_kind(accelerator: str) -> str:
@@ -58,7 +58,7 @@ def autocast_of(config: ObjectConfig, device: str | None = None) -> AbstractCont
 
 
 @contextmanager
-def float32_products(precision: str) -> Generator[None]:
+def matmul_precision(precision: str) -> Generator[None]:
     """Inside, products and convolutions of float32 have this precision; torch alone computes convolutions in TF32.
 
     Args:
@@ -66,14 +66,14 @@ def float32_products(precision: str) -> Generator[None]:
     """
     backends: Any = torch.backends  # whose stubs lack fp32_precision
     convolutions = backends.cudnn.conv, backends.cudnn.rnn
-    kept, wholes = [], (backends, backends.cudnn)
+    saved, wholes = [], (backends, backends.cudnn)
     parts = (*wholes, backends.cuda.matmul, backends.mkldnn.matmul, *convolutions)
     for part in parts:  # a part that says "none" reads as the whole does, so the wholes are "none" while parts are read
-        kept.append(part.fp32_precision)
+        saved.append(part.fp32_precision)
         if part in wholes:
             part.fp32_precision = "none"
-    for whole, was in zip(wholes, kept, strict=False):
-        whole.fp32_precision = was
+    for whole, value in zip(wholes, saved, strict=False):
+        whole.fp32_precision = value
     try:
         before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     except RuntimeError:  # after a use of fp32_precision torch refuses to read these
@@ -87,8 +87,8 @@ def float32_products(precision: str) -> Generator[None]:
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
-        for part, was in zip(parts, kept, strict=True):
-            part.fp32_precision = was
+        for part, value in zip(parts, saved, strict=True):
+            part.fp32_precision = value
 
 
 def check_device(config: ObjectConfig) -> None:
@@ -163,8 +163,8 @@ def check_processes(config: RunConfig, process: ProcessRank | None) -> None:
         raise UserError(f"{named}: the launcher started {counted(count, 'process')}{machines}; use trainer.devices=auto")
     size = process.size if process else count
     for option in ("tensor_parallel", "pipeline_stages"):
-        if size % (asked := getattr(trainer, option) or 1):
-            raise UserError(f"trainer.{option}={asked}: the number of processes, {size}, is not a multiple of it")
+        if size % (group_size := getattr(trainer, option) or 1):
+            raise UserError(f"trainer.{option}={group_size}: the number of processes, {size}, is not a multiple of it")
     if trainer.strategy == "pipeline" and trainer.pipeline_schedule == "1f1b":
         _check_microbatches(config, trainer.pipeline_stages or size)
     if kind == "cuda" and count > (gpus := torch.cuda.device_count()):
@@ -173,10 +173,10 @@ def check_processes(config: RunConfig, process: ProcessRank | None) -> None:
 
 def _check_microbatches(config: RunConfig, stages: int) -> None:
     """Refuses batches that give fewer microbatches than there are stages, which 1F1B needs."""
-    asked, batch = config.trainer.microbatches or 2 * stages, getattr(config.data, "batch_size", None)
-    if asked < stages:
-        raise UserError(f"trainer.microbatches={asked}: 1f1b needs at least one for each of {stages} stages")
-    if isinstance(batch, int) and equal_parts(batch, asked) < stages:
+    microbatches, batch = config.trainer.microbatches or 2 * stages, getattr(config.data, "batch_size", None)
+    if microbatches < stages:
+        raise UserError(f"trainer.microbatches={microbatches}: 1f1b needs at least one for each of {stages} stages")
+    if isinstance(batch, int) and equal_parts(batch, microbatches) < stages:
         raise UserError(
             f"data.batch_size={batch}: {stages} stages need at least as many microbatches of equal size; "
             f"use {-(-batch // stages) * stages}"
@@ -236,7 +236,7 @@ def check_division(config: ObjectConfig, process: ProcessRank | None, model: nn.
         return
     try:
         if config.strategy == "pipeline":
-            with naming_group("trainer=pipeline"):
+            with as_user_error("trainer=pipeline"):
                 return check_stages(model, ranks)
         division(model, ranks)
     except TensorParallelError as error:
@@ -281,7 +281,7 @@ def build_trainer(
     check_device(config)
     own = {name: value for name, value in config.arguments.items() if name not in TRAINER_OPTIONS}
     plugins = own.pop("plugins") or []
-    with naming_group("trainer.plugins"):
+    with as_user_error("trainer.plugins"):
         plugins = [*instantiate(plugins if isinstance(plugins, list) else [plugins]), CheckpointFiles()]
     changed: dict[str, Any] = {"plugins": plugins, "strategy": build_strategy(config, process), "devices": 1, "num_nodes": 1}
     if process is not None:
@@ -296,7 +296,8 @@ def build_trainer(
         changed |= validation(config, batches)
     changed["enable_progress_bar"] = any(isinstance(callback, ProgressBar) for callback in callbacks)
     try:
-        return ObjectConfig(config.target, own).make(default_root_dir=folder, callbacks=callbacks, logger=logger, **changed)
+        own |= changed | {"default_root_dir": folder, "callbacks": callbacks, "logger": logger}
+        return instantiate({TARGET: config.target}, **own)
     except (MisconfigurationException, ValueError) as error:
         raise UserError(f"trainer: {first_line(error)}") from error
 
@@ -310,9 +311,9 @@ def validation(config: ObjectConfig, batches: int) -> dict[str, Any]:
     limit = 1.0 if config.limit_train_batches is None else config.limit_train_batches
     interval = 1.0 if config.val_check_interval is None else config.val_check_interval
     batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
-    asked = {"val_check_interval": interval, "check_val_every_n_epoch": config.check_val_every_n_epoch}
+    configured = {"val_check_interval": interval, "check_val_every_n_epoch": config.check_val_every_n_epoch}
     if not batches or config.overfit_batches or config.fast_dev_run:
-        return asked
+        return configured
     steps_an_epoch = -(-batches // config.accumulate_grad_batches)
     last = config.max_epochs * batches if (config.max_epochs or 0) > 0 else None
     if config.max_steps > 0:
@@ -323,7 +324,7 @@ def validation(config: ObjectConfig, batches: int) -> dict[str, Any]:
         return {"val_check_interval": min(interval, last or interval), "check_val_every_n_epoch": None}
     if last is not None and last < batches * config.check_val_every_n_epoch * interval:
         return {"val_check_interval": last, "check_val_every_n_epoch": None}
-    return asked
+    return configured
 
 
 def _profiler(name: str, folder: Path) -> Profiler:

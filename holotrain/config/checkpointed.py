@@ -23,13 +23,13 @@ from holotrain.config.command_options import RunConfig
 from holotrain.config.composition import config_folder
 from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.option_groups import CLASSIFIER, IMAGES, TEXT, is_a
-from holotrain.config.signatures import is_defined_in, signature
+from holotrain.config.signatures import signature
 from holotrain.config.structured import structured, to_container
-from holotrain.errors import UserError, did_you_mean, naming_group
+from holotrain.errors import UserError, as_user_error, did_you_mean
 from holotrain.models import checkpoint_files
 from holotrain.models.saved import read_config
 from holotrain.optimizers.restored import MOST_COUNTED
-from holotrain.targets import TARGET, first_line, missing_package, targets
+from holotrain.targets import TARGET, first_line, is_defined_in, missing_package, targets
 
 KEY = "holotrain"
 """Where a checkpoint holds what ``run_metadata`` returns."""
@@ -147,7 +147,7 @@ def weights(path: Path) -> dict[str, Any]:
     Raises:
         UserError: a part of it is missing or damaged.
     """
-    with naming_group("ckpt_path"):
+    with as_user_error("ckpt_path"):
         return checkpoint_files.read(path, ["state_dict"])["state_dict"]
 
 
@@ -157,7 +157,7 @@ def is_exported(path: Path) -> bool:
 
 
 def _exported(folder: Path) -> dict[str, Any]:
-    with naming_group("ckpt_path"):
+    with as_user_error("ckpt_path"):
         config = read_config(folder)
     if KEY not in config:
         raise UserError(f"ckpt_path: {folder} was not exported by the command line: it holds no configuration of a run")

@@ -1,16 +1,13 @@
-"""The command line: its words, its help, and its mistakes, each explained in one line.
+"""The command line: its words, and its mistakes, each explained in one line.
 
 It is split into a command, flags of Hydra and overrides. Flags may stand anywhere; Hydra needs them first.
 """
 
-import json
 import re
-import textwrap
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override
@@ -18,18 +15,17 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from holotrain.config.command_options import COMMANDS, WORD_COMMANDS, options_of
+from holotrain.config.command_options import COMMANDS
 from holotrain.config.composition import composed, key_of, literal, option_names, register, to_plain
-from holotrain.config.option_groups import NAMED_GROUPS, OBJECT_GROUPS, BackwardConfig
-from holotrain.config.signatures import REQUIRED, Option, signature
+from holotrain.config.option_groups import OBJECT_GROUPS
 from holotrain.config.structured import with_defaults
-from holotrain.errors import UserError, did_you_mean, one_of
-from holotrain.targets import TARGET, first_line
+from holotrain.config.word_commands import HELP, WORD_COMMANDS, require_text
+from holotrain.errors import UserError, check_choice, did_you_mean
+from holotrain.targets import first_line
 
 # Flags of Hydra, with and without a value. --experimental-rerun is missing on purpose: it unpickles a file.
 VALUED = {"--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--info", "-i"}
 BARE = {"--multirun", "-m", "--run", "-r", "--resolve", "--hydra-help", "--shell-completion", "-sc"}
-HELP = {"--help", "-h"}
 
 CHOICES = {
     ("--cfg", "-c"): ("job", "hydra", "all"),
@@ -63,6 +59,9 @@ class Arguments:
     overrides: list[str] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     """the overrides as given, before paths and texts are escaped for Hydra"""
+
+    parsed: list[Override] = field(default_factory=list)
+    """the overrides as Hydra reads them"""
 
     help: bool = False
 
@@ -124,20 +123,13 @@ def _verbatim(override: str) -> str:
     return f"{key}='{literal(escaped)}'"
 
 
-def _require_text(words: list[str]) -> None:
-    """Refuses bytes that are no text in UTF-8 (which Python passes on as lone surrogates), and null characters."""
-    for word in words:
-        if re.search("[\0\ud800-\udfff]", word):
-            raise UserError(f"{word!a} is not text in UTF-8")
-
-
 def parse(argv: list[str]) -> Arguments:
     """Splits the command line.
 
     Raises:
         UserError: an unknown command or flag, a flag without its value, a word that is no override.
     """
-    _require_text(argv)
+    require_text(argv)
     command, *rest = argv
     if command not in COMMANDS:
         commands = [*COMMANDS, *WORD_COMMANDS]
@@ -169,13 +161,13 @@ def parse(argv: list[str]) -> Arguments:
             arguments.overrides.append(_verbatim(word))
     for names, choices in CHOICES.items():
         if (value := arguments.flag(*names)) is not None:
-            one_of(names[0], value, choices)
+            check_choice(names[0], value, choices)
     if arguments.config_dir and not Path(arguments.config_dir).is_dir():
         raise UserError(f"--config-dir: there is no folder {arguments.config_dir}")
     with explaining(arguments):
-        parsed = OverridesParser.create().parse_overrides(arguments.overrides)
-    _require_once(arguments.words, parsed, option_names(arguments.config_dir))
-    for word, override in zip(arguments.words, parsed, strict=True):
+        arguments.parsed = OverridesParser.create().parse_overrides(arguments.overrides)
+    _require_once(arguments.words, arguments.parsed, option_names(arguments.config_dir))
+    for word, override in zip(arguments.words, arguments.parsed, strict=True):
         _require_one(word, override)
         if not arguments.multirun:
             _require_no_sweep(word, override, shown=arguments.help or arguments.flag(*SHOWS) is not None)
@@ -185,13 +177,13 @@ def parse(argv: list[str]) -> Arguments:
 def _require_once(words: list[str], parsed: list[Override], groups: Collection[str]) -> None:
     """Refuses two choices of a group, of which Hydra would take the last, and another value of an option after those of a
     sweep, which would give equal jobs. Of two values the last is taken, as scripts expect."""
-    given: dict[str, tuple[str, Override]] = {}
+    earlier: dict[str, tuple[str, Override]] = {}
     for word, override in zip(words, parsed, strict=True):
         key = override.key_or_group
-        before, other = given.get(key, ("", override))
-        if before and not other.is_delete() and (key in groups or other.is_sweep_override()):
-            raise UserError(f"{key}: it is given twice, as {before} and {word}; leave one out")
-        given[key] = word, override
+        first, other = earlier.get(key, ("", override))
+        if first and not other.is_delete() and (key in groups or other.is_sweep_override()):
+            raise UserError(f"{key}: it is given twice, as {first} and {word}; leave one out")
+        earlier[key] = word, override
 
 
 def _require_one(word: str, override: Override) -> None:
@@ -215,42 +207,6 @@ def _require_no_sweep(word: str, override: Override, shown: bool) -> None:
         raise UserError(f"{word}: to run a sweep over several values, add -m; a list has brackets: key=[a,b]")
     if SWEEPS.match(override.key_or_group) and not shown and not override.is_delete() and override.value() is not None:
         raise UserError(f"{word}: it is about a sweep; add -m to run one")
-
-
-def parse_words(command: str, words: list[str]) -> Any:
-    """The configuration of a command of ``WORD_COMMANDS``; None if it asks for help.
-
-    Raises:
-        UserError: no word, too many words, an unknown flag or option, an option without a value.
-    """
-    _require_text(words)
-    if HELP & set(words):
-        return None
-    schema = WORD_COMMANDS[command]
-    described = options_of(schema)
-    given, *options = described
-    single = described[given].type == "str"
-    said: list[str] = []
-    values: dict[str, Any] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if word.startswith("-"):
-            raise UserError(f"{name!r} is not a flag of {command}.{did_you_mean(name, HELP)}")
-        if name in options and equals:
-            if not value:
-                raise UserError(f"{name}: a value is needed")
-            values[name] = str(Path(value).expanduser())
-        elif equals and name.isidentifier() and not Path(word).exists():
-            known = f"which takes {', '.join(options) or 'none'}.{did_you_mean(name, options)}"
-            raise UserError(f"{name!r} is not an option of {command}, {known}")
-        else:
-            said.append(word)
-    if not said:
-        raise UserError(f"{command} needs {schema.NEEDED}")
-    if single and len(said) > 1:
-        raise UserError(f"{command} takes one {given}, not {len(said)}: {' '.join(said)}")
-    values[given] = said[0] if single else said
-    return schema(**values)
 
 
 CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)
@@ -299,7 +255,7 @@ def explaining(arguments: Arguments) -> Generator[None]:
         raise explained(error, arguments) from None  # in Python, what follows would be pages of Hydra's frames
     except REFUSALS as error:
         groups, words = option_names(arguments.config_dir), arguments.overrides
-        parsed = zip(words, OverridesParser.create().parse_overrides(words), strict=True)
+        parsed = zip(words, arguments.parsed, strict=True)
         chosen = [word for word, each in parsed if each.key_or_group in groups and not isinstance(each.value(), str | list)]
         named = [*chosen, *(word for word in words if key_of(word).startswith("hydra"))]
         raise UserError(f"{named[0]}: {first_line(error)}" if named else first_line(error)) from None
@@ -354,99 +310,3 @@ def _valid_keys(parent: str, key: str, arguments: Arguments) -> list[str]:
     if parent:
         return [*nodes.get(parent, {})]
     return [*config, *groups, *(f"{group}.{each}" for group, node in nodes.items() for each in node)]
-
-
-FLAGS = """\
-Flags, in any position:
-  -m, --multirun            run every combination of comma-separated values: optimizer.lr=1e-3,1e-4
-  --config-dir DIR          also look for options in this folder
-  --cfg job [--resolve]     print the configuration and exit
-  --info=defaults           print which files the configuration is composed from, and exit"""
-
-
-def overview() -> str:
-    """The commands, one per line."""
-    commands = "\n".join(f"  {name:<10}{schema.__doc__}" for name, schema in (COMMANDS | WORD_COMMANDS).items())
-    return f"""\
-holotrain trains transformers whose activations do not fit in memory.
-
-Usage: holotrain COMMAND [group=option ...] [key=value ...]
-
-{commands}
-
-holotrain COMMAND --help lists the options of a command."""
-
-
-def command_help(arguments: Arguments) -> str:
-    """The groups and options of a command, with the values under the given overrides."""
-    command, overrides = arguments.command, [word for word in arguments.overrides if not word.startswith("hydra.")]
-    values = with_defaults(command, to_plain(composed(command, overrides, arguments.config_dir)))
-    groups = "\n".join(
-        textwrap.fill(" ".join(options), 100, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16)
-        for group, options in option_names(arguments.config_dir).items()
-    )
-    lines = "\n".join(f"  {f'{key}={value}':<45} {meaning}".rstrip() for key, value, meaning in _options(command, values))
-    return f"""\
-holotrain {command}: {COMMANDS[command].__doc__}
-
-Usage: holotrain {command} [group=option ...] [key=value ...]
-
-Groups:
-{groups}
-
-Options:
-{lines}
-
-{FLAGS}"""
-
-
-def word_command_help(command: str) -> str:
-    """The help of a command in ``WORD_COMMANDS``."""
-    schema = WORD_COMMANDS[command]
-    (_, given), *options = options_of(schema).items()
-    usage = [f"{schema.WORD}{'' if given.type == 'str' else '...'}", *(f"[{name}=...]" for name, _ in options)]
-    lines = [(schema.WORD, given.meaning), *((f"{name}={option.default}", option.meaning) for name, option in options)]
-    described = "\n".join(f"  {key:<45} {meaning}" for key, meaning in lines)
-    return f"""\
-holotrain {command}: {schema.__doc__}
-
-Usage: holotrain {command} {" ".join(usage)}
-
-{described}"""
-
-
-def _options(command: str, values: dict) -> Iterator[tuple[str, str, str]]:
-    for name, option in options_of(COMMANDS[command]).items():
-        value = values[name]
-        if name in NAMED_GROUPS:
-            for member, given in value.items():
-                yield f"{name}.{member}.{TARGET}", given[TARGET], _first_sentence(signature(given[TARGET]).meaning)
-                yield from _arguments(f"{name}.{member}", given, NAMED_GROUPS[name].options(given[TARGET]))
-        elif name in OBJECT_GROUPS:
-            if value:
-                group = OBJECT_GROUPS[name]
-                yield from _arguments(name, value, group.options(value[TARGET]), group.known)
-        elif name == "backward":
-            del value["kind"]  # which names the option of the group
-            yield from _arguments(name, value, options_of(BackwardConfig))
-        else:
-            yield name, _shown(value), option.meaning
-
-
-def _arguments(
-    key: str, given: dict, described: dict[str, Option], known: Collection[str] = ()
-) -> Iterator[tuple[str, str, str]]:
-    for name, option in described.items():
-        if option.default is REQUIRED and name not in (*given, *known):
-            yield f"{key}.{name}", "...", f"{_first_sentence(option.meaning)} (needed)".strip()
-    for option, value in given.items():
-        if option != TARGET:
-            yield f"{key}.{option}", _shown(value), _first_sentence(described[option].meaning if option in described else "")
-
-
-def _first_sentence(text: str) -> str:
-    return text.split(". ")[0].replace("``", "").rstrip(".")
-
-
-def _shown(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))

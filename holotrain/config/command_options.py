@@ -1,4 +1,4 @@
-"""The options of each command as dataclasses, and the checks across groups.
+"""The options of each command as dataclasses.
 
 The string below a field is its help text, and ``__post_init__`` checks what a type cannot say. Nothing here imports torch, so
 that ``--help`` is fast.
@@ -9,31 +9,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast
 
+from holotrain.config.checks import check_groups, check_trainer
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import (
     AUTO,
     AVERAGE,
     CAUSAL_LM,
-    ERROR_DIFFUSION,
     HUGGING_FACE,
     IMAGES,
     IN_BACKWARD,
-    LOW_BIT,
     MASKED_LM,
     MODEL_OPTIONS,
-    PLAIN,
-    SEQUENCE_CLASSIFIER,
     TEXT,
     BackwardConfig,
-    check_together,
-    check_trainer,
     is_a,
     model_options,
-    reversible,
-    takes,
 )
 from holotrain.config.signatures import Option, signature
-from holotrain.errors import UserError, naming_group
+from holotrain.errors import UserError, as_user_error
 from holotrain.numeric import parse_bytes, require_at_least, require_within
 
 
@@ -82,49 +75,22 @@ class RunConfig(Composed):
     """package, or list of packages, whose classes a checkpoint may name; holotrain's and torch's optimizers are trusted"""
 
     def __post_init__(self) -> None:
-        with naming_group("trainer", self.trainer.arguments):
+        with as_user_error("trainer", self.trainer.arguments):
             check_trainer(self.trainer)
         if self.model is not None:
-            with naming_group("model", MODEL_OPTIONS):
+            with as_user_error("model", MODEL_OPTIONS):
                 model_options(**{name: self.model.arguments[name] for name in MODEL_OPTIONS})
                 if is_a(self.model, HUGGING_FACE):  # the content of its config.json, so that a checkpoint needs no other file
                     from holotrain.models.huggingface_files import network_of
 
                     name, network, download = (self.model.arguments[name] for name in ("name", "config", "download"))
-                    with naming_group("model.name"):
+                    with as_user_error("model.name"):
                         self.model = self.model.with_arguments(config=network_of(name, network, download))
         require_within(0, 2**32, seed=self.seed)
         if self.memory is not None:
-            with naming_group("memory"):
+            with as_user_error("memory"):
                 parse_bytes(self.memory)
-        self._check_task()
-        self._check_error_diffusion()
-        self._check_backward()
-        self._check_batch()
-        self._check_strategy()
-        self._check_in_backward()
-
-    def _check_task(self) -> None:
-        check_together(self.task, self.model, self.data)
-        if is_a(self.task, SEQUENCE_CLASSIFIER) and getattr(self.data, "label", "given") is None:
-            raise UserError("data.label: give the field or column of the class as data.label=..., or data.label=folder")
-        if getattr(self.model, "trained", "all") == "head" and is_a(self.task, CAUSAL_LM, MASKED_LM):
-            raise UserError(f"model.trained=head: {self.task.name} shares its head with the embedding; use all or adapters")
-
-    def _check_error_diffusion(self) -> None:
-        if not is_a(self.task, ERROR_DIFFUSION) or self.model is None:
-            return
-        layers = "an error diffusion network has no"
-        if self.backward.kind not in (None, PLAIN[0]):
-            raise UserError(f"backward={self.backward.kind}: {layers} blocks to recompute; use backward={PLAIN[0]}")
-        if self.synthesis is not None:
-            raise UserError(f"synthesis: {layers} Linear layers, which it needs; use synthesis=none")
-        if self.compile:
-            raise UserError(f"compile: {layers} blocks; on a GPU use backward.cuda_graph=true")
-        if getattr(self.optimizer, "target", None) == "holotrain.tasks.optimizer_functions.muon":
-            raise UserError(f"optimizer=muon: {layers} blocks, which it needs; use error_diffusion, sgd or adamw")
-        if self.task.clamp_signs and self.model.rule == "kaneko":
-            raise UserError("task.clamp_signs: model.rule=kaneko never changes a sign; use rule article or backpropagation")
+        check_groups(self)
 
     @property
     def average(self) -> str | None:
@@ -148,98 +114,10 @@ class RunConfig(Composed):
         """Whether the batch size is still to be chosen."""
         return self.batch_option[1] == AUTO
 
-    def _check_batch(self) -> None:
-        option, size = self.batch_option
-        for other in ("batch_size", "max_tokens"):
-            if f"data.{other}" != option and getattr(self.data, other, None) == AUTO:
-                raise UserError(f"data.{other}=auto: {option} sets the batch size here; give {option}=auto")
-        if size == AUTO and self.backward.open:
-            raise UserError(f"{option}=auto: cannot be combined with backward=auto; set one of the two")
-
-    def _check_strategy(self) -> None:
-        strategy = self.trainer.strategy
-        if strategy == "single":
-            return
-        if self.backward.cuda_graph or getattr(self.synthesis, "cuda_graph", False):
-            option = "backward" if self.backward.cuda_graph else "synthesis"
-            raise UserError(f"{option}.cuda_graph: CUDA graphs do not work with trainer={strategy}; set it to false")
-        if strategy == "ddp":
-            return
-        if is_a(self.task, ERROR_DIFFUSION):
-            raise UserError(f"trainer={strategy}: error diffusion networks have no blocks to shard; use trainer=ddp")
-        parts = f"trainer={strategy} {'divides' if strategy == 'pipeline' else 'shards'} them"
-        # What works under FSDP2, but not where layers are divided, too.
-        whole = getattr(self.synthesis, "mode", None) == "bind" or getattr(self.synthesis, "block_length", None) == 0
-        if self.synthesis is not None and (strategy != "fsdp" or whole):
-            also = ", or synthesis=shared or associative with a block length under trainer=fsdp"
-            raise UserError(f"synthesis: needs whole gradients, and {parts}; use trainer=ddp{also}")
-        if getattr(self.synthesis, "split", "none") != "none":
-            raise UserError(f"synthesis.split: needs whole gradients, and {parts}; use split=none")
-        if strategy != "fsdp" and getattr(self.optimizer, "target", None) == LOW_BIT:
-            name = f"adamw_{getattr(self.optimizer, 'bits', 8)}"
-            raise UserError(f"optimizer={name}: trainer={strategy} does not support it; use trainer=fsdp or ddp")
-        if strategy in ("tp", "pipeline") and getattr(self.model, "adapters", 0):
-            raise UserError(f"model.adapters: trainer={strategy} does not support adapters; use trainer=fsdp or ddp")
-        trained = getattr(self.model, "trained", "all")
-        if strategy == "pipeline" and trained != "all":
-            raise UserError(
-                f"model.trained={trained}: a stage of trainer=pipeline would train nothing; use trainer=fsdp or ddp"
-            )
-        batch, count = getattr(self.data, "batch_size", None), self.trainer.microbatches
-        if count and isinstance(batch, int) and batch % count:
-            raise UserError(f"trainer.microbatches={count}: data.batch_size={batch} is not a multiple of it")
-        if self.average is not None:
-            raise UserError(f"callbacks.{self.average}: needs whole weights, and {parts}; use trainer=ddp")
-        if self.backward.open or self.batch_is_open:
-            raise UserError(f"auto: planning needs whole parameters, and {parts}; set backward and the batch size yourself")
-
-    def _check_backward(self) -> None:
-        backward, model, rebuilds = self.backward, self.model, reversible(self.model)
-        if takes(model, "backward"):
-            ours = model.target.startswith("holotrain.")  # of models of others it is known when they are built
-            if ours and not rebuilds and backward.kind not in (None, *PLAIN, AUTO):
-                raise UserError(
-                    f"backward={backward.kind}: {model.name} is not reversible; use backward={PLAIN[0]} or model=rev_..."
-                )
-            for name in [name for name in backward.engine() if not takes(model, name)]:
-                why = "is not reversible" if ours else f"has no argument {name}"
-                raise UserError(f"backward.{name}: {model.name} {why}; remove the option")
-        if self.compile and any("+" in words for words in backward.blocks):
-            raise UserError("backward.blocks: compiled blocks cannot keep results; remove what follows + or use compile=false")
-        if self.compile and backward.keep:
-            raise UserError("backward.keep: compiled blocks cannot keep results; use compile=false")
-        checkpointed, trainer = backward.kind in (*PLAIN[1:], AUTO) and not rebuilds, self.trainer
-        refused = {
-            "cannot capture the checkpointing of a plain model; use backward=autograd": checkpointed,
-            "no support for accumulation; use trainer.accumulate_grad_batches=1": trainer.accumulate_grad_batches > 1,
-            "no gradient scaling of 16-mixed; use trainer.precision=bf16-mixed": trainer.precision == "16-mixed",
-            f"batches of {self.task.name} vary in shape": is_a(self.task, MASKED_LM, SEQUENCE_CLASSIFIER),
-        }
-        for reason in [reason for reason, found in refused.items() if found and backward.cuda_graph]:
-            raise UserError(f"backward.cuda_graph: {reason}")
-
     @property
     def steps_in_backward(self) -> bool:
         """Whether the optimizer steps within the backward pass."""
         return getattr(self.optimizer, IN_BACKWARD, False)
-
-    def _check_in_backward(self) -> None:
-        if not self.steps_in_backward:
-            return
-        trainer, batches = self.trainer, self.trainer.accumulate_grad_batches
-        by_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
-        unclipped = "trainer.gradient_clip_val=null, or trainer.gradient_clip_algorithm=value"
-        refused = {
-            f"trainer={trainer.strategy} averages gradients after it; use trainer=default": trainer.strategy != "single",
-            "accumulation adds gradients up after it; use trainer.accumulate_grad_batches=1": batches > 1,
-            f"clipping by norm needs all gradients; use {unclipped}": by_norm,
-            "16-mixed unscales gradients after it; use trainer.precision=bf16-mixed": trainer.precision == "16-mixed",
-            "synthesis rewrites gradients after it; use synthesis=none": self.synthesis is not None,
-            "a CUDA graph holds all gradients; use backward.cuda_graph=false": self.backward.cuda_graph,
-            "error diffusion is measured between backward and step; set it to false": is_a(self.task, ERROR_DIFFUSION),
-        }
-        for reason in [reason for reason, found in refused.items() if found]:
-            raise UserError(f"optimizer.{IN_BACKWARD}: steps within the backward, and {reason}")
 
 
 class CheckpointConfig(RunConfig):
@@ -387,29 +265,6 @@ class PlanConfig(RunConfig):
             raise UserError(f"trainer={self.trainer.strategy}: plan runs in one process; use trainer=default")
 
 
-@dataclass
-class ReportConfig:
-    """Compare runs on one HTML page: curves, differing options and results."""
-
-    WORD, NEEDED = "RUN", "the folder of a run or sweep; for example holotrain report runs/fit/sweeps/..."
-
-    runs: list[str]
-    """folder of a run, a sweep or several runs, or a glob: 'runs/fit/2026-*'"""
-
-    to: str = "report.html"
-    """file to write"""
-
-
-@dataclass
-class InitConfig:
-    """Write a small working project with a model, data and a callback of your own."""
-
-    WORD, NEEDED = "NAME", "a name; for example holotrain init my_project"
-
-    name: str
-    """name of the project and of its Python package; a path: the folder to write, whose last part is the name"""
-
-
 COMMANDS: dict[str, type[RunConfig]] = {
     "fit": FitConfig,
     "validate": ValidateConfig,
@@ -425,7 +280,3 @@ COMMANDS: dict[str, type[RunConfig]] = {
 def options_of(schema: type) -> dict[str, Option]:
     """The options of one of these dataclasses."""
     return signature(f"{schema.__module__}.{schema.__qualname__}").options
-
-
-WORD_COMMANDS = {"report": ReportConfig, "init": InitConfig}
-"""Commands that take words instead of a composed configuration. The first option of each gets the words, one or a list."""

@@ -69,13 +69,13 @@ def options(command: str, parts: list[Any]) -> DictConfig:
 @contextmanager
 def own_hydra() -> Generator[None]:
     """Composes apart from what somebody else's Hydra in this process has initialised, and leaves that as it was."""
-    theirs, base = GlobalHydra.instance(), VersionBase.instance().getbase()
+    other, base = GlobalHydra.instance(), VersionBase.instance().getbase()
     GlobalHydra.set_instance(GlobalHydra.__new__(GlobalHydra))
     GlobalHydra.instance().clear()
     try:
         yield
     finally:
-        GlobalHydra.set_instance(theirs)
+        GlobalHydra.set_instance(other)
         VersionBase.instance().version_base = base
 
 
@@ -171,31 +171,31 @@ def run_folder(kind: str, root: str, resume: bool) -> str:
     return str(_latest(parent, *evidence) if resume else _fresh(parent))
 
 
-def checkpoint_path(given: str, command: str, root: str) -> Path:
+def checkpoint_path(path: str, command: str, root: str) -> Path:
     """The checkpoint that an option ``ckpt_path`` stands for.
 
     Args:
-        given: a file, a folder that an export or a sharded checkpoint is in, the folder of a run (its best checkpoint; to train
+        path: a file, a folder that an export or a sharded checkpoint is in, the folder of a run (its best checkpoint; to train
             on, its last), or ``best`` or ``last``: of the latest training.
         root: folder of all runs.
 
     Raises:
         UserError: there is no such training, or it is a folder of several.
     """
-    if given in ("best", "last") and not Path(given).exists():
-        folder = _latest(Path(root) / "fit", str(LAST_CHECKPOINT), "run with a checkpoint", f"ckpt_path={given}")
+    if path in ("best", "last") and not Path(path).exists():
+        folder = _latest(Path(root) / "fit", str(LAST_CHECKPOINT), "run with a checkpoint", f"ckpt_path={path}")
     else:
-        folder = Path(given).expanduser()
+        folder = Path(path).expanduser()
     last = folder / LAST_CHECKPOINT
     if not last.exists():
         below = ("*", "*/*", "sweeps/*/*", "fit/sweeps/*/*")  # of a sweep, of all sweeps, of all trainings, of all runs
-        runs = [path.parent.parent for level in below for path in folder.glob(f"{level}/{LAST_CHECKPOINT}")]
+        runs = [found.parent.parent for level in below for found in folder.glob(f"{level}/{LAST_CHECKPOINT}")]
         if runs and not (folder / "config.json").exists():
             latest = max(runs, key=lambda run: (run / LAST_CHECKPOINT).stat().st_mtime)
             advice = "give" if len(runs) == 1 else "choose one, such as"
-            raise UserError(f"ckpt_path={given}: this folder holds {counted(len(runs), 'run')}; {advice} ckpt_path={latest}")
+            raise UserError(f"ckpt_path={path}: this folder holds {counted(len(runs), 'run')}; {advice} ckpt_path={latest}")
         return folder
-    best = None if given == "last" or (command == "fit" and given != "best") else _best(folder)
+    best = None if path == "last" or (command == "fit" and path != "best") else _best(folder)
     return best or last
 
 

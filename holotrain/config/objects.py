@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from holotrain.config.given import for_default_device
 from holotrain.config.signatures import Option, signature
-from holotrain.errors import naming_group
-from holotrain.targets import TARGET, call, instantiate
+from holotrain.errors import as_user_error
+from holotrain.targets import TARGET, instantiate
 
 
 @dataclass(frozen=True)
@@ -18,26 +19,29 @@ class ObjectConfig:
     Args:
         target: its full name, as the user wrote it.
         arguments: by name, in plain containers.
+        object: what Python code made in its place. What is not among the arguments is an attribute of it.
     """
 
     target: str
     arguments: dict[str, Any] = field(default_factory=dict)
+    object: Any = field(default=None, repr=False)
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["arguments"][name]
-        except KeyError:
-            raise AttributeError(f"{self.__dict__.get('target')} is not given {name!r}") from None
+        if name in self.__dict__.get("arguments", ()):
+            return self.arguments[name]
+        if self.__dict__.get("object") is None or name.startswith("__"):
+            raise AttributeError(f"{self.__dict__.get('target')} is not given {name!r}")
+        return getattr(self.object, name)
 
     @property
     def name(self) -> str:
-        """The last part of the target."""
-        return self.target.rpartition(".")[2]
+        """The last part of the name of the class."""
+        return self.target.rpartition(".")[2] if self.object is None else type(self.object).__name__
 
     @property
     def bases(self) -> tuple[str, ...]:
         """Full names of the class and its base classes; of a function none."""
-        return signature(self.target).bases
+        return signature(self.target).bases if self.object is None else tuple(map(full_name, type(self.object).__mro__))
 
     def with_arguments(self, **arguments: Any) -> ObjectConfig:
         return replace(self, arguments=self.arguments | arguments)
@@ -45,13 +49,9 @@ class ObjectConfig:
     def plain(self) -> dict[str, Any]:
         return {TARGET: self.target, **self.arguments}
 
-    def make(self, *positional: Any, **keywords: Any) -> Any:
-        """Calls it, with its own arguments and others, which take precedence. Imports its module.
 
-        Raises:
-            ValueError: it cannot be imported or called, or refuses a value.
-        """
-        return call(self.target, *positional, **instantiate(self.arguments) | keywords)
+def full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,10 @@ class GroupSchema:
         own = {name: value for name, value in config.arguments.items() if value is not None or name not in self.unless_given}
         names = {*signature(config.target).options, *config.arguments}
         known = {name: value for name, value in known.items() if name in names and own.get(name) is None}
-        with naming_group(where, self.options(config.target), self.elsewhere):
-            found = replace(config, arguments=own).make(*positional, **known)
+        if config.object is not None:
+            return for_default_device(config.object)
+        with as_user_error(where, self.options(config.target), self.elsewhere):
+            found = instantiate({TARGET: config.target, **own}, *positional, **known)
             if not isinstance(found, of):
                 raise ValueError(f"{config.target} is not a {of.__name__}; calling it gives a {type(found).__name__}")
         return found

@@ -1,18 +1,16 @@
-"""The configuration groups: their options beside those of the classes that they name, and which classes go together.
+"""The configuration groups: their options beside those of the classes that they name, and which classes belong to each task.
 
 Nothing here imports torch, so that ``--help`` is fast. The string below a field of a dataclass is its help text.
 """
 
 import inspect
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Literal, TypeGuard, TypeVar
 
 from holotrain.config.objects import GroupSchema, ObjectConfig
 from holotrain.config.signatures import Option, signature
-from holotrain.errors import UserError, one_of
+from holotrain.errors import UserError, check_choice
 from holotrain.numeric import require_at_least, require_within
 from holotrain.targets import TARGET
 
@@ -58,7 +56,7 @@ class BackwardConfig:
 
     def __post_init__(self) -> None:
         if self.kind is not None:
-            one_of("backward.kind", self.kind, (*SCHEDULES, AUTO))
+            check_choice("backward.kind", self.kind, (*SCHEDULES, AUTO))
         stored = [self.store] if isinstance(self.store, int) else self.store
         require_at_least(0, store=stored)
         if not isinstance(self.exact, bool):
@@ -67,15 +65,15 @@ class BackwardConfig:
             require_at_least(1, tile=self.tile)
         if self.tile is not None and self.kind == "autograd":
             raise UserError("backward.tile: backward=autograd stores every tile; use another backward, such as checkpoint")
-        one_of("backward.on_mismatch", self.on_mismatch, ON_MISMATCH)
+        check_choice("backward.on_mismatch", self.on_mismatch, ON_MISMATCH)
         if self.on_mismatch != ON_MISMATCH[0] and self.kind in PLAIN:
             raise UserError(f"backward.on_mismatch: backward={self.kind} rebuilds nothing; use backward=reversible or pareprop")
         if stored != [0] and self.kind == "autograd":
             raise UserError("backward.store: backward=autograd already stores every block; use backward=reversible or pareprop")
         if self.blocks and self.kind != AUTO:
             raise UserError("backward.blocks: needs backward=auto")
-        for words in self.blocks:
-            one_of("backward.blocks", words.partition("+")[0], SCHEDULES)
+        for schedule in self.blocks:
+            check_choice("backward.blocks", schedule.partition("+")[0], SCHEDULES)
         if self.inexact and self.kind != AUTO:
             raise UserError("backward.inexact: needs backward=auto")
         if self.kind == AUTO and (stored != [0] or self.keep):
@@ -121,7 +119,7 @@ TRAINER = "lightning.pytorch.trainer.trainer.Trainer"
 
 _ROBERTA = "holotrain.models.roberta.RoBERTa"
 _IMAGES = ("holotrain.models.vit.ViT", "holotrain.models.swin.Swin", "holotrain.models.mvit.MViT")
-FIT = {
+COMPATIBLE = {
     # An image classifier too, so first.
     ERROR_DIFFUSION: (("holotrain.models.image_error_diffusion.ImageErrorDiffusion",), IMAGES),
     IMAGE_CLASSIFIER: ((*_IMAGES, TIMM, HUGGING_FACE), IMAGES),
@@ -131,7 +129,7 @@ FIT = {
 }
 """The models and the data of each of our tasks."""
 
-LANGUAGE_MODELS = FIT[CAUSAL_LM][0]
+LANGUAGE_MODELS = COMPATIBLE[CAUSAL_LM][0]
 """Causal ones. They read sequences of any length, or up to the attribute ``longest``."""
 
 TASK_OPTIONS = {
@@ -173,29 +171,6 @@ def reversible(model: ObjectConfig | None) -> bool:
 def _parameters(config: ObjectConfig | str | None) -> dict[str, Option]:
     target = config.target if isinstance(config, ObjectConfig) else config
     return {} if target is None else signature(target).options
-
-
-def check_together(task: ObjectConfig, model: ObjectConfig | None, data: ObjectConfig) -> None:
-    """
-    Raises:
-        UserError: one of our tasks is to train a model, or from data, of ours for another task.
-    """
-    fitting = next((FIT[each] for each in FIT if is_a(task, each)), None)
-    if fitting is None:
-        return
-    models, of = fitting
-    if is_a(data, IMAGES, TEXT) and not is_a(data, of):
-        kind = "images" if of == IMAGES else "text"
-        others = _options(each for each in FIT if is_a(data, FIT[each][1]))
-        raise UserError(f"data: {task.name} learns from {kind}, which {data.name} does not have; use other data, or {others}")
-    trainers = [each for each, (theirs, _) in FIT.items() if is_a(model, *theirs)]
-    if model is not None and trainers and not is_a(model, *models):
-        names = " or ".join(target.rpartition(".")[2] for target in models)
-        raise UserError(f"model: {task.name} trains {names}, not {model.name}; use another model, or {_options(trainers)}")
-
-
-def _options(tasks: Iterable[str]) -> str:
-    return " or ".join(f"task={TASK_OPTIONS[each]}" for each in tasks)
 
 
 IN_BACKWARD = "in_backward"
@@ -321,61 +296,15 @@ PROCESS_OPTIONS = tuple(name for name in TRAINER_OPTIONS if name not in ("float3
 """Options about several processes. A training continues with the same ones; the other commands default to one process."""
 
 
-def check_trainer(trainer: ObjectConfig) -> None:
-    """
-    Raises:
-        ValueError: a value out of range, or options that exclude each other.
-    """
-    if not is_a(trainer, TRAINER):
-        raise ValueError(f"{trainer.target} is not Lightning's Trainer")
-    trainer_options(**{name: trainer.arguments[name] for name in TRAINER_OPTIONS})
-    if trainer.strategy in ("fsdp", "tp", "pipeline") and trainer.precision == "16-mixed":
-        raise ValueError(f"precision=16-mixed: trainer={trainer.strategy} has no gradient scaling; use bf16-mixed")
-    if trainer.strategy == "pipeline" and trainer.accumulate_grad_batches > 1:
-        raise ValueError("accumulate_grad_batches: a pipeline accumulates over parts of a batch; set trainer.microbatches")
-    if trainer.max_epochs not in (None, -1):
-        require_at_least(1, max_epochs=trainer.max_epochs)
-    elif trainer.max_steps < 1 and trainer.max_time is None:
-        raise ValueError("max_epochs=-1: needs a limit; set trainer.max_steps or trainer.max_time")
-    if trainer.max_time is not None and _seconds(trainer.max_time) <= 0:
-        raise ValueError(f"max_time: {trainer.max_time!r} is not a time; write DD:HH:MM:SS, such as 00:12:00:00")
-    if trainer.max_steps == 0:
-        raise ValueError("max_steps: must be above 0; for no limit, use trainer.max_steps=-1")
-    least = {"max_steps": -1, "num_sanity_val_steps": -1, "accumulate_grad_batches": 1, "check_val_every_n_epoch": 1}
-    for name, smallest in (least | {"log_every_n_steps": 0, "gradient_clip_val": 0}).items():
-        require_at_least(smallest, **{name: getattr(trainer, name)})
-    limits = (f"limit_{split}_batches" for split in ("train", "val", "test", "predict"))
-    for name in ("val_check_interval", "overfit_batches", *limits):
-        value = getattr(trainer, name)
-        is_valid = type(value) in (int, float) and value >= 0 and not (isinstance(value, float) and value > 1)
-        if value is not None and not is_valid:
-            raise ValueError(f"{name}: {value!r} is not valid; give a whole number of batches or a fraction in [0, 1]")
-    if trainer.limit_train_batches == 0:
-        raise ValueError("limit_train_batches: must be above 0; to evaluate without training, use validate or test")
-    if trainer.val_check_interval == 0:
-        raise ValueError("val_check_interval: must be above 0; to skip validation, set trainer.limit_val_batches=0")
-
-
-def _seconds(time: Any) -> float:
-    """A duration as Lightning takes it, DD:HH:MM:SS or keywords of ``timedelta``; 0 if it is none."""
-    try:
-        if isinstance(time, str):
-            found = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", time.strip())
-            time = dict(zip(("days", "hours", "minutes", "seconds"), map(int, found.groups()), strict=True)) if found else {}
-        return (time if isinstance(time, timedelta) else timedelta(**time)).total_seconds()
-    except (OverflowError, TypeError, ValueError):
-        return 0.0
-
-
-FACTS = ("image_size", "channels", "classes", "num_classes", "vocab", "vocab_size", "context", "pad_id")
+DATA_PROPERTIES = ("image_size", "channels", "classes", "num_classes", "vocab", "vocab_size", "context", "pad_id")
 """Parameters of models and tasks that the data module tells, if it can."""
 
 OBJECT_GROUPS = {
-    "task": GroupSchema(("model", "optimizer", "scheduler", "cuda_graph", "token_bytes", "mask_id"), known=FACTS),
+    "task": GroupSchema(("model", "optimizer", "scheduler", "cuda_graph", "token_bytes", "mask_id"), known=DATA_PROPERTIES),
     "data": GroupSchema(("seed", "layout", "tokenizer_json", "labels"), or_auto=("batch_size", "max_tokens")),
     "model": GroupSchema(
         elsewhere={"backward": "backward.kind", **{name: f"backward.{name}" for name in ("store", "exact", "keep", "tile")}},
-        known=(*FACTS, "head"),
+        known=(*DATA_PROPERTIES, "head"),
         also="holotrain.config.option_groups.model_options",
     ),
     "synthesis": GroupSchema(),

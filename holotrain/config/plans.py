@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from holotrain.config.build import build_model, build_task, facts_of, synthesis_of
+from holotrain.config.build import build_model, build_task, data_properties, synthesis_of
 from holotrain.config.build_trainer import autocast_of
 from holotrain.config.command_options import Config, RunConfig
 from holotrain.config.option_groups import AUTO, LANGUAGE_MODELS, MASKED_LM, PLAIN, SCHEDULES, BackwardConfig, is_a, takes
@@ -141,7 +141,7 @@ def longest_context(
     if variant is not None:
         config, planner = with_variant(config, variant.tile, variant.bits), variant.planner
     with torch.device("meta"):
-        most = getattr(build_model(config, facts_of(data)), "longest", None)
+        most = getattr(build_model(config, data_properties(data)), "longest", None)
 
     def bound(context: int) -> int:
         if context == data.context:
@@ -164,7 +164,7 @@ def _schedules(config: RunConfig, data: pl.LightningDataModule, device: str) -> 
         return PLAIN[:1], PLAIN[0], 0
     plain = PLAIN if device == "cuda" else PLAIN[:-1]  # on a CPU offload is checkpoint
     with torch.device("meta"):
-        model = build_model(replace(config, backward=BackwardConfig()), facts_of(data))
+        model = build_model(replace(config, backward=BackwardConfig()), data_properties(data))
         runs = sequences(model)
         if not runs:
             try:

@@ -11,7 +11,6 @@ import ast
 import importlib.util
 import math
 import re
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -21,8 +20,8 @@ from typing import Any
 
 import griffe
 
+from holotrain.arguments import descriptions
 from holotrain.errors import did_you_mean
-from holotrain.targets import is_of, is_public_name
 
 REQUIRED = object()
 """The default of an option that has none."""
@@ -101,24 +100,11 @@ def signature(target: str) -> Signature:
     return Signature(options, tuple(lineage), others, _text(found.docstring))
 
 
-def is_defined_in(target: str, packages: Iterable[str]) -> bool:
-    """:func:`holotrain.targets.is_defined_in`, from the sources: nothing is imported."""
-    try:
-        found = _found(target)
-    except ValueError:
-        return False
-    is_one = isinstance(found, griffe.Class | griffe.Function) and isinstance(found.parent, griffe.Module)
-    return is_public_name(target) and is_one and is_of(found.parent.path, packages)
-
-
 def _parameters(function: griffe.Function, *docstrings: griffe.Docstring | None) -> tuple[dict[str, Option], bool]:
-    meanings = {}
+    meanings: dict[str, str] = {}
     for docstring in filter(None, docstrings):
-        for section in docstring.parse("google", warnings=False):
-            if section.kind is griffe.DocstringSectionKind.parameters:
-                for described in section.value:
-                    for name in described.name.split(","):
-                        meanings[name.strip()] = " ".join(described.description.split())
+        for name, lines in descriptions(docstring.value).items():
+            meanings[name] = " ".join(lines.partition(":")[2].split())
     options, others = {}, False
     for parameter in function.parameters:
         if parameter.kind is griffe.ParameterKind.var_keyword:

@@ -38,7 +38,7 @@ from holotrain.config.option_groups import (
     PROCESS_OPTIONS,
     default_backward,
 )
-from holotrain.config.structured import structured, with_defaults, with_replaced_classes
+from holotrain.config.structured import checked_config, with_defaults, with_replaced_classes
 from holotrain.errors import UserError, did_you_mean
 from holotrain.targets import TARGET
 
@@ -185,8 +185,11 @@ class Start:
                 if name not in known:
                     raise UserError(f"{group}.{name}: there is no {name!r} in {group}.{did_you_mean(name, known)}")
 
-    def structured(self, config: DictConfig, overrides: list[str]) -> RunConfig:
+    def structured(self, config: DictConfig, overrides: list[str], chosen: Mapping[str, str | None] | None = None) -> RunConfig:
         """What Hydra composed, as dataclasses. Checks the options, but not what only their classes know.
+
+        Args:
+            chosen: Hydra's choice of each group.
 
         Raises:
             UserError: a mistake in the configuration.
@@ -195,12 +198,13 @@ class Start:
             plain = to_plain(self.with_defaults(config, overrides), resolve=True)
         except CONFIGURATION_ERRORS as error:
             raise explained(error, self.arguments) from None
-        typed = structured(self.arguments.command, plain)
+        typed = checked_config(self.arguments.command, plain)
         if typed.ckpt_path is not None:
             typed.ckpt_path = str(checkpoint_path(typed.ckpt_path, self.arguments.command, typed.output_dir))
+        typed.overrides, typed.choices = overrides, self._choices(typed, chosen or {}, overrides)
         return typed
 
-    def choices(self, config: RunConfig, chosen: Mapping[str, str | None], overrides: Iterable[str]) -> dict[str, str]:
+    def _choices(self, config: RunConfig, chosen: Mapping[str, str | None], overrides: Iterable[str]) -> dict[str, str]:
         """The option of each group, for display; a group whose class an override names has none. An optimizer with few bits
         is named by them.
 
@@ -243,8 +247,7 @@ def compose(command: str = "fit", overrides: Collection[str] = (), config_dir: s
         chosen = to_plain(composition.hydra.runtime.choices)
         with open_dict(composition):
             del composition["hydra"]
-        config = start.structured(composition, words)
-    config.overrides, config.choices = words, start.choices(config, chosen, words)
+        config = start.structured(composition, words, chosen)
     from holotrain.config.build import check_values  # imports torch
 
     check_values(config)

@@ -13,7 +13,7 @@ from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.objects import GroupSchema, ObjectConfig
 from holotrain.config.option_groups import NAMED_GROUPS, OBJECT_GROUPS, OF_THE_TASK, BackwardConfig, default_backward, takes
 from holotrain.config.signatures import REQUIRED, Option, defaults_of, signature
-from holotrain.errors import UserError, did_you_mean, naming_group
+from holotrain.errors import UserError, as_user_error, did_you_mean
 from holotrain.targets import TARGET, targets
 
 
@@ -26,12 +26,17 @@ def structured(command: str, plain: dict[str, Any]) -> RunConfig:
     Raises:
         UserError: an unknown option, a value of another type or out of range, or a combination that cannot be.
     """
-    values = with_defaults(command, plain)
+    return checked_config(command, with_defaults(command, plain))
+
+
+def checked_config(command: str, values: dict[str, Any]) -> RunConfig:
+    """:func:`structured`, of a configuration that has all defaults."""
+    values = dict(values)
     for group, schema in OBJECT_GROUPS.items():
         values[group] = values[group] and object_config(group, values[group], schema)
     for group, schema in NAMED_GROUPS.items():
         values[group] = {name: object_config(f"{group}.{name}", each, schema) for name, each in values[group].items()}
-    with naming_group("backward"):
+    with as_user_error("backward"):
         values["backward"] = BackwardConfig(**_checked_options("backward", options_of(BackwardConfig), values["backward"]))
     try:
         return COMMANDS[command](**_checked_options("", options_of(COMMANDS[command]), values))
@@ -61,22 +66,22 @@ def with_defaults(command: str, plain: dict[str, Any], overrides: Iterable[str] 
     options = options_of(COMMANDS[command])
     found = defaults_of(options) | plain
     for group, schema in OBJECT_GROUPS.items():
-        given, task = plain.get(group) or None, found["task"]
+        chosen, task = plain.get(group) or None, found["task"]
         if group in OF_THE_TASK and not takes(task[TARGET], group):
             if in_vain := [word for word in overrides if re.match(rf"[+~]?{group}[.=]", word)]:
                 named = "the given task" if task[TARGET] == PYTHON_OBJECT else task[TARGET]
                 raise UserError(f"{in_vain[0]}: {named} takes no {group}")
-            given = None
-        elif given or group != "synthesis":
-            given = group_defaults(group, given or {}, schema)
-        found[group] = given
+            chosen = None
+        elif chosen or group != "synthesis":
+            chosen = group_defaults(group, chosen or {}, schema)
+        found[group] = chosen
     for group, schema in NAMED_GROUPS.items():
         members = _members(group, plain.get(group) or {})
         found[group] = {name: group_defaults(f"{group}.{name}", each, schema) for name, each in members.items()}
-    if not isinstance(given := plain.get("backward") or {}, dict):
-        raise UserError(f"backward: {given!r} is not a mapping")
+    if not isinstance(chosen := plain.get("backward") or {}, dict):
+        raise UserError(f"backward: {chosen!r} is not a mapping")
     usual = {"kind": default_backward((found["model"] or {}).get(TARGET))}
-    found["backward"] = defaults_of(options_of(BackwardConfig)) | usual | given
+    found["backward"] = defaults_of(options_of(BackwardConfig)) | usual | chosen
     return {name: found[name] for name in options} | found
 
 
@@ -91,15 +96,17 @@ def with_replaced_classes(
     Args:
         kept: the configuration of a checkpoint, whose options are those of the class if it names the same one.
     """
-    given, before = {*map(key_of, overrides)}, dict(targets(kept))
+    on_command_line, before = {*map(key_of, overrides)}, dict(targets(kept))
     result = deepcopy(plain)
-    for where in {key.removesuffix(f".{TARGET}") for key in given if key.endswith(f".{TARGET}")} - {"trainer"}:
+    for where in {key.removesuffix(f".{TARGET}") for key in on_command_line if key.endswith(f".{TARGET}")} - {"trainer"}:
         group, _, name = where.partition(".")
         node, name = (result.get(group), name) if name else (result, group)
         if not isinstance(node, dict) or not isinstance(options := node.get(name), dict):
             continue
         if before.get(where, "") != options.get(TARGET):
-            is_given = {option: any(f"{key}.".startswith(f"{where}.{option}.") for key in given) for option in options}
+            is_given = {
+                option: any(f"{key}.".startswith(f"{where}.{option}.") for key in on_command_line) for option in options
+            }
             node[name] = {option: value for option, value in options.items() if is_given[option]}
     return result
 
@@ -128,9 +135,9 @@ def object_config(group: str, plain: dict[str, Any], schema: GroupSchema) -> Obj
         UserError: an unknown option, a value of another type, or a value that is missing.
     """
     target, options = plain[TARGET], schema.options(plain[TARGET])
-    given = {name: value for name, value in plain.items() if name != TARGET}
-    free = given.keys() - options.keys() - {*schema.names, *schema.elsewhere} if signature(target).takes_others else {}
-    arguments = {name: given.pop(name) for name in plain if name in free} | _checked_options(group, options, given)
+    values = {name: value for name, value in plain.items() if name != TARGET}
+    free = values.keys() - options.keys() - {*schema.names, *schema.elsewhere} if signature(target).takes_others else {}
+    arguments = {name: values.pop(name) for name in plain if name in free} | _checked_options(group, options, values)
     for name, option in options.items():
         if option.default is REQUIRED and name not in arguments and name not in schema.known:
             raise UserError(f"{group}.{name}: a value is needed; give {group}.{name}=...")

@@ -23,7 +23,7 @@ import numpy as np
 
 from holotrain.data.decoding import EXTENSIONS
 from holotrain.data.limits import EXPANSION, Expanding, limited, memory_up_to, most_of
-from holotrain.errors import UserError, did_you_mean, one_of
+from holotrain.errors import UserError, check_choice, did_you_mean
 from holotrain.files import open_regular, read_json, require_inside
 from holotrain.numeric import counted
 
@@ -278,10 +278,10 @@ class FromHub(Expanding):
             raise UserError(f"data.config: {name} has no configurations; only the Hub has")
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
             splits = saved(folder)
-            one_of("data.split", split, splits)
+            check_choice("data.split", split, splits)
             return splits[split].to_iterable_dataset(min(SHARDS, len(splits[split]))) if streaming else splits[split]
         if files:
-            one_of("data.split", split, ["train"])
+            check_choice("data.split", split, ["train"])
             kinds = {OF_ROWS.get(suffix, "text"): suffix for suffix in sorted({each.suffix for each in files})}
             if len(kinds) > 1:
                 raise UserError(
@@ -290,7 +290,7 @@ class FromHub(Expanding):
             return files_read(next(iter(kinds)), {split: files}, self.cache, streaming, expansion=self.expansion)[split]
         if folder.is_dir():
             kind, parts = files_within(folder, self.cache)
-            one_of("data.split", split, parts)
+            check_choice("data.split", split, parts)
             return files_read(kind, parts, self.cache, streaming, expansion=self.expansion)[split]
         if folder.exists():
             raise UserError(f"data.name: {name} is neither a file nor a folder")

@@ -18,7 +18,7 @@ from holotrain.data.loader import (
     digest,
     digest_of_samples,
 )
-from holotrain.errors import UserError, naming_group, one_of
+from holotrain.errors import UserError, as_user_error, check_choice
 from holotrain.files import read_json
 from holotrain.numeric import require_at_least, require_within
 from holotrain.targets import needed
@@ -108,7 +108,7 @@ def _of_folder(folder: Path) -> dict[str, Any]:
 
 
 def _of_timm(name: str) -> dict[str, Any]:
-    with naming_group("data.processor"):
+    with as_user_error("data.processor"):
         timm = needed("timm", f"there is no folder {name}; for a name of timm's", "timm")
     if published := timm.get_pretrained_cfg(name):
         return published.to_dict()
@@ -128,7 +128,7 @@ def chosen_classes(classes: Sequence[str | int], names: Sequence[str]) -> list[i
         if type(one) is int and str(one) not in names and 0 <= one < len(names):
             index = one
         else:
-            one_of("data.classes", str(one), names)
+            check_choice("data.classes", str(one), names)
             index = names.index(str(one))
         if index in found:
             raise UserError(f"data.classes: {names[index]} is given twice")

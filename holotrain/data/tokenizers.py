@@ -14,7 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from holotrain.errors import UserError, one_of
+from holotrain.errors import UserError, check_choice
 from holotrain.files import from_json, read_text
 from holotrain.numeric import require_at_least
 
@@ -246,7 +246,7 @@ def known_tokenizer(name: str) -> Tokenizer | None:
         return None
     path = Path(name).expanduser()
     if path.suffix != ".json" and not path.exists():
-        one_of("data.tokenizer", name, ["byte", "bpe", "PATH/tokenizer.json"])
+        check_choice("data.tokenizer", name, ["byte", "bpe", "PATH/tokenizer.json"])
     return tokenizer_from_json(tokenizer_text(path), str(path))
 
 

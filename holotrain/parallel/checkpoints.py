@@ -33,7 +33,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 from torch.utils._pytree import KeyPath, tree_leaves_with_path, tree_map_only, tree_map_with_path
 
-from holotrain.errors import UserError, naming_group
+from holotrain.errors import UserError, as_user_error
 from holotrain.files import replacing
 from holotrain.models.checkpoint_files import (
     CHECKPOINT,
@@ -72,7 +72,7 @@ class CheckpointFiles(TorchCheckpointIO):
             remove_tensors(path)
 
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
-        with naming_group("ckpt_path"):
+        with as_user_error("ckpt_path"):
             return read(path)
 
 
@@ -117,7 +117,7 @@ class ShardedCheckpoints(ModelParallelStrategy):
         here: dict[str, Any] = {"state_dict": get_model_state_dict(self._module)}
         if self.optimizers:
             here["optimizer_states"] = [state_of(optimizer, self._module) for optimizer in self.optimizers]
-        with naming_group("ckpt_path"):
+        with as_user_error("ckpt_path"):
             return load(checkpoint_path) | read(checkpoint_path, here, dict(tree_leaves_with_path(here)))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -22,12 +22,12 @@ from holotrain.callbacks import BestCheckpoint, MemoryMonitor, ThroughputMonitor
 from holotrain.config import option_groups
 from holotrain.config.build import build_data, build_task, check_values, synthesis_of
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
-from holotrain.config.build_trainer import build_trainer, check_device, check_training_device, float32_products, nccl_options
+from holotrain.config.build_trainer import build_trainer, check_device, check_training_device, matmul_precision, nccl_options
 from holotrain.config.composition import composed, config_folder, option_names, register
 from holotrain.config.option_groups import SEQUENCE_CLASSIFIER, TASK_OPTIONS, is_a
 from holotrain.config.structured import structured, to_container, with_replaced_classes
 from holotrain.data import HubImages, TextDataModule
-from holotrain.errors import UserError, naming_group
+from holotrain.errors import UserError, as_user_error
 from holotrain.models.layers.blocks import ResidualSequence
 from holotrain.reversible import backward_schedules, checks
 from holotrain.synthesis import SynthesisOptions
@@ -136,16 +136,6 @@ def test_each_task_of_ours_is_the_option_that_messages_name():
         assert is_a(configuration("fit", f"task={option}").task, target)
 
 
-def test_a_plain_model_brings_its_own_backward():
-    assert configuration("fit", "model=vit_tiny").backward.kind == "autograd"
-    assert configuration("fit", "model=vit_tiny", "backward=checkpoint").backward.kind == "checkpoint"
-
-
-def test_only_a_training_and_a_plan_choose_the_batch_size():
-    with pytest.raises(UserError, match="data.batch_size=auto: only fit and plan support auto; give a number"):
-        configuration("test", "ckpt_path=some.ckpt", "data.batch_size=auto")
-
-
 def test_options_reach_what_they_describe():
     config = configuration(
         "fit", "optimizer=sgd", "optimizer.momentum=0.5", "optimizer.lr=0.25", "task.label_smoothing=0.1",
@@ -205,12 +195,6 @@ def test_arguments_of_the_trainer_reach_it(tmp_path):
     assert type(trainer._accelerator_connector.cluster_environment).__name__ == "LightningEnvironment"
 
 
-def test_arguments_of_the_trainer_that_exclude_each_other_are_named(tmp_path):
-    config = configuration("fit", "trainer.accelerator=cpu", "trainer.barebones=true")
-    with pytest.raises(UserError, match="trainer: .*barebones"):
-        build_trainer(config.trainer, tmp_path, [], True)
-
-
 SWA = "callbacks.swa._target_=lightning.pytorch.callbacks.StochasticWeightAveraging"
 
 
@@ -257,21 +241,15 @@ WRONG = [
     ("backward=autograd backward.store=2", "backward=autograd already stores every block"),
     ("backward=checkpoint backward.keep=[attention]", "backward.keep: not supported by backward=checkpoint"),
     ("backward=checkpoint backward.on_mismatch=error", "backward.on_mismatch: backward=checkpoint rebuilds nothing"),
-    ("backward.on_mismatch=stop", "backward.on_mismatch"),
-    ("backward=reversible backward.tile=0", "backward: tile must be at least 1, not 0"),
     ("backward=autograd backward.tile=512", "backward.tile: backward=autograd stores every tile"),
     ("model=vit_tiny backward=checkpoint backward.tile=512", "backward.tile: ViT is not reversible"),
     ("backward.exact=some", "backward.exact: 'some' is not true or false or a whole number"),
-    ("model=vit_tiny backward.exact=true", "backward.exact: ViT is not reversible"),
     ("backward.cuda_graph=true trainer.accumulate_grad_batches=2", "accumulate_grad_batches=1"),
     ("backward.cuda_graph=true trainer.precision=16-mixed", "use trainer.precision=bf16-mixed"),
-    ("compile=true backward.keep=[attention]", "use compile=false"),
     ("synthesis=shared synthesis.transform=fftt", "synthesis.transform: 'fftt' is not one of fft, hadamard. Did"),
-    ("synthesis=bind synthesis.cover=some", "synthesis.cover: 'some' is not a list"),
     ("synthesis=none synthesis.decay=0.5", "synthesis: an option is needed; give synthesis=..."),
     ("callbacks.checkpoint.dirpath=x", "callbacks.checkpoint.dirpath: there is no 'dirpath' in callbacks.checkpoint"),
     ("callbacks.driift.every_n_steps=1", "callbacks.driift: there is no 'driift' in callbacks; a new one needs callb"),
-    ("logger.tensorboard.save_dir=x", "logger.tensorboard.save_dir: there is no 'save_dir' in logger.tensorboard"),
     ("task=causal_lm model=rev_vit_tiny", "not RevViT; use another model, or task=image_classification"),
     (
         "task=masked_lm data=digits",
@@ -284,23 +262,12 @@ WRONG = [
     ("optimizer.model=1", "optimizer.model: there is no 'model' in optimizer."),
     ("optimizer.betas=[0.9]", "optimizer.betas: [0.9] is not a list of 2 values"),
     ("optimizer.betas=[0.9,1.5]", "optimizer.betas=[0.9, 1.5]: Invalid beta parameter at index 1: 1.5"),
-    ("optimizer=adafactor optimizer.d=0.5", "optimizer.d=0.5: Clipping threshold d should be >= 1 but is: 0.5"),
     ("optimizer=adafactor optimizer.eps=[null,-1]", "optimizer.eps=[None, -1.0]: epsilon2 should be >= 0 but is: -1.0"),
-    ("optimizer=muon optimizer.lr=-1", "optimizer.lr: must be at least 0, not -1.0"),
-    ("optimizer=muon optimizer.others=-1", "optimizer.others: must be at least 0, not -1.0"),
     ("optimizer.weight_decay=-1", "optimizer.weight_decay: must be at least 0, not -1.0"),
-    ("optimizer=muon optimizer.momentum=1", "optimizer.momentum: must be in [0, 1), not 1.0"),
     ("scheduler.warmup=1", "scheduler.warmup: must be in [0, 1), not 1.0"),
-    ("scheduler.final=2", "scheduler.final: must be in [0, 1], not 2.0"),
-    ("scheduler=multistep scheduler.milestones=[2]", "scheduler.milestones: must be in [0, 1), not 2.0"),
     ("optimizer._target_=torch.optim", "optimizer._target_: torch.optim is not a class or function"),
     ("callbacks.mine._target_=torch.nn.ReLU", "callbacks.mine: torch.nn.ReLU is not a Callback; calling it gives a ReLU"),
     ("callbacks.drift.every_n_steps=-1", "callbacks.drift.every_n_steps: must be at least 0, not -1"),
-    ("callbacks.memory.every_n_steps=-1", "callbacks.memory.every_n_steps: must be at least 0, not -1"),
-    ("callbacks=ema callbacks.ema.decay=1", "callbacks.ema.decay: must be in [0, 1), not 1.0"),
-    ("callbacks.checkpoint.save_top_k=0", "callbacks.checkpoint.save_top_k: must be at least 1, not 0"),
-    ("callbacks.predictions.count=0", "callbacks.predictions.count: must be at least 1"),
-    ("synthesis=associative synthesis.decay=1.5 synthesis.decay_warmup=3", "synthesis.decay=1.5: it must be in"),
     ("synthesis=shared synthesis.block_length=100000000", "synthesis.block_length=100000000: it is longer"),
 ]
 
@@ -377,12 +344,6 @@ def test_the_order_of_callbacks(tmp_path):
     assert names.index("BestCheckpoint") < names.index("ExactCheckpoint")
 
 
-def test_another_class_under_the_same_name_has_its_own_options():
-    other = "callbacks.early_stopping._target_=lightning.pytorch.callbacks.LearningRateMonitor"
-    config = configuration("fit", "callbacks=early_stopping", other)
-    assert config.callbacks["early_stopping"].arguments.keys() == {"logging_interval", "log_momentum", "log_weight_decay"}
-
-
 def synthesis(*overrides):
     config = configuration("fit", *overrides)
     return synthesis_of(config.synthesis, build_task(config, build_data(config)))
@@ -418,7 +379,7 @@ def test_the_options_of_a_synthesis_reach_it():
     ],
 )
 def test_a_message_that_begins_with_an_option_is_about_it(text, expected):
-    with pytest.raises(UserError) as error, naming_group("model", ["width", "depth"]):
+    with pytest.raises(UserError) as error, as_user_error("model", ["width", "depth"]):
         raise ValueError(text)
     assert str(error.value) == expected
 
@@ -505,7 +466,7 @@ def test_float32_is_as_asked_for_whichever_of_torchs_names_the_caller_has_used(p
     with pytest.raises(RuntimeError, match="mix of the legacy and new"):
         old()
     for precision, name in (("highest", "ieee"), ("high", "tf32")):
-        with float32_products(precision):
+        with matmul_precision(precision):
             assert [matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision] == [name] * 3
             assert old() == (precision, name == "tf32", name == "tf32")
     assert precisions() == before
@@ -521,7 +482,7 @@ def test_after_a_run_what_followed_torchs_other_settings_of_float32_follows_them
         for precision in ("tf32", "ieee"):
             whole.fp32_precision = precision
             seen.append(precisions())
-        with float32_products("high"):
+        with matmul_precision("high"):
             pass
     assert seen[:2] == seen[2:] and seen[0].count("tf32") == seen[1].count("ieee") > 1
 

@@ -151,24 +151,6 @@ def test_no_row_names_an_image_elsewhere(holotrain, name, saved):
     assert "holds no readable image (" in err and "is no file in " in err
 
 
-@pytest.mark.parametrize("kind", IMAGE_FILES)
-def test_no_row_holds_an_image_that_starts_a_program(holotrain, kind):
-    IMAGE_FILES[kind](Path("a.jpg"))
-    Path("in").mkdir()
-    pq.write_table(table_of({"bytes": Path("a.jpg").read_bytes(), "path": "a.jpg"}), "in/a.parquet")
-    err = holotrain.refused("fit", *QUICK, *IMAGES, "data.name=in", "trainer.limit_train_batches=1.0")
-    assert "holds no readable image (" in err and SAID.get(kind, "it is none of BMP") in err
-    assert not Path("ran").exists()
-
-
-def test_rows_may_name_images_beside_them(holotrain):
-    """Also below the folder; a column of images beside a text is not looked at."""
-    Path("in/more").mkdir(parents=True)
-    Path("in/more/a.png").write_bytes(picture(Path(".")))
-    pq.write_table(table_of({"bytes": None, "path": "more/a.png"}), "in/a.parquet")
-    holotrain.done("fit", *QUICK, *IMAGES, "data.name=in/a.parquet", "trainer.limit_train_batches=1.0")
-
-
 @pytest.mark.parametrize("streaming", [slow(False), True])
 @pytest.mark.parametrize("data", ["hub data.name=in", "hub data.name=in/a.parquet", "text_files data.files=in/*.parquet"])
 def test_images_beside_a_text_are_not_looked_at(holotrain, data, streaming):
@@ -286,25 +268,20 @@ def write_network(folder: Path, network: dict) -> None:
     (folder / "config.json").write_text(json.dumps(network))
 
 
-@pytest.mark.parametrize("command", ["fit", slow("plan")])
 @pytest.mark.parametrize("kind", NETWORKS)
-def test_no_configuration_of_a_network_leads_elsewhere(holotrain, kind, command):
+def test_no_configuration_of_a_network_leads_elsewhere(holotrain, kind):
     write_network(Path("network"), NETWORKS[kind])
-    err = holotrain.refused(command, *NETWORK, *(QUICK if command == "fit" else []))
+    err = holotrain.refused("fit", *NETWORK, *QUICK)
     assert REFUSED.search(err), err
 
 
-COMMANDS = ("test", "export", "predict", "plan", "validate", "fit")
-FAST = [*zip(NETWORKS, COMMANDS[:3] * 3, strict=True)]
-
-
-@pytest.mark.parametrize(("kind", "command"), thinned(NETWORKS, COMMANDS, keep=FAST))
-def test_no_network_in_a_checkpoint_leads_elsewhere(holotrain, of_transformers, kind, command):
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_no_network_in_a_checkpoint_leads_elsewhere(holotrain, of_transformers, kind):
     crafted = torch.load(of_transformers / "vit.ckpt", weights_only=True)
     crafted["holotrain"]["config"]["model"]["config"] = NETWORKS[kind]
     crafted["holotrain"]["description"]["arguments"]["config"] = NETWORKS[kind]
     torch.save(crafted, "crafted.ckpt")
-    err = holotrain.refused(command, "ckpt_path=crafted.ckpt")
+    err = holotrain.refused("test", "ckpt_path=crafted.ckpt")
     assert REFUSED.search(err), err
 
 
@@ -327,13 +304,6 @@ def weights_that_are_a_link(folder: Path) -> None:
     (folder / "model.safetensors").symlink_to(Path("other/model.safetensors").absolute())
 
 
-def weights_of_another_name(folder: Path) -> None:
-    """Those that ``from_pretrained`` would read by its configuration; beside them are sound ones."""
-    shutil.copy("other/model.safetensors", folder)
-    (folder / "evil.safetensors").symlink_to("/dev/zero")
-    write_network(folder, VIT | {"transformers_weights": "evil.safetensors"})
-
-
 FOLDERS_OF_WEIGHTS = {
     "a shard elsewhere": lambda folder: index_of_shards(folder, "../other/model.safetensors"),
     "a shard by its whole path": lambda folder: index_of_shards(folder, str(Path("other/model.safetensors").absolute())),
@@ -352,22 +322,6 @@ def test_no_folder_of_weights_leads_elsewhere(holotrain, of_transformers, kind, 
     FOLDERS_OF_WEIGHTS[kind](Path("crafted"))
     err = holotrain.refused("fit", *QUICK, *NETWORK, f"{option}=crafted")
     assert re.search("which is not in the same folder|a link that leads out|crafted holds an adapter of another model", err)
-
-
-@pytest.mark.parametrize("option", ["model.name", "model.pretrained"])
-def test_a_configuration_does_not_choose_the_weights(holotrain, of_transformers, option):
-    run_in(Path("."), "export", f"ckpt_path={of_transformers / 'vit.ckpt'}", "to=other")
-    write_network(Path("network"), VIT)
-    write_network(Path("crafted"), VIT)
-    weights_of_another_name(Path("crafted"))
-    status, _, err = holotrain("fit", *QUICK, *NETWORK, f"{option}=crafted")
-    assert (status, err) == (0, "24 tensors of crafted\n")
-
-
-def test_classes_may_have_any_name(holotrain):
-    names = {name: index for index, name in enumerate(["pretrained", "backbone", "cache_dir", *"abcdefg"])}
-    write_network(Path("network"), VIT | {"label2id": names, "id2label": {index: name for name, index in names.items()}})
-    holotrain.done("fit", *QUICK, *NETWORK)
 
 
 GPT = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 260, "n_positions": 32}
@@ -443,28 +397,6 @@ def test_special_files_beside_others_are_passed_over(holotrain, image_run, kind)
     holotrain.refused("predict", f"ckpt_path={image_run}", "images=photos/a.txt")
 
 
-@pytest.mark.parametrize("kind", ["a pipe", slow("a device")])
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "vocab.json", "config.json", "model.safetensors"])
-def test_no_special_file_is_waited_for_in_the_folder_of_a_model(holotrain, kind, name):
-    Path("b.txt").write_text(LINES)
-    write_network(Path("network"), GPT)
-    Path("network", name).unlink(missing_ok=True)
-    SPECIAL[kind](Path("network", name))
-    words = ["model=huggingface", "model.name=network", "data=text_files", "data.files=b.txt"]
-    status, _, err = holotrain("fit", *QUICK, *WORDS, *words)
-    assert status == (2 if name == "config.json" else 0) and err.count("\n") <= 1, err
-
-
-@pytest.mark.parametrize("kind", SPECIAL)
-def test_no_special_file_is_waited_for_in_a_saved_data_set(holotrain, kind):
-    for name in ("dataset_info.json", "state.json", "data.arrow"):
-        shutil.rmtree("in", ignore_errors=True)
-        write_saved(Path("in"), pa.table({"text": LINES.splitlines()}))
-        Path("in", name).unlink()
-        SPECIAL[kind](Path("in", name))
-        holotrain.refused("fit", *QUICK, *TEXT, "data=hub", "data.name=in")
-
-
 @pytest.mark.parametrize("data", ["text_files data.files=in/a.parquet", slow("hub data.name=in/a.parquet"), "hub data.name=in"])
 @pytest.mark.parametrize("workers", ["null", slow(2)])
 def test_a_small_file_does_not_fill_the_disk(holotrain, monkeypatch, data, workers):
@@ -479,15 +411,6 @@ def test_a_small_file_does_not_fill_the_disk(holotrain, monkeypatch, data, worke
     assert sum(path.stat().st_size for path in Path("cache").rglob("*") if path.is_file()) < 2**22
     skip = ["data.on_error=skip", "data.max_expansion=1e5"] if "hub" not in data else ["data.max_expansion=1e5"]
     holotrain.done("fit", *words, *skip)
-
-
-@pytest.mark.parametrize("streaming", ["false", "true"])
-@pytest.mark.parametrize("packed", [gzip.compress, bz2.compress, lzma.compress])
-def test_no_text_is_unpacked(holotrain, packed, streaming):
-    """A megabyte may become a gigabyte, in memory."""
-    Path("a.txt").write_bytes(packed(LINES.encode()))
-    words = ["data=text_files", "data.files=a.txt", f"data.streaming={streaming}"]
-    assert "a.txt is compressed; unpack it" in holotrain.refused("fit", *QUICK, *TEXT, *words)
 
 
 def repeated(path: Path, times: int = 1000, **columns) -> None:
@@ -527,30 +450,6 @@ def test_a_small_file_does_not_fill_the_memory(holotrain, name, streaming):
     assert "becomes larger than data.max_expansion=100 times its size" in err
 
 
-@LIMITED
-def test_what_describes_images_does_not_fill_the_memory(holotrain):
-    Path("in").mkdir()
-    for number in range(4):
-        Path(f"in/{number}.png").write_bytes(picture(Path(".")))
-    names = [f"{row % 4}.png" for row in range(1000)]
-    repeated(Path("in/metadata.parquet"), file_name=names, label=["a", "b"] * 500)
-    err = holotrain.refused("fit", *QUICK, *IMAGES, "data.name=in")
-    assert "becomes larger than data.max_expansion=100 times its size" in err
-
-
-@LIMITED
-def test_a_saved_data_set_does_not_fill_the_memory(holotrain):
-    table = pa.table({"text": ["a" * 1_000_000] * 100})
-    write_saved(Path("in"), table)
-    options = pa.ipc.IpcWriteOptions(compression="zstd")
-    with pa.OSFile("in/data.arrow", "wb") as file, pa.ipc.new_stream(file, table.schema, options=options) as stream:
-        for _ in range(10):
-            stream.write_table(table)
-    assert Path("in/data.arrow").stat().st_size < 100_000
-    err = holotrain.refused("fit", *QUICK, *TEXT, "data=hub", "data.name=in")
-    assert "data: cannot read in (it needs too much memory)" in err
-
-
 def zipped(path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x.txt", LINES)
@@ -562,11 +461,6 @@ def zipped_after_a_text(path: Path) -> None:
         archive.writestr("x.txt", LINES)
 
 
-def zipped_in_parts(path: Path) -> None:
-    zipped(path)
-    path.write_bytes(b"PK\x07\x08" + path.read_bytes())
-
-
 def archived(path: Path) -> None:
     Path("x.text").write_text(LINES)
     with tarfile.open(path, "w") as archive:
@@ -576,8 +470,10 @@ def archived(path: Path) -> None:
 ARCHIVES = {
     "zip": zipped,
     "zip after a text": zipped_after_a_text,
-    "zip in parts": zipped_in_parts,
     "tar": archived,
+    "gzip": lambda path: path.write_bytes(gzip.compress(LINES.encode())),
+    "bz2": lambda path: path.write_bytes(bz2.compress(LINES.encode())),
+    "xz": lambda path: path.write_bytes(lzma.compress(LINES.encode())),
     "7z": lambda path: path.write_bytes(b"7z\xbc\xaf\x27\x1c" + LINES.encode()),
     "rar": lambda path: path.write_bytes(b"Rar!\x1a\x07\x00" + LINES.encode()),
 }
@@ -591,14 +487,6 @@ def test_no_archive_is_unpacked(holotrain, kind, streaming):
     ARCHIVES[kind](Path(name))
     words = ["data=text_files", f"data.files={name}", f"data.streaming={streaming}"]
     assert f"{name} is compressed; unpack it" in holotrain.refused("fit", *QUICK, *TEXT, *words)
-
-
-@pytest.mark.parametrize("ending", ["zip", "gz", slow("bz2"), "xz", slow("tar"), slow("zst")])
-def test_a_text_that_is_called_an_archive_is_read_or_refused(holotrain, ending):
-    Path(f"a.{ending}").write_text(LINES)
-    words = ["data=text_files", f"data.files=a.{ending}", "data.streaming=true", "data.epoch_batches=2"]
-    status, _, err = holotrain("fit", *QUICK, *TEXT, *words)
-    assert status in (0, 2) and err.count("\n") <= 1, err
 
 
 def test_damaged_exif_data_of_a_photograph_do_not_end_a_run(holotrain):
@@ -648,16 +536,6 @@ def test_no_checkpoint_raises_a_limit(holotrain, image_run, of_text, monkeypatch
     with pytest.warns() if option == "max_megapixels" else nullcontext([]) as warned:
         err = holotrain.refused(*words)
     assert f"larger than data.{option}=" in "".join([err, *(str(each.message) for each in warned)])
-
-
-OF_IMAGES = ["predict", "plan", "export to=out", slow("validate"), slow("test")]
-
-
-@pytest.mark.parametrize("command", [*OF_IMAGES, "generate prompt=a"])
-def test_no_command_goes_outside_by_itself(holotrain, image_run, of_text, command):
-    run = of_text if command.startswith("generate") else image_run
-    found = holotrain(*command.split(), f"ckpt_path={run}")
-    assert found[0] == 0, found
 
 
 def test_no_report_asks_for_what_a_run_names(holotrain, image_run):

@@ -161,15 +161,6 @@ def test_sigterm_saves_says_how_to_resume_and_ends_a_sweep(holotrain, monkeypatc
     assert summary(sweep / "0")["steps"] == 6
 
 
-def test_training_can_be_carried_further_in_a_new_folder(holotrain, trained):
-    folder, _ = trained
-    holotrain.done("fit", f"ckpt_path={folder}/checkpoints/last.ckpt", "trainer.max_epochs=3", "hydra.run.dir=more")
-    left = summary(Path("more"))
-    assert (left["epochs"], left["steps"]) == (3, 9)
-    kept = yaml.safe_load(Path("more/config.yaml").read_text())
-    assert kept["optimizer"]["_target_"].endswith(".sgd") and kept["model"]["dim"] == 16 and kept["data"]["val_fraction"] == 0.2
-
-
 def test_a_run_that_lacks_its_test_alone_is_resumed(holotrain):
     write_folder(Path("photos"), size=16)
     broken = Path("photos/test/cat/1.jpg")

@@ -80,15 +80,6 @@ def test_a_model_on_data_goes_through_every_command(typed):
         load(exported)
 
 
-def test_a_killed_run_resumes_to_the_same_weights(typed, tmp_path):
-    assert typed("fit", *GUEST, "output_dir=whole")[0] == 0
-    fit_and_kill(tmp_path, *GUEST, "output_dir=killed", "callbacks.checkpoint.every_n_train_steps=2")
-    status, _, err = typed("fit", "--config-dir", "conf", "resume=true", "output_dir=killed")
-    assert (status, err) == (0, "")
-    assert_same_weights(only(Path("whole/fit")) / LAST, only(Path("killed/fit")) / LAST)
-    assert scalars(only(Path("killed/fit")))["diary/count"][-1] == 10
-
-
 @pytest.mark.slow
 def test_a_logger_goes_on_in_a_new_process(typed, tmp_path):
     """A checkpoint holds no loggers, so the command that resumes names it again."""
@@ -281,16 +272,6 @@ def test_a_plan_names_the_options_that_the_data_have(typed):
     assert f"batches of {most} samples (options: data.tray)" in plan["remedies"] and 0 < most < 60
     config = compose("fit", ["experiment=guest", "model=net", *words[-3:]], "conf")
     assert "smaller batches (options: data.tray)" in rules(config)
-
-
-def test_its_options_are_in_the_help(typed):
-    status, out, _ = typed("fit", "--config-dir", "conf", "experiment=guest", "--help")
-    assert (
-        status == 0
-        and "optimizer.betas=[0.9,0.99]" in out
-        and "weights of the momentum in the step" in out
-        and "how often" in out
-    )
 
 
 def test_a_checkpoint_of_another_version_of_holotrain_is_one_line():

@@ -1,0 +1,94 @@
+"""The text of ``--help``."""
+
+import json
+import textwrap
+from collections.abc import Collection, Iterator
+
+from holotrain.config.command_line import Arguments
+from holotrain.config.command_options import COMMANDS, options_of
+from holotrain.config.composition import composed, option_names, to_plain
+from holotrain.config.option_groups import NAMED_GROUPS, OBJECT_GROUPS, BackwardConfig
+from holotrain.config.signatures import REQUIRED, Option, signature
+from holotrain.config.structured import with_defaults
+from holotrain.config.word_commands import WORD_COMMANDS
+from holotrain.targets import TARGET
+
+FLAGS = """\
+Flags, in any position:
+  -m, --multirun            run every combination of comma-separated values: optimizer.lr=1e-3,1e-4
+  --config-dir DIR          also look for options in this folder
+  --cfg job [--resolve]     print the configuration and exit
+  --info=defaults           print which files the configuration is composed from, and exit"""
+
+
+def overview() -> str:
+    """The commands, one per line."""
+    commands = "\n".join(f"  {name:<10}{schema.__doc__}" for name, schema in (COMMANDS | WORD_COMMANDS).items())
+    return f"""\
+holotrain trains transformers whose activations do not fit in memory.
+
+Usage: holotrain COMMAND [group=option ...] [key=value ...]
+
+{commands}
+
+holotrain COMMAND --help lists the options of a command."""
+
+
+def command_help(arguments: Arguments) -> str:
+    """The groups and options of a command, with the values under the given overrides."""
+    command, overrides = arguments.command, [word for word in arguments.overrides if not word.startswith("hydra.")]
+    values = with_defaults(command, to_plain(composed(command, overrides, arguments.config_dir)))
+    groups = "\n".join(
+        textwrap.fill(" ".join(options), 100, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16)
+        for group, options in option_names(arguments.config_dir).items()
+    )
+    lines = "\n".join(f"  {f'{key}={value}':<45} {meaning}".rstrip() for key, value, meaning in _options(command, values))
+    return f"""\
+holotrain {command}: {COMMANDS[command].__doc__}
+
+Usage: holotrain {command} [group=option ...] [key=value ...]
+
+Groups:
+{groups}
+
+Options:
+{lines}
+
+{FLAGS}"""
+
+
+def _options(command: str, values: dict) -> Iterator[tuple[str, str, str]]:
+    for name, option in options_of(COMMANDS[command]).items():
+        value = values[name]
+        if name in NAMED_GROUPS:
+            for member, options in value.items():
+                yield f"{name}.{member}.{TARGET}", options[TARGET], _first_sentence(signature(options[TARGET]).meaning)
+                yield from _arguments(f"{name}.{member}", options, NAMED_GROUPS[name].options(options[TARGET]))
+        elif name in OBJECT_GROUPS:
+            if value:
+                group = OBJECT_GROUPS[name]
+                yield from _arguments(name, value, group.options(value[TARGET]), group.known)
+        elif name == "backward":
+            del value["kind"]  # which names the option of the group
+            yield from _arguments(name, value, options_of(BackwardConfig))
+        else:
+            yield name, _shown(value), option.meaning
+
+
+def _arguments(
+    key: str, options: dict, described: dict[str, Option], known: Collection[str] = ()
+) -> Iterator[tuple[str, str, str]]:
+    for name, option in described.items():
+        if option.default is REQUIRED and name not in (*options, *known):
+            yield f"{key}.{name}", "...", f"{_first_sentence(option.meaning)} (needed)".strip()
+    for option, value in options.items():
+        if option != TARGET:
+            yield f"{key}.{option}", _shown(value), _first_sentence(described[option].meaning if option in described else "")
+
+
+def _first_sentence(text: str) -> str:
+    return text.split(". ")[0].replace("``", "").rstrip(".")
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
