@@ -269,7 +269,7 @@ def _run(
             if quiet:
                 silenced.enter_context(redirect_stdout(StringIO()))
                 silenced.enter_context(console.capture())  # in a notebook it does not print to standard output
-            status = MultiprocessRunner(None, quiet).run(command, config, run)
+            status = MultiprocessRunner(None).run(command, config, run)
     except OSError as error:
         raise UserError(f"cannot write to {error.filename or folder}: {error.strerror or error}") from error
     finally:

@@ -63,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     if argv is not None:
         return _main(argv)
     open_streams()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch would warn of each connection that another process has closed
     sys.path.append(os.getcwd())  # where a user's own package may lie; python -m does so, a console script does not
     argv = sys.argv[1:]
     status, error = _main(argv), output_error()

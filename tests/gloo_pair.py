@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
@@ -45,13 +45,10 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return torch.cat(parts)
 
 
-def free_port(*wanted: int) -> int:
-    """A port that is free, among those wanted if any are."""
-    for port in wanted or (0,):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return probe.getsockname()[1]
-    raise OSError("no port is free")
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def by_forks(processes: int, *words: str) -> tuple[int, list[str]]:

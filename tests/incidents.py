@@ -22,7 +22,7 @@ class Incident(pl.Callback):
         self.what, self.rank, self.step = what, rank, step
 
     def on_train_batch_start(self, trainer, module, batch, index) -> None:
-        began_again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+        began_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         if (trainer.global_rank, trainer.global_step) != (self.rank, self.step) or began_again:
             return
         if self.what == "error":

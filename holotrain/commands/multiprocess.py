@@ -1,11 +1,13 @@
 """Runs a command in as many processes as its configuration asks for.
 
-Only one process runs Hydra. It sends the checked configuration of each job to the others, as JSON. So a sweep works with any
-number of processes, and all processes of a job share one folder and one configuration.
+Only one process runs Hydra. It starts the others, or torchrun or srun did. They follow it: it sends them the checked
+configuration of each job, as JSON. So a sweep works with any number of processes, and all processes of a job share one folder
+and one configuration.
 """
 
 import importlib
 import os
+import signal
 import sys
 import time
 import warnings
@@ -14,12 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed import Store
 
 from holotrain.commands.console import console, quieten
 from holotrain.commands.failures import machine_failures
 from holotrain.commands.run_folder import Run, alone_in
-from holotrain.commands.streams import open_streams
 from holotrain.commands.summary import completed, ended
 from holotrain.config.build_trainer import (
     backend_of,
@@ -36,12 +37,15 @@ from holotrain.config.structured import structured, to_container
 from holotrain.data.sampler import set_data_shard
 from holotrain.errors import UserError
 from holotrain.models.checkpoint_files import recover
-from holotrain.parallel.launch import GRACE, ProcessFailed, launch
+from holotrain.parallel.launch import ProcessDied, started_processes
 from holotrain.parallel.process_group import Processes, destroy_group, processes_of_jobs
 from holotrain.parallel.rank import ProcessRank, rank_from_environment
 
 MULTIPROCESS_COMMANDS = ("fit", "validate", "test")
 """The commands that support several processes."""
+
+GRACE = 3.0
+"""Seconds that a process lives on after its error. The main process says the same, and ends it before that."""
 
 
 class MultiprocessRunner:
@@ -50,14 +54,14 @@ class MultiprocessRunner:
     Args:
         process: rank and size that a launcher (torchrun, srun) gave this process, which is the main one; None: processes are
             started for each job.
-        quiet: print nothing to standard output in processes that are started.
+        store: where the processes meet; None: the environment variables of the launcher say where.
 
     Attributes:
         broken: the launcher's processes cannot run another job.
     """
 
-    def __init__(self, process: ProcessRank | None, quiet: bool = False) -> None:
-        self.process, self.quiet = process, quiet
+    def __init__(self, process: ProcessRank | None, store: Store | None = None) -> None:
+        self.process, self.store = process, store
         self.broken = False
         self._jobs: Iterator[Processes] | None = None
 
@@ -74,6 +78,9 @@ class MultiprocessRunner:
         if isinstance(config, FitConfig):
             _require_text(run.folder.absolute())
             recover(run.last_checkpoint)
+            if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and run.last_checkpoint.exists():
+                print(f"holotrain: torchrun started again, from {run.last_checkpoint}", file=sys.stderr)
+                config = replace(config, resume=True, ckpt_path=None)
             if config.resume:
                 if words := ended(config.trainer, run.folder):
                     console.print(words)
@@ -98,21 +105,26 @@ class MultiprocessRunner:
                 else f"{command} runs in one process, but {self.process.size} were started; start it without a launcher"
             )
         check_processes(config, self.process)
-        job = {"command": command, "config": to_container(config), "run": vars(run) | {"folder": str(run.folder)}}
         if self.process is not None:
-            return self._with_others(self.process, job, command, config, run)
-        trainer = config.trainer
+            return self._with_others(command, config, run)
         try:
-            return launch(__name__, job | {"quiet": self.quiet}, processes_of(trainer), trainer.max_restarts, trainer.timeout)
-        except ProcessFailed as failed:
-            print(f"{failed.trace}holotrain: {failed}{run.hint()}", file=sys.stderr)
-            run.errors.append(str(failed))
+            with started_processes(command, processes_of(config.trainer)) as store:
+                first = MultiprocessRunner(rank_from_environment(), store)
+                try:
+                    return first._with_others(command, config, run)
+                finally:
+                    first.close()
+        except ProcessDied as death:
+            print(f"holotrain: {death}{run.hint()}", file=sys.stderr)
+            run.errors.append(str(death))
             return 1
 
-    def _with_others(self, process: ProcessRank, job: dict[str, Any], command: str, config: RunConfig, run: Run) -> int:
+    def _with_others(self, command: str, config: RunConfig, run: Run) -> int:
+        assert self.process is not None
         self.broken = True  # until the job has ended well; processes of which some have failed cannot go on
-        self._jobs = self._jobs or processes_of_jobs(process)
+        self._jobs = self._jobs or processes_of_jobs(self.process, self.store)
         processes = next(self._jobs)
+        job = {"command": command, "config": to_container(config), "run": vars(run) | {"folder": str(run.folder)}}
         processes.post("job", job)
         status = _member(processes, command, config, run)
         self.broken = False
@@ -121,14 +133,14 @@ class MultiprocessRunner:
     def close(self) -> None:
         """Releases the launcher's processes, also if they never received a job."""
         if self.process is not None and not self.broken:
-            next(self._jobs or processes_of_jobs(self.process)).post("job", None)
+            next(self._jobs or processes_of_jobs(self.process, self.store)).post("job", None)
         destroy_group()
 
 
 def follow(process: ProcessRank) -> int:
     """Runs the main process's jobs in another process of a launcher, and prints only why it fails. Returns the exit status."""
     _silence()
-    status, hint = 0, str
+    status, hint, line = 0, str, None
     try:
         for processes in processes_of_jobs(process):
             try:
@@ -140,39 +152,16 @@ def follow(process: ProcessRank) -> int:
             command, config, run = _received(job)
             hint = run.hint
             status = max(status, _member(processes, command, config, run))
+    except KeyboardInterrupt:  # a terminal sends it to all processes
+        return 128 + signal.SIGINT
     except Exception as error:
-        get_error_handler().record_exception(error)  # which torchrun shows
-        time.sleep(GRACE)  # the launcher may end this process, because the main one has said the same
-        words = f"{type(error).__name__}: {error}".splitlines()[0]
-        print(f"holotrain: rank {process.rank} failed: {words}{hint()}", file=sys.stderr)
         status = 2 if isinstance(error, UserError) else 1
-    destroy_group()
+        line = f"holotrain: rank {process.rank} failed: {type(error).__name__}: {error}".splitlines()[0] + hint()
+    destroy_group()  # so that the others, whose collectives fail then, do not wait
+    if line:
+        time.sleep(GRACE)
+        print(line, file=sys.stderr)
     return status
-
-
-def work(job: dict[str, Any]) -> int:
-    """Runs a job in this process, one of several that :func:`launch` started. Returns the exit status."""
-    open_streams()
-    process = rank_from_environment()
-    assert process is not None  # `launch` sets the environment
-    if job["quiet"] or not process.is_main:
-        _silence()
-    quieten()
-    command, config, run = _received(job)
-    processes, attempt = next(processes_of_jobs(process)), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    if attempt and isinstance(config, FitConfig):
-        if process.is_main:
-            recover(run.last_checkpoint)
-        continues = config.resume or run.last_checkpoint.exists()
-        if continues and process.is_main:
-            restore(run.last_checkpoint)
-        if processes.agreed("continues", continues):
-            config = replace(config, resume=True, ckpt_path=None)
-        if process.is_main:
-            again = f"restart {attempt} of {config.trainer.max_restarts}"
-            origin = run.last_checkpoint if config.resume else "the start"
-            print(f"holotrain: a process failed; {again}, from {origin}", file=sys.stderr)
-    return _member(processes, command, config, run)
 
 
 def _member(processes: Processes, command: str, config: RunConfig, run: Run) -> int:
@@ -182,7 +171,7 @@ def _member(processes: Processes, command: str, config: RunConfig, run: Run) -> 
     processes.join(backend_of(trainer, device), device, trainer.timeout, run.folder, nccl_options(trainer))
     set_data_shard(*data_shard_of(trainer, processes.process))
     try:
-        with processes.mistakes_told():
+        with processes.first_failure_raised():
             status = _command(command, config, replace(run, processes=processes))
     finally:
         set_data_shard()

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -102,16 +102,9 @@ class Run:
         """The main process's value, in all processes. Plain containers only."""
         return value if self.processes is None else self.processes.agreed(name, value)
 
-    def once_a_machine(self, name: str, act: Callable[[], object]) -> None:
-        """Calls ``act`` in one process per machine, and after that in the others.
-
-        Raises:
-            UserError: ``act`` raised it on this machine.
-        """
-        if self.processes is None:
-            act()
-        else:
-            self.processes.once_a_machine(name, act)
+    def local_rank_zero_first(self, name: str) -> AbstractContextManager[None]:
+        """Runs the block in one process per machine, and after that in the others."""
+        return nullcontext() if self.processes is None else self.processes.local_rank_zero_first(name)
 
     def together(self, name: str) -> AbstractContextManager[None]:
         """What fails inside in one process fails in all of them with a UserError."""

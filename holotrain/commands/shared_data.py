@@ -25,7 +25,8 @@ def shared_data(stage: str, config: RunConfig, checkpoint: Path | None, run: Run
     with run.together("data"):
         data = build_data(config, tokenizer_for(config, checkpoint))
     with run.together("data are set up"):
-        run.once_a_machine("data are prepared", data.prepare_data)
+        with run.local_rank_zero_first("data are prepared"):
+            data.prepare_data()
         data.setup(stage)
     if run.processes is not None and isinstance(data, LoadingModule):  # a module of others may give each process a share
         _check_alike(data, run.processes)

@@ -154,10 +154,6 @@ def check_processes(config: RunConfig, process: ProcessRank | None) -> None:
     count = processes_of(trainer) if process is None else process.local_size
     if process is None and (trainer.num_nodes or 1) > 1:
         raise UserError(f"trainer.num_nodes={trainer.num_nodes}: start it with torchrun or srun on every machine")
-    if trainer.max_restarts and process is not None:
-        raise UserError("trainer.max_restarts: what started the processes must restart them: torchrun --max-restarts")
-    if trainer.max_restarts and count == 1:
-        raise UserError("trainer.max_restarts: needs several devices")
     if process is not None and (trainer.devices not in ("auto", count) or trainer.num_nodes not in (None, process.nodes)):
         machines = f" on each of {process.nodes} machines" if process.nodes > 1 else ""
         raise UserError(f"{named}: the launcher started {counted(count, 'process')}{machines}; use trainer.devices=auto")

@@ -231,7 +231,6 @@ def trainer_options(
     compression: Literal["none", "bf16", "fp16"] = "none",
     sharded_checkpoints: bool = False,
     timeout: float = 600.0,
-    max_restarts: int = 0,
 ) -> None:
     """Options of the trainer beside those of Lightning; they replace those with the same name.
 
@@ -259,12 +258,10 @@ def trainer_options(
         compression: ddp: the data type in which gradients are sent: none (their own), bf16 or fp16
         sharded_checkpoints: fsdp, tp: save a checkpoint as a folder with one part per process, instead of one file
         timeout: seconds after which a collective fails that another process does not join
-        max_restarts: how often all processes start again from the run's last checkpoint after one of them died
     """
     counts = {"devices": devices, "num_nodes": num_nodes, "tensor_parallel": tensor_parallel, "overlap": overlap}
     require_at_least(1, timeout=timeout, microbatches=microbatches, nccl_max_ctas=nccl_max_ctas, **counts)
     require_at_least(2, pipeline_stages=pipeline_stages)
-    require_at_least(0, max_restarts=max_restarts)
     alone, several = strategy == "single", "use trainer=ddp, fsdp, tp or pipeline"
     in_parts = sharded_checkpoints and strategy not in ("fsdp", "tp")
     mistakes = {
@@ -272,7 +269,6 @@ def trainer_options(
         f"num_nodes: needs several processes; {several}": alone and (num_nodes or 1) > 1,
         f"nccl_max_ctas: needs several processes; {several}": alone and nccl_max_ctas,
         f"nccl_high_priority: needs several processes; {several}": alone and nccl_high_priority,
-        f"max_restarts: needs several processes; {several}": alone and max_restarts,
         f"compression={compression}: needs trainer=ddp": strategy != "ddp" and compression != "none",
         "tensor_parallel: needs trainer=tp": strategy != "tp" and tensor_parallel,
         "overlap: needs trainer=tp": strategy != "tp" and overlap != "auto",

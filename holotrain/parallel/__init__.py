@@ -1,7 +1,7 @@
 """Several processes: how they start and find each other, and Lightning's strategies for them.
 
 rank           ProcessRank: rank and size of this process
-launch         starts the processes of one machine, with torch.distributed.elastic
+launch         starts the processes of one machine, with Lightning's launcher
 process_group  Processes: messages between the processes of a job, and their process group
 strategies     DDP, and FSDP2 with tensor parallel; clipping of gradients over a mesh
 stages         pipelines: each process has some of the blocks

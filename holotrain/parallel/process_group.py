@@ -6,7 +6,8 @@ import gc
 import json
 import os
 import re
-from collections.abc import Callable, Generator, Iterator
+import traceback
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
@@ -27,11 +28,13 @@ PATIENCE = timedelta(seconds=120)
 FOREVER = timedelta(days=365)
 """Some messages take as long as a training; a process that waits for one is ended by the launcher if the sender dies."""
 
+ERRORS = {kind.__name__: kind for kind in (MachineFailure, UserError, RuntimeError)}
+
 
 class Processes:
     """
     Args:
-        process: place of this process.
+        process: rank of this process.
         store: a store of this job alone.
     """
 
@@ -54,26 +57,20 @@ class Processes:
             return value
         return self.read(name)
 
-    def once_a_machine(self, name: str, act: Callable[[], object]) -> None:
-        """Calls ``act`` in one process per machine, and after that in the others.
-
-        Raises:
-            UserError: a mistake in the first of them.
-            RuntimeError: another error in the first of them.
-        """
+    @contextmanager
+    def local_rank_zero_first(self, name: str) -> Generator[None]:
+        """Runs the block in one process per machine, and after that in the others. These fail if the first one did."""
         name = f"{name}/{self.process.node}"
-        if self.process.local_rank == 0:
-            try:
-                act()
-            except Exception as error:
-                kind = type(error).__name__  # a mistake is that of all processes of the machine
-                self.post(name, [kind, str(error)] if kind in KINDS else told(error, self.process.rank))
-                raise
-            self.post(name, None)
-        elif failed := self.read(name):
-            raise KINDS[failed[0]](failed[1])
-        else:
-            act()
+        if self.process.local_rank:
+            _raise(self.read(name))
+            yield
+            return
+        try:
+            yield
+        except Exception as error:
+            self.post(name, self._described(error))
+            raise
+        self.post(name, None)
 
     @contextmanager
     def together(self, name: str) -> Generator[None]:
@@ -86,10 +83,9 @@ class Processes:
         try:
             yield
         except Exception as error:
-            self._first_failure(name, told(error, self.process.rank))
+            self._first_failure(name, self._described(error))
             raise
-        if failed := self._first_failure(name, None):
-            raise KINDS[failed[0]](failed[1])
+        _raise(self._first_failure(name, None))
 
     def _first_failure(self, name: str, own: list[str] | None) -> list[str] | None:
         """The main process asks all others, unless it has failed itself; each of those asks the main one alone."""
@@ -102,27 +98,31 @@ class Processes:
         return failed
 
     @contextmanager
-    def mistakes_told(self) -> Generator[None]:
-        """A mistake in one process takes the place of the errors that others have because it is gone.
-
-        Raises:
-            UserError: raised inside, here or in another process.
-        """
+    def first_failure_raised(self) -> Generator[None]:
+        """The first error of any process takes the place of those that others have because it is gone."""
         try:
             yield
-        except UserError as mistake:
-            self.post("mistake", told(mistake, self.process.rank))
-            raise
         except Exception as error:
-            if not self._posted("mistake"):
-                raise
-            kind, words = self.read("mistake")
-            raise KINDS[kind](words) from error
+            first = None
+            with suppress(RuntimeError):  # the store's process may have ended
+                if self.store.check(["failure"]):
+                    first = self.read("failure")
+                else:
+                    self.post("failure", self._described(error))
+                    if not isinstance(error, UserError) and not self.process.is_main:
+                        traceback.print_exc()
+            if first and not isinstance(error, UserError):
+                raise ERRORS[first[0]](first[1]) from error
+            raise
 
-    def _posted(self, name: str) -> bool:
-        with suppress(RuntimeError):  # the store's process may have ended
-            return self.store.check([name])
-        return False
+    def _described(self, error: Exception) -> list[str]:
+        """The kind of an error, and a line that names this process. A file that a process lacks is a mistake."""
+        kind, text = type(error).__name__, str(error)
+        if isinstance(error, OSError):
+            kind = "UserError"
+        elif not isinstance(error, UserError):
+            kind, text = "RuntimeError", f"{kind}: {error}".splitlines()[0]
+        return [kind, text if re.search(r"\brank \d+", text) else f"rank {self.process.rank}: {text}"]
 
     def join(
         self,
@@ -143,6 +143,7 @@ class Processes:
         os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "1")
         os.environ["TORCH_FR_DUMP_TEMP_FILE"] = os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = f"{folder}/flight_recorder_"
         self.timeout = timedelta(seconds=timeout)
+        self.wait_for_all("begun", PATIENCE)  # starting takes longer than a short timeout
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(
@@ -157,23 +158,18 @@ class Processes:
 
     def leave(self) -> None:
         """Destroys the process group, when all processes call this: a connection may still carry another one's last message."""
-        self.post(f"through/{self.process.rank}", True)
         with suppress(dist.DistNetworkError):  # the main process, which may host the store, has finished
-            self.store.wait([f"through/{rank}" for rank in range(self.process.size)], self.timeout)
+            self.wait_for_all("through", self.timeout)
         destroy_group()
 
+    def wait_for_all(self, name: str, timeout: timedelta) -> None:
+        self.post(f"{name}/{self.process.rank}", True)
+        self.store.wait([f"{name}/{rank}" for rank in range(self.process.size)], timeout)
 
-KINDS = {kind.__name__: kind for kind in (MachineFailure, UserError, RuntimeError)}
-"""What processes tell each other of: what the machine did, mistakes, defects."""
 
-
-def told(error: Exception, rank: int) -> list[str]:
-    """The kind of an error and a line that says whose it is, for other processes. A file that a process lacks is a mistake."""
-    kind = MachineFailure if isinstance(error, MachineFailure) else UserError
-    said = str(error)
-    if not isinstance(error, UserError | OSError):
-        kind, said = RuntimeError, f"{type(error).__name__}: {error}".splitlines()[0]
-    return [kind.__name__, said if re.search(r"\brank \d+", said) else f"rank {rank}: {said}"]
+def _raise(failure: list[str] | None) -> None:
+    if failure:
+        raise ERRORS[failure[0]](failure[1])
 
 
 def destroy_group() -> None:
@@ -185,14 +181,17 @@ def destroy_group() -> None:
     gc.collect()
 
 
-def processes_of_jobs(process: ProcessRank) -> Iterator[Processes]:
-    """One for each job of the processes that a launcher started; its environment variables say where they meet.
+def processes_of_jobs(process: ProcessRank, store: Store | None = None) -> Iterator[Processes]:
+    """One for each job of the processes that a launcher started.
+
+    Args:
+        store: where they meet; None: its environment variables say where.
 
     Raises:
         UserError: the main process cannot be reached, or its port is in use.
     """
     try:
-        store = next(rendezvous("env://", timeout=PATIENCE))[0]
+        store = store or next(rendezvous("env://", timeout=PATIENCE))[0]
     except RuntimeError as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise UserError(f"rank {process.rank} cannot meet the others at {where}: {str(error).splitlines()[0]}") from error

@@ -1,4 +1,4 @@
-"""Rank and size of this process, from torchrun, srun or :func:`holotrain.parallel.launch.launch`."""
+"""Rank and size of this process, from torchrun, srun or Lightning's launcher."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ class ProcessRank:
 
 
 def rank_from_environment(environment: MutableMapping[str, str] | None = None) -> ProcessRank | None:
-    """The place in the environment variables; None for a single process. Sets torchrun's variables from those of srun.
+    """The rank in the environment variables; None for a single process. Sets torchrun's variables from those of srun.
 
     Raises:
         UserError: the launcher's variables are not valid.
     """
     environment = os.environ if environment is None else environment  # now: another package may have replaced it
     try:
-        torchrun = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys()
-        if not torchrun and {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"} <= environment.keys():
+        if not {"WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+            if not {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"} <= environment.keys():
+                return None
             environment.update(_of_slurm(environment))
-        elif not torchrun:
-            return None
         if (size := int(environment.get("WORLD_SIZE", 1))) == 1:
             return None
-        rank, local_rank, port = (int(environment[name]) for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"))
+        environment.setdefault("RANK", environment["LOCAL_RANK"])  # Lightning's launcher sets none
+        rank, local_rank = int(environment["RANK"]), int(environment["LOCAL_RANK"])
         local_size = int(environment.get("LOCAL_WORLD_SIZE", size))
     except ValueError as error:
         raise UserError(f"the launcher's environment variables are not numbers: {error}") from error
     # Waiting for a process that does not exist takes long.
-    if not (0 <= rank < size and 0 <= local_rank < local_size <= size and 0 < port < 2**16):
+    if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
         raise UserError(
             f"the launcher's environment variables are not valid: RANK={rank} WORLD_SIZE={size} LOCAL_RANK={local_rank} "
-            f"LOCAL_WORLD_SIZE={local_size} MASTER_PORT={port}"
+            f"LOCAL_WORLD_SIZE={local_size}"
         )
     if size % local_size:
         raise UserError(f"the launcher started {size} processes; each machine must have the same number")

@@ -54,7 +54,7 @@ CASES = [
     ("text", "writing", 2, "SIGKILL"),
     ("sweep", "writing", 3, "SIGKILL", "job=0"),
     ("sweep", "backward", 4, "SIGTERM", "job=0"),
-    ("two processes", "validation", 2, "SIGINT SIGINT", "rank=0 to=parent"),
+    ("two processes", "validation", 2, "SIGINT SIGINT", "rank=1 to=parent"),
 ]
 MORE = [
     ("images", "built", 1, "SIGINT SIGINT"),
@@ -87,7 +87,7 @@ MORE = [
     ("two processes", "writing", 3, "SIGKILL", "rank=0"),
     ("two processes", "backward", 3, "SIGKILL", "rank=1"),
     ("two processes", "backward", 4, "SIGTERM", "rank=1 to=parent"),
-    ("two processes", "setup", 1, "SIGINT", "rank=0 to=parent"),
+    ("two processes", "setup", 1, "SIGINT", "rank=1 to=parent"),
 ]
 """The rest, for the long tests."""
 

@@ -70,15 +70,6 @@ def test_a_data_worker_that_is_killed_while_it_hands_a_batch_over(tmp_path):
         raise ConnectionResetError(104, "Connection reset by peer")
 
 
-@distributed
-@pytest.mark.slow
-def test_processes_start_again_after_the_death_of_a_data_worker(tmp_path):
-    words = [*TWO, "logger=none", "trainer.max_restarts=1", "data.num_workers=1"]
-    process = fit_apart(tmp_path, *WORDS, *words, *happening("killed", rank=1))
-    assert process.wait(200) == 0, (tmp_path / "errors").read_text()
-    assert summary(tmp_path / "run")["steps"] == 6
-
-
 @pytest.mark.parametrize("logger", ["tensorboard", slow("csv"), slow("none")])
 @pytest.mark.parametrize("what", ["renamed", slow("removed")])
 def test_a_folder_that_is_renamed_or_removed(tmp_path, what, logger):

@@ -179,8 +179,6 @@ TABLES = {
         ("trainer=pipeline trainer.pipeline_stages=1", "pipeline_stages: must be at least 2, not 1"),
         ("trainer=pipeline synthesis=associative", "trainer=pipeline divides them; use trainer=ddp"),
         ("trainer=fsdp trainer.precision=16-mixed", "trainer=fsdp has no gradient scaling"),
-        ("trainer.max_restarts=1", "trainer.max_restarts: needs several processes"),
-        ("trainer=ddp trainer.max_restarts=1", "trainer.max_restarts: needs several devices"),
         ("trainer=ddp trainer.timeout=0", "trainer.timeout: must be at least 1, not 0"),
         ("trainer=tp trainer.overlap=null trainer.signals=true", "trainer.signals: needs trainer=tp and trainer.overlap"),
         ("trainer=tp trainer.devices=2 trainer.signals=true", "trainer.signals: needs NVIDIA GPUs"),

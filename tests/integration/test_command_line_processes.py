@@ -16,7 +16,7 @@ import torch.distributed
 from compared import assert_close, assert_equal
 from covering import long, slow
 from forked import Forked
-from gloo_pair import by_forks, free_port, statuses_of
+from gloo_pair import by_forks, statuses_of
 from left_by_runs import assert_same_weights, only, summary, weights
 from made_once import made_once
 from torch.nn import functional
@@ -111,11 +111,10 @@ FEW_BITS_WORK = {
 def done_by_two_ranks(folder: Path, commands: dict[str, list[str]], expected: list[int]) -> None:
     """Has all command lines done by two processes in ``folder``; each leaves there what it saw and said."""
     write_text(folder / "text")
-    work, port = [], 15000 + os.getpid() % 9000
+    work = []
     for name, words in commands.items():
-        port = free_port(*range(port + 1, 25000))  # none that the system gives to whoever asks for any
         run = "hydra.sweep.dir" if "-m" in words else "hydra.run.dir"
-        work.append((name, port, ["fit", *words, f"{run}=did_{'signalled' if name == 'resumed' else name}"]))
+        work.append((name, ["fit", *words, f"{run}=did_{'signalled' if name == 'resumed' else name}"]))
     script = Path(__file__).with_name("two_ranks.py")
 
     def start(rank: int) -> Forked:
@@ -291,7 +290,9 @@ def test_another_process_reports_the_death_of_the_main_process(left):
     folder, (_, one) = left
     assert one["statuses"]["killed"] == 1
     mistake, said = (folder / "errors_1").read_text().splitlines()
-    assert mistake.startswith("holotrain: rank 1 failed: UserError: data.files: ")  # no launcher has ended it for rank 0's
+    assert mistake.startswith(
+        "holotrain: rank 1 failed: UserError: rank 0: data.files: "
+    )  # no launcher has ended it for rank 0's
     assert said.startswith("holotrain: rank 1 failed: ") and said.endswith(
         "fit resume=true hydra.run.dir=did_killed test=false"
     )

@@ -1,7 +1,6 @@
 """Two processes whose data differ, or of which one has a mistake in its data: both say so in one line, before they train."""
 
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -89,20 +88,6 @@ def test_a_mistake_in_the_data_of_one_process_ends_both(tmp_path):
     write_texts(tmp_path / "0")
     (tmp_path / "1").mkdir()
     assert_said(by_two_machines(tmp_path, *TEXT), "data.files: ")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "line"),
-    [
-        ("fewer", "data: rank 1 has other data than rank 0; classes: 9 in rank 1, 10 in rank 0"),
-        ("mistake", "(rank 1: )?give other data"),
-        ("missing", r"rank 1: \[Errno 2\] No such file or directory: 'none.txt'"),
-    ],
-)
-def test_started_processes_are_refused_alike(holotrain, what, line):
-    words = [*SHARED, "trainer.devices=2", "hydra.run.dir=run", "data._target_=unlike_ranks.Unlike", f"+data.what={what}"]
-    assert re.fullmatch(f"holotrain: {line}\n", holotrain.refused("fit", *words))
 
 
 @pytest.mark.slow

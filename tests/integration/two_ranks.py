@@ -2,7 +2,7 @@
 
     python two_ranks.py RANK WORK RESULTS
 
-Not a test by itself: test_command_line_processes.py starts it twice. WORK is JSON: a name, a port and a command line each;
+Not a test by itself: test_command_line_processes.py starts it twice. WORK is JSON: a name and a command line each;
 the one called "killed" is rank 0's last.
 """
 
@@ -11,9 +11,11 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
+from gloo_pair import free_port
 from torch.distributed.tensor import DTensor
 
 from holotrain.callbacks import ExactResume
@@ -62,15 +64,25 @@ def alike(parameter: torch.Tensor) -> bytes | None:
     return parameter.detach().numpy().tobytes()
 
 
-def variables(name: str, port: int) -> dict[str, str]:
+def port_of(name: str) -> str:
+    """A free port, which rank 0 chooses when the command line begins."""
+    chosen = Path(f"port_{name}")
+    if RANK == 0:
+        Path("port").write_text(str(free_port()))
+        Path("port").rename(chosen)
+    while not chosen.exists():
+        time.sleep(0.01)
+    return chosen.read_text()
+
+
+def variables(name: str) -> dict[str, str]:
     """Environment variables from the launcher."""
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port_of(name)}
     if name != "images_ddp_reversible":
-        mine = {"RANK": str(RANK), "LOCAL_RANK": str(RANK)}
-        return mine | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    mine = {"SLURM_PROCID": str(RANK), "SLURM_LOCALID": str(RANK), "SLURM_JOB_NAME": "holotrain"}
-    return mine | {
+        return where | {"RANK": str(RANK), "LOCAL_RANK": str(RANK), "WORLD_SIZE": "2"}
+    return where | {
+        "SLURM_PROCID": str(RANK), "SLURM_LOCALID": str(RANK), "SLURM_JOB_NAME": "holotrain", "SLURM_JOB_ID": "7",
         "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_JOB_ID": str(70000 + port - 15000),  # the port is derived from it
     }  # fmt: skip
 
 
@@ -80,10 +92,10 @@ if __name__ == "__main__":
     work, results = json.loads(sys.argv[2]), Path(sys.argv[3])
     found_here = {"statuses": {}, "seen": Witness.seen}
     told: set[str] = set()
-    for Witness.job, port, words in work:
+    for Witness.job, words in work:
         for name in told:
             del os.environ[name]
-        os.environ |= (given := variables(Witness.job, port))
+        os.environ |= (given := variables(Witness.job))
         told = set(given)
         found_here["statuses"][Witness.job] = main(words)
         results.write_text(json.dumps(found_here))
