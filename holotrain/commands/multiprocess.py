@@ -30,12 +30,10 @@ from holotrain.config.build_trainer import (
     nccl_options,
     processes_of,
 )
-from holotrain.config.checkpointed import restore
 from holotrain.config.command_options import FitConfig, RunConfig
 from holotrain.config.structured import structured, to_container
 from holotrain.data.sampler import set_data_shard
 from holotrain.errors import UserError
-from holotrain.models.checkpoint_files import recover
 from holotrain.parallel.launch import GRACE, ProcessFailed, launch
 from holotrain.parallel.process_group import Processes, destroy_group, processes_of_jobs
 from holotrain.parallel.rank import ProcessRank, rank_from_environment
@@ -73,12 +71,10 @@ class MultiprocessRunner:
     def _run(self, command: str, config: RunConfig, run: Run) -> int:
         if isinstance(config, FitConfig):
             _require_text(run.folder.absolute())
-            recover(run.last_checkpoint)
             if config.resume:
                 if words := ended(config.trainer, run.folder):
                     console.print(words)
                     return 0
-                restore(run.last_checkpoint)
             elif run.last_checkpoint.exists() or completed(run.folder) is not None:
                 raise UserError(f"{run.folder} already holds a run; give another folder, or continue that run with resume=true")
         alone = config.trainer.strategy == "single" or command not in MULTIPROCESS_COMMANDS
@@ -161,11 +157,7 @@ def work(job: dict[str, Any]) -> int:
     command, config, run = _received(job)
     processes, attempt = next(processes_of_jobs(process)), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if attempt and isinstance(config, FitConfig):
-        if process.is_main:
-            recover(run.last_checkpoint)
         continues = config.resume or run.last_checkpoint.exists()
-        if continues and process.is_main:
-            restore(run.last_checkpoint)
         if processes.agreed("continues", continues):
             config = replace(config, resume=True, ckpt_path=None)
         if process.is_main:

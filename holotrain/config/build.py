@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from holotrain import data as datasets
 from holotrain.callbacks import SynthesisCallback
-from holotrain.config.command_options import PlanConfig, RunConfig
+from holotrain.config.command_options import RunConfig
 from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import (
@@ -43,7 +43,7 @@ from holotrain.errors import UserError, naming_group
 from holotrain.models import compile_blocks
 from holotrain.models.adapters import PEFT, add_adapters, add_peft, freeze
 from holotrain.models.block_schedules import schedule_blocks, set_backward, set_tile
-from holotrain.models.building import allocated, bounded
+from holotrain.models.building import limited
 from holotrain.models.checkpoint_files import read_weights
 from holotrain.models.foreign import Foreign
 from holotrain.models.pretrained import load_pretrained
@@ -121,7 +121,7 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
     """
     assert config.model is not None
     backward = config.backward
-    with naming_group("model"), allocated():
+    with naming_group("model"), limited():
         chosen = replace(config.model, arguments=model_arguments(config, facts))
         model = OBJECT_GROUPS["model"].make("model", chosen, nn.Module)
     try:
@@ -218,8 +218,8 @@ def check_values(config: RunConfig) -> None:
 
 
 def _on_meta(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
-    """The model, without memory for its weights, unless it is too large for this machine (of a plan: for any)."""
-    with torch.device("meta"), naming_group("model"), bounded(any_machine=isinstance(config, PlanConfig)):
+    """The model, without memory for its weights."""
+    with torch.device("meta"):
         return build_model(config, facts)
 
 
@@ -301,7 +301,7 @@ def prepare_weights(model: nn.Module, config: ObjectConfig, read: bool) -> None:
         with naming_group("model.pretrained"):
             print(load_pretrained(model, read_weights(config.pretrained)), file=sys.stderr)
     with naming_group("model"):
-        with bounded():
+        with limited():
             with_adapters(model, config.adapters)
         if config.trained != "all" and not isinstance(config.adapters, dict):  # peft has frozen the others
             freeze(model, config.trained)
