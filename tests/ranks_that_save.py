@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_leaves_with_path
 
+from holotrain.checkpoints.distributed import CheckpointFiles, ShardedCheckpoints
 from holotrain.models.checkpoint_files import numbered, read
 from holotrain.models.gpt import RevGPT
 from holotrain.models.vit import RevViT
-from holotrain.parallel.checkpoints import CheckpointFiles, ShardedCheckpoints
 from holotrain.parallel.strategies import shard, tensor_parallel
 from holotrain.tasks.optimizer_functions import adamw, muon
 

@@ -10,16 +10,14 @@ classifiers         Predictions and ConfusionMatrix: what a classifier says of i
 samples             Samples: texts of a causal language model
 drawing             pictures and texts for each kind of logger
 trace               TraceProfiler: a few batches as a trace for Perfetto, with their memory
-exact_resume        ExactResume: random states and more that Lightning leaves out of checkpoints; stops after whole steps only
-exact_checkpoint    ExactCheckpoint, BestCheckpoint: checkpoints for exact resumption; WeightAverage: of the weights
 interrupt           SaveOnSignal: saves a checkpoint before a signal ends the training, in all processes at the same batch
 epoch_log           EpochLog: one line per epoch; progress: bar or lines
+
+Those that save and resume are in :mod:`holotrain.checkpoints`.
 """
 
 from holotrain.callbacks.classifiers import ConfusionMatrix, Predictions
 from holotrain.callbacks.epoch_log import EpochLog, progress
-from holotrain.callbacks.exact_checkpoint import BestCheckpoint, ExactCheckpoint, WeightAverage, last_checkpoint
-from holotrain.callbacks.exact_resume import ExactResume
 from holotrain.callbacks.interrupt import Interrupted, SaveOnSignal
 from holotrain.callbacks.memory import MemoryMonitor
 from holotrain.callbacks.model_monitors import DriftMonitor, ErrorDiffusionMonitor, PaddingMonitor
@@ -28,6 +26,8 @@ from holotrain.callbacks.samples import Samples
 from holotrain.callbacks.synthesis_callback import SynthesisCallback
 from holotrain.callbacks.throughput import ThroughputMonitor, peak_flops, training_flops
 from holotrain.callbacks.trace import TraceProfiler
+from holotrain.checkpoints.exact_resume import ExactResume
+from holotrain.checkpoints.saving import BestCheckpoint, ExactCheckpoint, WeightAverage, last_checkpoint
 
 __all__ = [
     "BestCheckpoint",

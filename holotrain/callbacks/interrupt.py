@@ -16,8 +16,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from holotrain.callbacks.exact_resume import gradients_pending, validation_follows
-from holotrain.callbacks.monitor import has_peers
+from holotrain.checkpoints.exact_resume import gradients_pending, has_peers, validation_follows
 
 
 class Interrupted(Exception):

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from holotrain.callbacks.monitor import Monitor, has_peers, log_scalars
+from holotrain.callbacks.monitor import Monitor, log_scalars
+from holotrain.checkpoints.exact_resume import has_peers
 from holotrain.optimizers.low_bit import parts_of
 from holotrain.planning.tracker import AllocationTracker
 from holotrain.planning.training_step import state_of

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 
 from holotrain.numeric import require_at_least
 from holotrain.reversible import GraphedStep
@@ -43,17 +42,6 @@ def log_scalars(trainer: pl.Trainer, scalars: Mapping[str, float], step: int) ->
         logger.log_metrics(dict(scalars), step=step)
 
 
-def has_peers() -> bool:
-    """Whether this process has joined others."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 def replays(pl_module: pl.LightningModule) -> bool:
     """Whether the training step is the replay of a CUDA graph, which runs no hooks of Python's."""
     return any(isinstance(value, GraphedStep) for value in vars(pl_module).values())
-
-
-def shard_of(trainer: pl.Trainer) -> tuple[int, int]:
-    """Index and number of shards of the data. Processes that share a model, by layers or in stages, read the same shard."""
-    sampling = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {"rank": 0, "num_replicas": 1}
-    return sampling["rank"], sampling["num_replicas"]

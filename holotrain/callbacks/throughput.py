@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from holotrain.callbacks.monitor import Monitor, log_scalars, shard_of
+from holotrain.callbacks.monitor import Monitor, log_scalars
+from holotrain.checkpoints.exact_resume import shard_of
 from holotrain.clock import Clock
 
 

@@ -17,11 +17,11 @@ from holotrain.config.option_groups import HUGGING_FACE, TEXT, is_a, takes
 from holotrain.data.tokenizers import tokenizer_text
 from holotrain.errors import UserError, as_user_error
 from holotrain.models import building, saved
-from holotrain.models.building import bounded
+from holotrain.models.building import limited
 from holotrain.models.checkpoint_files import warn_of_non_finite
 from holotrain.models.huggingface_files import tokenizer_of
 from holotrain.models.int8 import is_quantised, quantise
-from holotrain.models.plain_tensors import kind_of
+from holotrain.models.plain_tensors import require_same
 from holotrain.numeric import counted
 from holotrain.targets import TARGET, first_line, targets
 from holotrain.tasks.task import model_of
@@ -142,7 +142,7 @@ def _built(
         )
     try:
         model = building.build(described["target"], described["arguments"], trust, vouched, weights)
-        with bounded(weights):
+        with limited():
             with_adapters(model, (kept["config"]["model"] or {}).get("adapters", 0))
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise UserError(f"ckpt_path: {path} describes no model that can be built: {first_line(error)}") from error
@@ -235,8 +235,7 @@ def check_continuable(task: pl.LightningModule, config: FitConfig, path: Path, p
 
 def check_weights(module: nn.Module, weights: dict[str, Any], path: Path) -> None:
     """Raises a UserError that names the first of the weights whose name, shape or kind of numbers does not match."""
-    expected = module.state_dict()
-    for name in [*expected, *weights]:
-        here, there = (kind_of(tensors, name) for tensors in (expected, weights))
-        if here != there:
-            raise UserError(f"ckpt_path: {path} holds another model: {name} is {there} there and {here} in this one")
+    try:
+        require_same(module.state_dict(), weights)
+    except ValueError as error:
+        raise UserError(f"ckpt_path: {path} holds another model: {error}") from error

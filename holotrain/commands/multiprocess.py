@@ -31,12 +31,10 @@ from holotrain.config.build_trainer import (
     nccl_options,
     processes_of,
 )
-from holotrain.config.checkpointed import restore
 from holotrain.config.command_options import FitConfig, RunConfig
 from holotrain.config.structured import structured, to_container
 from holotrain.data.sampler import set_data_shard
 from holotrain.errors import UserError
-from holotrain.models.checkpoint_files import recover
 from holotrain.parallel.launch import ProcessDied, started_processes
 from holotrain.parallel.process_group import Processes, destroy_group, processes_of_jobs
 from holotrain.parallel.rank import ProcessRank, rank_from_environment
@@ -77,7 +75,6 @@ class MultiprocessRunner:
     def _run(self, command: str, config: RunConfig, run: Run) -> int:
         if isinstance(config, FitConfig):
             _require_text(run.folder.absolute())
-            recover(run.last_checkpoint)
             if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and run.last_checkpoint.exists():
                 print(f"holotrain: torchrun started again, from {run.last_checkpoint}", file=sys.stderr)
                 config = replace(config, resume=True, ckpt_path=None)
@@ -85,7 +82,6 @@ class MultiprocessRunner:
                 if words := ended(config.trainer, run.folder):
                     console.print(words)
                     return 0
-                restore(run.last_checkpoint)
             elif run.last_checkpoint.exists() or completed(run.folder) is not None:
                 raise UserError(f"{run.folder} already holds a run; give another folder, or continue that run with resume=true")
         alone = config.trainer.strategy == "single" or command not in MULTIPROCESS_COMMANDS

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from holotrain.callbacks.exact_resume import KEY
+from holotrain.checkpoints.exact_resume import KEY
 from holotrain.config import checkpointed
 from holotrain.errors import UserError
 from holotrain.optimizers.restored import MOST_COUNTED, require_like

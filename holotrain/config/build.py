@@ -40,7 +40,7 @@ from holotrain.errors import UserError, as_user_error
 from holotrain.models import compile_blocks
 from holotrain.models.adapters import PEFT, add_adapters, add_peft, freeze
 from holotrain.models.block_schedules import schedule_blocks, set_backward, set_tile
-from holotrain.models.building import allocated, bounded
+from holotrain.models.building import limited
 from holotrain.models.checkpoint_files import read_weights
 from holotrain.models.external import ExternalModel
 from holotrain.models.pretrained import load_pretrained
@@ -116,7 +116,7 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
     """
     assert config.model is not None
     backward = config.backward
-    with as_user_error("model"), allocated():
+    with as_user_error("model"), limited():
         chosen = replace(config.model, arguments=model_arguments(config, facts))
         model = OBJECT_GROUPS["model"].make("model", chosen, nn.Module)
     try:
@@ -215,8 +215,8 @@ def check_values(config: RunConfig) -> None:
 
 
 def _on_meta(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
-    """The model, without memory for its weights, unless it is too large for this machine (of a plan: for any)."""
-    with torch.device("meta"), as_user_error("model"), bounded(any_machine=isinstance(config, PlanConfig)):
+    """The model, without memory for its weights."""
+    with torch.device("meta"):
         return build_model(config, facts)
 
 
@@ -302,7 +302,7 @@ def prepare_weights(model: nn.Module, config: ObjectConfig, read: bool) -> None:
         with as_user_error("model.pretrained"):
             print(load_pretrained(model, read_weights(config.pretrained)), file=sys.stderr)
     with as_user_error("model"):
-        with bounded():
+        with limited():
             with_adapters(model, config.adapters)
         if config.trained != "all" and not isinstance(config.adapters, dict):  # peft has frozen the others
             freeze(model, config.trained)

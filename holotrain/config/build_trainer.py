@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from holotrain.callbacks import TraceProfiler
+from holotrain.checkpoints.distributed import CheckpointFiles
 from holotrain.config.command_options import RunConfig
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import TRAINER_OPTIONS
@@ -27,7 +28,6 @@ from holotrain.errors import UserError, as_user_error
 from holotrain.models.division import TensorParallelError, division
 from holotrain.numeric import counted
 from holotrain.overlap import Tuner
-from holotrain.parallel.checkpoints import CheckpointFiles
 from holotrain.parallel.rank import ProcessRank
 from holotrain.parallel.stages import Pipeline, check_stages, equal_parts
 from holotrain.parallel.strategies import DataParallel, Sharding, overlapped

@@ -5,9 +5,7 @@ A checkpoint is a file that anybody may have written, so all of it is checked be
 
 import itertools
 import re
-import sys
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -92,53 +90,12 @@ def load(path: Path) -> dict[str, Any]:
     try:
         checkpoint = checkpoint_files.load(path)
     except ValueError as error:
-        other = _sound_beside(path)
-        raise UserError(f"ckpt_path: {error}" + (f"; {other} is sound" if other else "")) from error
+        raise UserError(f"ckpt_path: {error}") from error
     if not isinstance(checkpoint, dict) or KEY not in checkpoint:
         raise UserError(f"ckpt_path: {path} was not written by holotrain: it holds no configuration of a run")
     if "state_dict" not in checkpoint:
         raise UserError(f"ckpt_path: {path} holds no weights")
     return _described(checkpoint, path)
-
-
-def undamaged(path: Path) -> Path:
-    """The checkpoint from which the run of this one continues: the furthest sound one beside it, if it is damaged itself."""
-    try:
-        checkpoint_files.load(path)
-    except ValueError:
-        return _sound_beside(path) or path
-    return path
-
-
-def restore(path: Path) -> None:
-    """Replaces the last checkpoint of a run, if it is damaged, by a copy of the furthest sound one beside it, and says so.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    if not path.exists():
-        return
-    try:
-        checkpoint_files.load(path)
-    except ValueError as damage:
-        if (other := _sound_beside(path)) is None:
-            return
-        print(f"holotrain: {damage}; continuing from {other}", file=sys.stderr)
-        try:
-            checkpoint_files.copy(other, path)
-        except OSError as error:
-            raise UserError(f"{path} cannot be written: {error}") from error
-
-
-def _sound_beside(path: Path) -> Path | None:
-    """The furthest checkpoint in the same folder from which a training can continue; a copy may have any time."""
-    steps = {}
-    for other in sorted(other for other in path.parent.glob("*.ckpt") if other.is_file() or other.is_dir()):
-        with suppress(ValueError):
-            held = checkpoint_files.load(other) if other != path else None
-            if isinstance(held, dict) and {KEY, *STATE} <= held.keys() and type(held["global_step"]) is int:
-                steps[other] = held["global_step"]
-    return max(steps, key=steps.__getitem__, default=None)
 
 
 def weights(path: Path) -> dict[str, Any]:

@@ -121,9 +121,6 @@ def without_replaced_options(plain: dict[str, Any], kept: dict[str, Any], overri
 
 def _checkpoint_path(arguments: Arguments) -> Path | None:
     if arguments.resume:
-        from holotrain.config.checkpointed import undamaged
-        from holotrain.models.checkpoint_files import CHECKPOINT, begun
-
         folder = arguments.value("hydra.run.dir")
         if folder is None:
             folder = run_folder(arguments.command, arguments.value("output_dir") or "runs", True)
@@ -131,13 +128,11 @@ def _checkpoint_path(arguments: Arguments) -> Path | None:
             if later := max((other for other in others if not (other / LAST_CHECKPOINT).exists()), default=None):
                 print(f"holotrain: resume=true: continuing {folder}; {later} is later, but has no checkpoint", file=sys.stderr)
         path = Path(folder).expanduser() / LAST_CHECKPOINT
-        if not path.exists() and (begun(path) / CHECKPOINT).is_file():
-            path = begun(path)  # which the run renames as soon as it is alone in its folder
         if not path.exists():
             words = f"{folder} has no checkpoint, because the run ended before it saved one"
             words = words if Path(folder).expanduser().is_dir() else f"there is no folder {folder}"
             raise UserError(f"resume=true: {words}; to start it from the beginning, leave out resume=true")
-        return undamaged(path)
+        return path
     given = arguments.value("ckpt_path")
     if given in (None, "null", ""):
         return None

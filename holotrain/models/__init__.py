@@ -11,7 +11,7 @@ Of other libraries: external (the base class, and timm), huggingface (huggingfac
 Parts of the models: layers
 
 What can be done with a model:
-building          make one by the name of its class, within the memory there is
+building          make one by the name of its class
 pretrained        load published weights: a table of names for each family
 checkpoint_files  read a checkpoint or weights, a file or a folder of several processes, and find whether it is damaged
 plain_tensors     which tensors a file may hold

@@ -1,26 +1,20 @@
-"""Makes a model by the full name of its class, if its weights fit into the memory of this machine and are those of its file."""
+"""Makes a model by the full name of its class."""
 
 from collections.abc import Collection, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_parameter_registration_hook
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from holotrain.numeric import in_words
-from holotrain.planning.planner import free_memory
 from holotrain.targets import TARGET, instantiate, is_defined_in, missing_package, targets
 
 SPARE = 1000
-"""Parameters, and numbers in them, that a class may make and replace while it is built, beside as many as it keeps."""
+"""Numbers that the parameters of a model may have beyond twice those of its file."""
 
 MOST_TENSORS = 20_000
 """Parameters that a model may have, counted as tensors: many times those of any model, and few enough to be counted soon."""
-
-COUNTED = 2000
-"""Parameters that are counted on the meta device, where they take no memory, to tell the whole size."""
 
 
 @contextmanager
@@ -39,46 +33,26 @@ def allocated() -> Generator[None]:
 
 
 @contextmanager
-def bounded(weights: Mapping[str, Tensor] | None = None, any_machine: bool = False) -> Generator[None]:
-    """Within it, the making of a module ends as soon as it has more than ``MOST_TENSORS`` parameters, or its parameters and
-    buffers exceed the free memory of this machine. A tensor in several places counts once.
-
-    Args:
-        weights: those that the module is to hold; it is not to have more parameters than them either.
-        any_machine: it may need more memory than this machine has.
+def limited() -> Generator[None]:
+    """Within it, making a module fails as soon as it has more than ``MOST_TENSORS`` parameters.
 
     Raises:
-        ValueError: it has more, or needs more memory.
+        ValueError: it has more, or an allocation on the CPU failed.
     """
-    memory, taken, tensors, numbers = None if any_machine else free_memory("cpu"), 0, 0, 0
-    seen = WeakTensorKeyDictionary()
-    of_file = 0 if weights is None else sum(tensor.numel() for tensor in weights.values())
+    tensors = 0
 
-    def require_memory(more: str) -> None:
-        if memory is not None and taken > memory:
-            raise ValueError(f"its weights take {in_words(taken)}{more}, and this machine has {in_words(memory)} left")
-
-    def measure(module: nn.Module, name: str, tensor: Tensor | None) -> None:
-        nonlocal taken, tensors, numbers
-        if tensor is None or tensor in seen:
-            return
-        seen[tensor] = None
-        taken += tensor.nbytes
-        if isinstance(tensor, nn.Parameter):
-            tensors, numbers = tensors + 1, numbers + tensor.numel()
-        if weights is not None and (tensors > 2 * len(weights) + SPARE or numbers > 2 * of_file + SPARE):
-            raise ValueError(f"it has more parameters than the {len(weights)} tensors of its weights")
+    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal tensors
+        tensors += 1
         if tensors > MOST_TENSORS:
             raise ValueError(f"it has more than {MOST_TENSORS} tensors of parameters; give it fewer blocks")
-        if tensors > COUNTED or not tensor.is_meta:
-            require_memory(" or more")
 
-    with ExitStack() as stack:
-        stack.enter_context(allocated())
-        for register in (register_module_parameter_registration_hook, register_module_buffer_registration_hook):
-            stack.callback(register(measure).remove)
-        yield
-        require_memory("")
+    hook = register_module_parameter_registration_hook(count)
+    try:
+        with allocated():
+            yield
+    finally:
+        hook.remove()
 
 
 def build(
@@ -95,11 +69,10 @@ def build(
         arguments: those of the class; a mapping with ``_target_`` among them stands for what it names.
         trust: packages whose own classes and functions may be called, in addition to holotrain's models.
         vouched: pairs of a place, as :func:`~holotrain.targets.targets` gives it, and a name that may be called there.
-        weights: those that it is to hold; what is larger is not built.
+        weights: those that it is to hold; a model of holotrain's that is much larger is not built.
 
     Raises:
-        ValueError: a class that is not trusted or does not exist, invalid arguments, or a model that is too large for this
-            machine.
+        ValueError: a class that is not trusted or does not exist, invalid arguments, or a model that is too large.
     """
     named = {TARGET: target, **arguments}
     for where, each in targets(named):
@@ -109,10 +82,12 @@ def build(
             raise ValueError(f"{each} is needed, and {missing}")
         if (where, each) not in vouched and not _is_ours(each) and not is_defined_in(each, trust):
             raise ValueError(f"{each} is not a model of holotrain; to trust its package, pass trust={each.partition('.')[0]!r}")
-    if _is_ours(target):  # others may need the values of tensors
-        with torch.device("meta"), bounded(weights):
-            instantiate(named)
-    with bounded(weights):
+    if weights is not None and _is_ours(target):  # others may need the values of tensors
+        with torch.device("meta"), limited():
+            parameters = sum(parameter.numel() for parameter in instantiate(named).parameters())
+        if parameters > 2 * sum(tensor.numel() for tensor in weights.values()) + SPARE:
+            raise ValueError("it has more parameters than its weights")
+    with limited():
         model = instantiate(named)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{target} is not a torch.nn.Module; calling it gives {type(model).__name__}")

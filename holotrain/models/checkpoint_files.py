@@ -3,8 +3,8 @@
 A folder has ``checkpoint.pt``, in which the model's and the optimizer's tensors are meta tensors (shape and dtype), and
 ``tensors-<n>/``, the safetensors files that torch.distributed.checkpoint (DCP) writes and reads. No file can run code.
 
-Every byte that counts is under a checksum, and is compared with it before anything is read: torch.save writes a CRC-32 of each
-record, which torch.load (2.15) does not look at; those of the tensors' files are in checkpoint.pt.
+torch.save writes a CRC-32 of each record, which torch.load (2.15) does not compare; it is compared here. A safetensors file
+that is cut short does not match its header.
 """
 
 from __future__ import annotations
@@ -13,19 +13,16 @@ import re
 import shutil
 import warnings
 import zipfile
-import zlib
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import KeyPath, tree_leaves, tree_leaves_with_path, tree_map_with_path
 
-from holotrain.files import is_inside, read_json, replacing, require_shallow
+from holotrain.files import is_inside, read_json, require_shallow
 from holotrain.models.plain_tensors import named, require_plain
 
 CHECKPOINT = "checkpoint.pt"
@@ -33,13 +30,9 @@ CHECKPOINT = "checkpoint.pt"
 TENSORS = "tensors"
 """Key of the name of the tensors' folder in checkpoint.pt."""
 
-CHECKSUMS = "checksums"
-"""Key of the CRC-32 of each file of tensors, by its name."""
-
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 IN_A_FOLDER = (WEIGHTS, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
-CONFIG, CHECKSUM = "config.json", "crc32"
-"""Where a file beside model.safetensors may hold its checksum, eight hexadecimal digits. Other programs write none."""
+CONFIG = "config.json"
 WITHIN = ("state_dict", "model")
 """Keys of the weights in checkpoints that hold more: Lightning and ours; DeiT, Swin."""
 
@@ -62,15 +55,9 @@ def remove_tensors(folder: Path, but: str | None = None) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def begun(path: Path) -> Path:
+def partial(path: Path) -> Path:
     """The temporary name of a checkpoint's folder, until its first checkpoint is complete."""
     return path.with_name(f".{path.name}.partial")
-
-
-def recover(path: Path) -> None:
-    """Renames a complete checkpoint whose process was killed just before it renamed it."""
-    if not path.exists() and (begun(path) / CHECKPOINT).is_file():
-        begun(path).rename(path)
 
 
 def written(path: Path) -> int | None:
@@ -79,33 +66,8 @@ def written(path: Path) -> int | None:
     return file.stat().st_mtime_ns if file.exists() else None
 
 
-def copy(path: Path, to: Path) -> None:
-    """Puts a copy of a checkpoint in the place of another; whoever is killed meanwhile leaves one of them.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    if path.is_dir():
-        shutil.rmtree(begun(to), ignore_errors=True)
-        try:
-            shutil.copytree(path, begun(to))
-        except OSError:
-            shutil.rmtree(begun(to), ignore_errors=True)
-            raise
-        shutil.rmtree(to) if to.is_dir() else to.unlink(missing_ok=True)
-        recover(to)
-        return
-    file = to / CHECKPOINT if to.is_dir() else to
-    with replacing(file, alone=True) as temporary:
-        shutil.copyfile(path, temporary)
-    if to.is_dir():
-        remove_tensors(to)
-
-
 def load(path: str | Path) -> Any:
     """Reads a checkpoint on the CPU; a file's tensors are mapped into memory, those of a folder stay meta tensors.
-
-    The checksums of a process group's folder are compared by all its processes, each with some of the files.
 
     Raises:
         ValueError: the checkpoint is damaged or incomplete, or holds tensors that are not plain.
@@ -117,87 +79,51 @@ def load(path: str | Path) -> Any:
     if not file.is_file():  # a pipe would wait for a writer, and a device may never end
         raise ValueError(f"{file} is neither a file nor a folder")
     try:
-        flaw = _unchanged(_flaw, file)
-        held = None if flaw else _loaded(file, mmap=True)
-        require_shallow(held)
+        damage = find_damage(file)
+        checkpoint = None if damage else _torch_load(file, mmap=True)
+        require_shallow(checkpoint)
     except Exception as error:  # zipfile and torch raise many kinds of errors for damaged files
         raise ValueError(f"{file} is not a readable checkpoint: it is damaged, truncated or another kind of file") from error
-    if flaw:
-        raise damaged(file, flaw)
-    require_plain(held, file, meta=True)
-    entries = held if isinstance(held, dict) else {}
-    if CHECKSUMS in entries or any(map(_is_meta, tree_leaves(held))):
-        folder = entries.get(TENSORS)
-        if folder not in [found.name for found in numbered(path).values()]:
-            raise ValueError(f"{file} needs the folder {str(folder)!r} of its tensors, which is missing")
-        if CHECKSUMS not in entries:
-            raise ValueError(f"{file} holds no checksums of its tensors")
-        try:
-            _check_parts(
-                path / str(folder), entries[CHECKSUMS], sum(leaf.nbytes for leaf in tree_leaves(held) if _is_meta(leaf))
-            )
-        except OSError as error:
-            raise ValueError(f"cannot read {path / str(folder)} ({error.strerror or error})") from error
-    return held
+    if damage:
+        raise ValueError(f"{file} is damaged ({damage})")
+    require_plain(checkpoint, file, meta=True)
+    if any(map(_is_meta, tree_leaves(checkpoint))):
+        folder = _tensor_folder(checkpoint, path)
+        claimed = sum(leaf.nbytes for leaf in tree_leaves(checkpoint) if _is_meta(leaf))
+        stored = sum(part.stat().st_size for part in folder.iterdir() if is_inside(folder, part))
+        if claimed > stored:
+            raise ValueError(f"{folder} does not have all tensors of the checkpoint: they claim {claimed} bytes of {stored}")
+    return checkpoint
 
 
-def _loaded(file: Path, mmap: bool = False) -> Any:
+def _tensor_folder(checkpoint: Any, path: Path) -> Path:
+    name = checkpoint.get(TENSORS) if isinstance(checkpoint, dict) else None
+    for folder in numbered(path).values():
+        if folder.name == name:
+            return folder
+    raise ValueError(f"{path} needs the folder {str(name)!r} of its tensors, which is missing")
+
+
+def _torch_load(file: Path, mmap: bool = False) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kinds of tensors that are refused
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
 
 
-def damaged(file: Path, flaw: str = "its checksum differs") -> ValueError:
-    return ValueError(f"{file} is damaged ({flaw})")
-
-
-def checksum(file: Path) -> int:
-    """The CRC-32 of a file's content."""
-    total = 0
-    with file.open("rb") as content:
-        while block := content.read(2**20):
-            total = zlib.crc32(block, total)
-    return total
-
-
-def _flaw(file: Path) -> str | None:
-    with zipfile.ZipFile(file) as held:
-        records = held.infolist()
-        if sum(record.file_size for record in records) > file.stat().st_size:
-            return "it claims to hold more than its size"  # torch compresses nothing; this could be without end
-        without = not any(record.CRC for record in records)  # set_crc32_options(False)
-        return None if without or held.testzip() is None else "its checksum differs"
-
-
-def _check_parts(folder: Path, checksums: Any, claimed: int) -> None:
-    if not isinstance(checksums, dict) or not all(
-        isinstance(name, str) and Path(name).name == name and isinstance(value, int) for name, value in checksums.items()
-    ):
-        raise ValueError(f"{folder.parent / CHECKPOINT} is damaged: it has no names of files where their checksums are")
-    for name in checksums:
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder} does not have all tensors of the checkpoint: {name} is missing")
-    if claimed > (there := sum((folder / name).stat().st_size for name in checksums)):
-        raise ValueError(f"{folder.parent / CHECKPOINT} is damaged: its tensors claim {claimed} bytes and have {there}")
-    names = sorted(checksums)
-    if dist.is_available() and dist.is_initialized():
-        names = names[dist.get_rank() :: dist.get_world_size()]
-    with ThreadPoolExecutor() as threads:
-        found = threads.map(lambda name: _unchanged(checksum, folder / name), names)
-        for name, here in zip(names, found, strict=True):
-            if here != checksums[name]:
-                raise damaged(folder / name)
-
-
-def _unchanged(look: Callable[[Path], Any], file: Path) -> Any:
-    """What a function finds in a file, which it reads only once while the file does not change."""
+def find_damage(file: Path) -> str | None:
+    """How the content of a zip file differs from its checksums; None: it does not. An unchanged file is read only once."""
     stat = file.stat()
-    return _looked(look, file, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return _find_damage(file, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
 
 
 @lru_cache
-def _looked(look: Callable[[Path], Any], file: Path, version: tuple[int, ...]) -> Any:
-    return look(file)
+def _find_damage(file: Path, version: tuple[int, ...]) -> str | None:
+    with zipfile.ZipFile(file) as container:
+        records = container.infolist()
+        if sum(record.file_size for record in records) > file.stat().st_size:
+            return "it claims to hold more than its size"  # torch compresses nothing; this could be without end
+        without = not any(record.CRC for record in records)  # set_crc32_options(False)
+        return None if without or container.testzip() is None else "its checksum differs"
 
 
 def read(path: str | Path, only: Iterable[str] | None = None, like: Mapping[KeyPath, Tensor] | None = None) -> Any:
@@ -212,7 +138,7 @@ def read(path: str | Path, only: Iterable[str] | None = None, like: Mapping[KeyP
         ValueError: the checkpoint is damaged or incomplete.
     """
     held, like = load(path), like or {}
-    folder, _ = (held.pop(key, None) if isinstance(held, dict) else None for key in (TENSORS, CHECKSUMS))
+    folder = held.pop(TENSORS, None) if isinstance(held, dict) else None
     if only is not None:
         held = {key: held[key] for key in only if key in held}
     wanted = {keys: leaf for keys, leaf in tree_leaves_with_path(held) if _is_meta(leaf)}
@@ -303,14 +229,9 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     try:
-        recorded = _recorded_checksum(path)
-        sound = recorded is None or recorded == f"{checksum(path):08x}"
-        weights = load_file(path) if sound else {}
+        return load_file(path)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a readable safetensors file; it is damaged, truncated or of another kind") from error
-    if not sound:
-        raise damaged(path)
-    return weights
 
 
 def save_tensors(
@@ -331,15 +252,6 @@ def save_tensors(
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, to or path, metadata)
     except SafetensorError as error:  # which is no OSError, whatever the system said
         raise ValueError(f"cannot write {path} ({error})") from error
-
-
-def _recorded_checksum(path: Path) -> Any:
-    """The checksum of the weights in a folder; None: there is none."""
-    try:
-        config = read_json(path.parent / CONFIG) if path.name == WEIGHTS else None
-    except (OSError, ValueError):  # not there, or no configuration
-        return None
-    return config.get(CHECKSUM) if isinstance(config, dict) else None
 
 
 def _sharded(path: Path) -> dict[str, Tensor]:
@@ -364,9 +276,9 @@ def _shards(path: Path) -> list[str]:
 
 def _torch_file(path: Path) -> dict[str, Tensor]:
     try:
-        if zipfile.is_zipfile(path) and (flaw := _unchanged(_flaw, path)):
-            raise damaged(path, flaw)
-        held = _loaded(path)
+        if zipfile.is_zipfile(path) and (damage := find_damage(path)):
+            raise ValueError(damage)
+        held = _torch_load(path)
     except Exception as error:  # zipfile and torch raise many kinds of exceptions for damaged files
         raise ValueError(f"{path} cannot be read as weights: it is damaged, or holds more than tensors") from error
     return _weights(held, path)

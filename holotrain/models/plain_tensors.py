@@ -58,8 +58,22 @@ def _flaw(tensor: Tensor, meta: bool) -> str | None:
     return f"claims {claimed} bytes and has {stored}" if claimed > stored else None  # a stride of 0 shows one number many times
 
 
-def kind_of(tensors: Mapping[str, Any], name: str) -> str:
-    """The shape of one of the tensors, and its dtype unless it is floating-point, whose width may differ; for comparisons."""
+def require_same(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """
+    Args:
+        expected: a model's ``state_dict``.
+        weights: what is to be loaded into it.
+
+    Raises:
+        ValueError: a name, a shape or the dtype differs; floating-point dtypes may have another width.
+    """
+    for name in [*expected, *weights]:
+        here, there = (_kind_of(tensors, name) for tensors in (expected, weights))
+        if here != there:
+            raise ValueError(f"{name} is {there}, not {here}")
+
+
+def _kind_of(tensors: Mapping[str, Any], name: str) -> str:
     if name not in tensors:
         return "missing"
     tensor = tensors[name]

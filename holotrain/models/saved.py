@@ -1,7 +1,7 @@
 """A model in a folder, to be used without the run that made it: ``holotrain.load(folder)``.
 
-``model.safetensors`` holds the tensors, ``config.json`` what they are of and the checksum of that file, which is compared when
-it is read, ``tokenizer.json`` the words of a model of text. Nothing in them is a program.
+``model.safetensors`` holds the tensors, ``config.json`` the class and its arguments, ``tokenizer.json`` the tokenizer of a
+model of text. Nothing in them is a program.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from holotrain.files import read_json, replacing
 from holotrain.models.adapters import adapter_width, add_adapters
-from holotrain.models.building import bounded, build
-from holotrain.models.checkpoint_files import CHECKSUM, CONFIG, WEIGHTS, checksum, read_weights, save_tensors
+from holotrain.models.building import build, limited
+from holotrain.models.checkpoint_files import CONFIG, WEIGHTS, read_weights, save_tensors
 from holotrain.models.int8 import is_quantised, packed, quantise, unpacked
-from holotrain.models.plain_tensors import kind_of
+from holotrain.models.plain_tensors import require_same
 from holotrain.reversible import ReversibleSequence
 from holotrain.targets import first_line
 
@@ -62,7 +62,6 @@ def save(
     with ExitStack() as files:  # which puts all in their places at the end
         at = {name: files.enter_context(replacing(folder / name, alone=True)) for name in (CONFIG, WEIGHTS)}
         save_tensors(unpacked(model.state_dict()), folder / WEIGHTS, at[WEIGHTS])
-        config[CHECKSUM] = f"{checksum(at[WEIGHTS]):08x}"
         at[CONFIG].write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         at[WEIGHTS].chmod(at[CONFIG].stat().st_mode)  # safetensors would keep it from other users
         if tokenizer is None:
@@ -86,24 +85,22 @@ def load(folder: str | Path, trust: Collection[str] = (), vouched: Collection[tu
     try:
         model = build(config["target"], config["arguments"], trust, vouched, weights)
         if config["adapters"] is not None:
-            with bounded(weights):
+            with limited():
                 add_adapters(model, config["adapters"])
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"{folder / CONFIG} describes no model that can be built: {first_line(error)}") from error
     if config["int8"]:
         quantise(model)
-    expected = unpacked(model.state_dict())
-    for name in [*expected, *weights]:
-        here, there = (kind_of(tensors, name) for tensors in (expected, weights))
-        if here != there:
-            raise ValueError(f"{folder / WEIGHTS} and {CONFIG} are of different models: {name} is {there}, not {here}")
+    try:
+        require_same(unpacked(model.state_dict()), weights)
+    except ValueError as error:
+        raise ValueError(f"{folder / WEIGHTS} and {CONFIG} are of different models: {error}") from error
     model.load_state_dict(packed(weights) if config["int8"] else weights)
     return model.eval()
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """What ``config.json`` says: ``format``, ``target``, ``arguments``, ``int8``, ``adapters`` (width or None), the extra,
-    ``crc32`` of the weights.
+    """What ``config.json`` says: ``format``, ``target``, ``arguments``, ``int8``, ``adapters`` (width or None), and the extra.
 
     Raises:
         ValueError: it is missing or damaged, or was written by another version.

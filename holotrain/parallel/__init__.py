@@ -5,7 +5,6 @@ launch         starts the processes of one machine, with Lightning's launcher
 process_group  Processes: messages between the processes of a job, and their process group
 strategies     DDP, and FSDP2 with tensor parallel; clipping of gradients over a mesh
 stages         pipelines: each process has some of the blocks
-checkpoints    sharded checkpoints: written by each process, read by all strategies
 
 Nothing is imported here, because the command line needs its rank before it imports torch.
 """

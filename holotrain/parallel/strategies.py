@@ -24,13 +24,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from holotrain.checkpoints.distributed import ShardedCheckpoints
 from holotrain.models.division import division
 from holotrain.models.layers.attention import Attention
 from holotrain.models.layers.blocks import ResidualBlock
 from holotrain.models.mvit import Transition
 from holotrain.overlap import OverlappedColwise, OverlappedRowwise
 from holotrain.overlap.groups import Grouping
-from holotrain.parallel.checkpoints import ShardedCheckpoints
 from holotrain.reversible import ReversibleBlock
 
 HOOKS = {"none": None, "bf16": bf16_compress_hook, "fp16": fp16_compress_hook}

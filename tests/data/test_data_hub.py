@@ -18,7 +18,7 @@ from PIL import ExifTags, Image
 from resumed_loaders import same, stream
 
 from holotrain.callbacks import ExactResume
-from holotrain.callbacks.exact_resume import KEY
+from holotrain.checkpoints.exact_resume import KEY
 from holotrain.data import HubImages, HubText, hub
 from holotrain.data.decoding import upright
 from holotrain.data.sampler import set_data_shard

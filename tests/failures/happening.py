@@ -8,7 +8,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import psutil
 
-from holotrain.parallel import checkpoints
+from holotrain.checkpoints import distributed as checkpoints
 
 
 class Happening(pl.Callback):

@@ -8,7 +8,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import Strategy
 
-from holotrain.parallel import checkpoints
+from holotrain.checkpoints import distributed as checkpoints
 
 APART = 0.05
 """Seconds between signals: another process receives two of a kind that come at once as one."""

@@ -125,7 +125,7 @@ TABLES = {
         ("synthesis=associative", "synthesis: an error diffusion network has no Linear layers"),
         ("compile=true", "compile: an error diffusion network has no blocks"),
         ("optimizer=muon", "optimizer=muon: an error diffusion network has no blocks"),
-        ("data=fake data.image_size=2048 data.num_classes=9000", "model: its weights take 52.73 TiB, and this machine has"),
+        ("data=fake data.image_size=2048 data.num_classes=9000", "model: its weights do not fit into memory"),
         ("task.clamp_signs=true", "task.clamp_signs: model.rule=kaneko never changes a sign"),
     ],
     "fit optimizer.in_backward=true trainer.gradient_clip_val=null": [

@@ -333,22 +333,6 @@ def test_shards_of_a_snapshot_of_the_hub_are_read(tmp_path):
     assert_equal(read_weights(snapshot), {"a": torch.ones(2)})
 
 
-def test_the_checksum_is_computed_if_one_is_recorded(tmp_path, monkeypatch):
-    """A pipe in the place of what may record it is not waited for."""
-    path = written(tmp_path, {"a": torch.ones(2)}, "safetensors")
-
-    def failing(file):
-        raise OSError("Input/output error")
-
-    monkeypatch.setattr("holotrain.models.checkpoint_files.checksum", failing)
-    os.mkfifo(tmp_path / "config.json")
-    assert read_weights(path)["a"].tolist() == [1, 1]
-    (tmp_path / "config.json").unlink()
-    (tmp_path / "config.json").write_text('{"crc32": "00000000"}')
-    with pytest.raises(ValueError, match="is not a readable safetensors file"):
-        read_weights(path)
-
-
 class Program:
     """What must not run when a file is read."""
 

@@ -1,9 +1,7 @@
 """Saved models come back as they were, from files that hold no program; exported programs give the same outputs."""
 
 import json
-import random
 import struct
-import zlib
 from itertools import product
 
 import pytest
@@ -16,7 +14,6 @@ from torch import nn
 import holotrain
 from holotrain.models.adapters import add_adapters
 from holotrain.models.building import build
-from holotrain.models.checkpoint_files import read_weights
 from holotrain.models.int8 import is_quantised, quantise, storage_bytes
 from holotrain.models.saved import export_onnx, export_program, load, read_config, save
 
@@ -96,7 +93,7 @@ def test_files_hold_plain_numbers_and_texts(tmp_path):
     assert (tmp_path / "tokenizer.json").read_text(encoding="utf-8") == '{"words": "ä"}'
     assert read_config(tmp_path) == {
         "license": "mine", "format": 2, "target": "holotrain.models.RevGPT", "arguments": arguments,
-        "int8": True, "adapters": None, "crc32": f"{zlib.crc32(content):08x}",
+        "int8": True, "adapters": None,
     }  # fmt: skip
 
 
@@ -130,7 +127,7 @@ def cut(name, length):
     [
         (lambda folder: (folder / "config.json").unlink(), "holds no saved model: there is no config.json in it"),
         (lambda folder: (folder / "model.safetensors").unlink(), "there is no file .*model.safetensors"),
-        (cut("model.safetensors", 5000), r"model.safetensors is damaged \(its checksum differs\)"),
+        (cut("model.safetensors", 5000), "model.safetensors is not a readable safetensors file; it is damaged"),
         (cut("config.json", 30), "config.json is damaged, or of another program"),
         (lambda folder: (folder / "config.json").write_text('{"format": 2}'), "damaged, or of another program"),
         (changed_config(arguments=[3]), "damaged, or of another program: arguments is of another type"),
@@ -152,25 +149,6 @@ def test_damage_is_refused_in_one_line(tmp_path, change, message):
     with pytest.raises(ValueError, match=message) as refusal:
         load(tmp_path)
     assert "\n" not in str(refusal.value) and str(tmp_path) in str(refusal.value)
-
-
-def test_a_flipped_bit_in_the_weights_is_refused(tmp_path):
-    saved_in(tmp_path, "RevViT")
-    sound = (tmp_path / "model.safetensors").read_bytes()
-    for bit in random.Random(0).sample(range(8 * len(sound)), 20):
-        content = bytearray(sound)
-        content[bit // 8] ^= 1 << bit % 8
-        (tmp_path / "model.safetensors").write_bytes(content)
-        for read in (load, read_weights):
-            with pytest.raises(ValueError, match=r"model.safetensors is damaged \(its checksum differs\)$"):
-                read(tmp_path)
-
-
-def test_weights_without_a_checksum_are_read(tmp_path):
-    """As those of another program."""
-    model = saved_in(tmp_path, "RevViT")
-    changed_config(crc32=None)(tmp_path)
-    assert_equal(load(tmp_path).head.weight, model.head.weight)
 
 
 @torch.no_grad()

@@ -6,9 +6,9 @@ processes: an optimizer's state has the numbers of parameters, as in one process
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -19,17 +19,14 @@ import torch.distributed.checkpoint as dcp
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.futures import Future
 from torch.optim import Optimizer
 from torch.utils._pytree import KeyPath, tree_leaves_with_path, tree_map_only, tree_map_with_path
 
@@ -37,17 +34,14 @@ from holotrain.errors import UserError, as_user_error
 from holotrain.files import replacing
 from holotrain.models.checkpoint_files import (
     CHECKPOINT,
-    CHECKSUMS,
     TENSORS,
-    begun,
     cause,
-    checksum,
     is_folder,
     load,
     named,
     numbered,
+    partial,
     read,
-    recover,
     remove_tensors,
 )
 from holotrain.optimizers import CombinedOptimizer
@@ -58,18 +52,13 @@ IN_PARTS = ("state_dict", "optimizer_states")
 
 
 class CheckpointFiles(TorchCheckpointIO):
-    """Lightning's checkpoint I/O for all strategies, which also reads folders.
-
-    A file that replaces a folder is written into it, because a file cannot replace a folder atomically.
-    """
+    """Lightning's checkpoint I/O for all strategies, which also reads folders."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         path = Path(path)
         with write_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write(checkpoint, path / CHECKPOINT if path.is_dir() else path)
-        if path.is_dir():
-            remove_tensors(path)
+            write(checkpoint, path)
 
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
         with as_user_error("ckpt_path"):
@@ -177,6 +166,8 @@ def write(checkpoint: dict[str, Any], path: Path) -> None:
     """Writes a file atomically. (Lightning 2.6 copies it from another folder, which may be on another file system.)"""
     with replacing(path, alone=True) as temporary, temporary.open("wb") as file:  # its errors give reasons, unlike torch's
         torch.save(checkpoint, file)
+        if path.is_dir():  # of a run that continues with one process
+            shutil.rmtree(path)
 
 
 @contextmanager
@@ -202,34 +193,15 @@ class Copies(dcp.DefaultSavePlanner):
         return super().transform_object(write_item, object).clone()
 
 
-class WithChecksums(dcp.HuggingFaceStorageWriter):
-    """Reads what each process has written, before any is told that all is written.
-
-    Attributes:
-        checksums: in the first process, the CRC-32 of each file by its name.
-    """
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        written = super().write_data(plan, planner).wait()
-        found = {name: checksum(Path(self.path) / name) for name in {each.storage_data.relative_path for each in written}}
-        results: Future[list[WriteResult]] = Future()
-        results.set_result([replace(each, storage_data=found) for each in written])
-        return results
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        self.checksums = {name: value for of in results for each in of for name, value in each.storage_data.items()}
-
-
 def save_in_parts(checkpoint: dict[str, Any], path: Path) -> None:
     """Writes a checkpoint into a folder, from all processes: each writes its parts of the tensors, the first one the rest.
 
-    An existing checkpoint stays valid until the new one is complete. (Except for a moment when the folder replaces a file:
-    :func:`~holotrain.models.checkpoint_files.recover` repairs that.)
+    An existing folder stays valid until the new checkpoint is complete. A file is removed just before the folder gets its name.
 
     Args:
         path: the path of the first process is used.
     """
-    folder = path if path.is_dir() else begun(path)
+    folder = path if path.is_dir() else partial(path)
     agreed = [(folder, f"{TENSORS}-{max(numbered(folder), default=0) + 1}")]
     dist.broadcast_object_list(agreed, src=0)
     folder, name = agreed[0]
@@ -243,12 +215,12 @@ def save_in_parts(checkpoint: dict[str, Any], path: Path) -> None:
 
     rest = checkpoint | tree_map_with_path(take, {key: checkpoint[key] for key in IN_PARTS if key in checkpoint})
     with write_errors(path):
-        writer = WithChecksums(str(folder / name), save_distributed=True)
+        writer = dcp.HuggingFaceStorageWriter(str(folder / name), save_distributed=True)
         dcp.save(tensors, storage_writer=writer, planner=Copies(flatten_state_dict=False, flatten_sharded_tensors=False))
         if dist.get_rank() != 0:
             return
-        write(rest | {TENSORS: name, CHECKSUMS: writer.checksums}, folder / CHECKPOINT)
+        write(rest | {TENSORS: name}, folder / CHECKPOINT)
         remove_tensors(folder, but=name)
         if folder != path:
             path.unlink(missing_ok=True)
-            recover(path)
+            folder.rename(path)

@@ -11,7 +11,6 @@ from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
 from lightning.pytorch.loops.loop import _Loop as Loop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
 
-from holotrain.callbacks.monitor import has_peers, shard_of
 from holotrain.numeric import mixed_seed
 from holotrain.optimizers.restored import Fresh
 from holotrain.reversible import stacks_in
@@ -118,6 +117,17 @@ def _end_epoch(loop: FitLoop) -> None:
         missing = epoch.current.processed - epoch.current.completed  # ty: ignore[missing-attribute]
         for count in (epoch.current, epoch.total):
             count.completed += missing
+
+
+def has_peers() -> bool:
+    """Whether this process has joined others."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def shard_of(trainer: pl.Trainer) -> tuple[int, int]:
+    """Index and number of shards of the data. Processes that share a model, by layers or in stages, read the same shard."""
+    sampling = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {"rank": 0, "num_replicas": 1}
+    return sampling["rank"], sampling["num_replicas"]
 
 
 def _of_all_ranks(state: dict[str, Any]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
-from holotrain.callbacks.exact_resume import gradients_pending, validation_follows, wait_for_whole_steps
+from holotrain.checkpoints.exact_resume import gradients_pending, validation_follows, wait_for_whole_steps
 from holotrain.models.checkpoint_files import written
 from holotrain.numeric import require_at_least, require_within
 

@@ -1,0 +1,13 @@
+"""Checkpoints: saved whole or not at all, and resumed bit for bit on any number of processes.
+
+saving        ExactCheckpoint, BestCheckpoint: where training can continue exactly; WeightAverage: of the weights
+exact_resume  ExactResume: random states and more that Lightning leaves out of checkpoints; stops after whole steps only
+distributed   CheckpointFiles and ShardedCheckpoints: Lightning's checkpoint I/O, and the strategy that writes with DCP
+
+:mod:`holotrain.models.checkpoint_files` reads checkpoints, because models start from them too.
+"""
+
+from holotrain.checkpoints.exact_resume import ExactResume
+from holotrain.checkpoints.saving import BestCheckpoint, ExactCheckpoint, WeightAverage, last_checkpoint
+
+__all__ = ["BestCheckpoint", "ExactCheckpoint", "ExactResume", "WeightAverage", "last_checkpoint"]
