@@ -120,7 +120,7 @@ def cached(rows: Callable[[], Iterable[dict[str, Any]]], features: dict[str, Any
     """
     from datasets import Dataset, Features
 
-    with library_errors("the text"):
+    with library_errors(f"the text or its cache; if {cache} is damaged, delete it"):
         found = Dataset.from_generator(rows, Features(features), cache_dir=str(cache), fingerprint=key)
         found.data.validate(full=True)  # else a damaged offset is followed out of the file
     return found

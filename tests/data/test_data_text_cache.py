@@ -189,3 +189,12 @@ def test_a_damaged_file_of_tokens_is_made_again(folder, damage):
     for path in (folder.parent / "cache").glob("tokens-*.arrow"):
         damage(path)
     assert tokens(prepared(folder)) == expected
+
+
+def test_a_damaged_tokenizer_is_refused_in_one_line(folder):
+    options = {"tokenizer": "bpe", "vocab_size": 270}
+    prepared(folder, **options)
+    (path,) = (folder.parent / "cache/generator").rglob("*.arrow")
+    cut(path)
+    with pytest.raises(UserError, match=r"^data: cannot read the text or its cache; if .*cache is damaged, delete it \(.*\)$"):
+        prepared(folder, **options)
