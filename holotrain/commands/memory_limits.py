@@ -43,6 +43,8 @@ from holotrain.planning import (
 from holotrain.planning.memory_plan import largest_batch, least_memory, smallest
 from holotrain.targets import TARGET
 
+LOWER_PRECISION = {"64-true": "32-true", "32-true": "bf16-mixed"}
+
 
 def chosen(
     config: Config,
@@ -94,7 +96,7 @@ def chosen(
                     variant, choice = choose_variant(planner, variants, budget)
                 except TooSmall:
                     say("  it does not fit; planning what would ...")
-                    less = f"; {what_fits(config, data, planner, variants, budget)}"
+                    less = f"; {_what_fits(config, data, planner, variants, budget)}"
                     raise
             say(f"  {described(choice, budget, '' if variant is None else variant.options)}")
             if variant is not None:
@@ -114,16 +116,37 @@ def chosen(
     return config, planned
 
 
-def what_fits(config: Config, data: pl.LightningDataModule, planner: Planner, variants: Sequence[Variant], budget: int) -> str:
-    """What helps a training that does not fit under ``backward=auto``, as text: overrides with which it fits, or what it needs
-    with others."""
+def proposals(
+    config: Config,
+    data: pl.LightningDataModule,
+    planner: Planner,
+    variants: Sequence[Variant],
+    budget: int,
+    plan: Plan | None = None,
+) -> tuple[list[str], dict[str, int]]:
+    """What helps a training that does not fit, all of it planned.
+
+    Args:
+        planner, variants: of the training.
+        plan: of the training, where its schedules are configured; None: ``backward=auto`` chooses them.
+
+    Returns:
+        overrides with which it fits; if there are none, overrides with which it needs less, and the bytes that it then needs.
+    """
+    found, needs = [], {}
     with suppress(Unplannable, OutOfMemory), as_out_of_memory():
-        fitting = list(_fitting(config, data, planner, variants, budget))
-        if not fitting:
-            needs = _needs(config, data, planner.device, smallest(planner, variants)[1])
-            fitting = [words for words, need in needs.items() if need <= budget]
-        if fitting:
-            return f"it fits with {', or with '.join(fitting)}"
+        found = list(_fitting(config, data, planner, variants, budget)) if plan is None else remedies(config, plan)
+        if not found:
+            needs = _needs(config, data, planner, variants)
+            found = [words for words, need in needs.items() if need <= budget]
+    return found, {} if found else needs
+
+
+def _what_fits(config: Config, data: pl.LightningDataModule, planner: Planner, variants: Sequence[Variant], budget: int) -> str:
+    found, needs = proposals(config, data, planner, variants, budget)
+    if found:
+        return f"it fits with {', or with '.join(found)}"
+    if needs:
         return "; ".join(f"with {words} it needs {in_words(need, up=True)}" for words, need in needs.items())
     return "nothing else could be planned"
 
@@ -148,43 +171,43 @@ def _fitting(
 
 
 def _least(config: Config, data: pl.LightningDataModule, planner: Planner) -> int:
-    """Bytes that a training needs at least, as it is or as a variant that may be chosen."""
+    """Bytes that a training needs with its schedules; if these are to be chosen, at least, also as a variant."""
+    if planner.backward is not None:
+        return planner.footprint(planner.backward).bound
     return smallest(planner, variants_of(config, data, planner, config.backward.inexact))[1]
 
 
-def _needs(config: Config, data: pl.LightningDataModule, device: str, usual: int) -> dict[str, int]:
-    """Overrides with which a training needs less than the usual bytes, and the bytes that it then needs."""
-    lower = {"64-true": "32-true", "32-true": "bf16-mixed"}.get(config.trainer.precision)
-    others, needs = smaller_states(config), {}
-    if lower is not None:
-        others[f"trainer.precision={lower}"] = replace(config, trainer=config.trainer.with_arguments(precision=lower))
-    for words, changed in others.items():
-        with suppress(UserError, Unplannable, ValueError):
-            needs[words] = _least(changed, data, planner_of(changed, data, device))
-    return {words: need for words, need in needs.items() if need < usual}
-
-
-def smaller_states(config: Config) -> dict[str, Config]:
-    """Overrides that make gradients and optimizer states smaller, and the configurations that they make."""
-    trainer, found = config.trainer, {}
-    words = ["optimizer.in_backward=true"]
-    words += ["trainer.gradient_clip_val=null"] if trainer.gradient_clip_val else []
-    words += ["trainer.accumulate_grad_batches=1"] if trainer.accumulate_grad_batches > 1 else []
-    lora = {TARGET: "peft.LoraConfig", "r": 8, "target_modules": "all-linear"}
-    optimizer = config.optimizer
+def _needs(config: Config, data: pl.LightningDataModule, planner: Planner, variants: Sequence[Variant]) -> dict[str, int]:
+    """Overrides that make numbers, gradients or optimizer states smaller, with the bytes that the training then needs, if
+    these are fewer than without."""
+    others: dict[str, Config] = {}
+    trainer, optimizer, model = config.trainer, config.optimizer, config.model
     if optimizer is not None and not config.steps_in_backward:
+        words = ["optimizer.in_backward=true"]
+        words += ["trainer.gradient_clip_val=null"] if trainer.gradient_clip_val else []
+        words += ["trainer.accumulate_grad_batches=1"] if trainer.accumulate_grad_batches > 1 else []
         with suppress(UserError):  # something else is refused beside it
             unclipped = trainer.with_arguments(gradient_clip_val=None, accumulate_grad_batches=1)
             stepping = replace(config, trainer=unclipped, optimizer=optimizer.with_arguments(in_backward=True))
             check_optimizer(stepping)
-            found[" ".join(words)] = stepping
+            others[" ".join(words)] = stepping
     if optimizer is not None and optimizer.target == ADAMW:
         few_bits = replace(optimizer, target=LOW_BIT, arguments={"bits": "8bit"} | optimizer.arguments)
-        found["optimizer=adamw_8bit"] = replace(config, optimizer=few_bits)
-    if takes(config.model, "reversible") and config.model.trained == "all" and not config.model.adapters:
-        words = f"'model.adapters={{{', '.join(f'{name}: {value}' for name, value in lora.items())}}}'"
-        found[words] = replace(config, model=config.model.with_arguments(adapters=lora))
-    return found
+        others["optimizer=adamw_8bit"] = replace(config, optimizer=few_bits)
+    if takes(model, "reversible") and model.trained == "all" and not model.adapters:
+        lora = {TARGET: "peft.LoraConfig", "r": 8, "target_modules": "all-linear"}
+        words = ", ".join(f"{name}: {value}" for name, value in lora.items())
+        others[f"'model.adapters={{{words}}}'"] = replace(config, model=model.with_arguments(adapters=lora))
+    if lower := LOWER_PRECISION.get(trainer.precision):
+        others[f"trainer.precision={lower}"] = replace(config, trainer=trainer.with_arguments(precision=lower))
+    usual = smallest(planner, variants)[1] if planner.backward is None else planner.footprint(planner.backward).bound
+    needs: dict[str, int] = {}
+    for words, changed in others.items():
+        with suppress(UserError, Unplannable, ValueError):
+            need = _least(changed, data, planner_of(changed, data, planner.device))
+            if need < usual:
+                needs[words] = need
+    return needs
 
 
 def described(choice: Choice, budget: int, options: str = "") -> str:
@@ -260,7 +283,7 @@ def rules(config: RunConfig) -> list[str]:
             found.append("backward.store=0 (no block stores its activations)")
         elif backward.keep:
             found.append("backward.keep=[] (no results are stored for the backward pass)")
-    if lower := {"64-true": "32-true", "32-true": "bf16-mixed"}.get(config.trainer.precision):
+    if lower := LOWER_PRECISION.get(config.trainer.precision):
         found.append(f"trainer.precision={lower} (halves the activations)")
     option, size = config.batch_option
     if size is None:

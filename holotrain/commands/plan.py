@@ -11,7 +11,7 @@ from rich.table import Table
 
 from holotrain.commands.checkpoint import tokenizer_for
 from holotrain.commands.console import console, plain
-from holotrain.commands.memory_limits import chosen, described, remedies, smaller_states
+from holotrain.commands.memory_limits import chosen, described, proposals
 from holotrain.commands.run_folder import Run
 from holotrain.commands.writing import write_whole
 from holotrain.config.build import build_data
@@ -43,14 +43,10 @@ def run(config: PlanConfig, run: Run) -> int:
             status.start()  # not before the data are read: a running display captures what they print
 
     try:
-        config, plan = planned(config, say, begin)
+        config, plan, needed, less = planned(config, say, begin)
     finally:
         status.stop()
-    needed = [] if plan.fits else remedies(config, plan)
-    states = plan.configured.lasting + plan.configured.parts["gradients"]
-    less = list(smaller_states(config)) if plan.budget and states > plan.budget else []
-    found = plan.as_json() | {"remedies": needed}
-    found |= {"less_for_states": less} if less else {}
+    found = plan.as_json() | {"remedies": needed} | ({"less_for_states": less} if less else {})
     figures = json.dumps(found, indent=2) + "\n"
     write_whole(run.folder / PLAN, figures)
     if quiet:
@@ -60,13 +56,16 @@ def run(config: PlanConfig, run: Run) -> int:
         write_whole(Path(config.json), figures)
     _show(config, run, plan, needed)
     if less:
-        console.print(f"weights, gradients and optimizer states take {in_words(states)}; these need less: {'; '.join(less)}")
+        needs = (f"{words} ({in_words(need, up=True)})" for words, need in less.items())
+        console.print(f"these need less, but do not fit: {'; '.join(needs)}")
     console.print(f"written to {run.folder / PLAN}")
     return 0
 
 
-def planned(config: PlanConfig, say: Callable[[str], object], begin: Callable[[str], object]) -> tuple[PlanConfig, Plan]:
-    """The configuration with its batch size, and the plan.
+def planned(
+    config: PlanConfig, say: Callable[[str], object], begin: Callable[[str], object]
+) -> tuple[PlanConfig, Plan, list[str], dict[str, int]]:
+    """The configuration with its batch size, the plan, and what :func:`proposals` returns if the training does not fit.
 
     Args:
         say: called with each line about the choice of a batch size.
@@ -97,13 +96,18 @@ def planned(config: PlanConfig, say: Callable[[str], object], begin: Callable[[s
         budget = None  # the memory of the device is not known
     try:
         planner = planner_of(config, data, device)
-        plan = make_plan(planner, budget, begin, variants_of(config, data, planner, inexact=True, begin=begin))
+        variants = variants_of(config, data, planner, inexact=True, begin=begin)
+        plan = make_plan(planner, budget, begin, variants)
         if budget is not None:
             longest = longest_context(config, data, planner, plan.variant, plan.schedule, budget, begin)
             plan = replace(plan, limits=[*plan.limits, *([] if longest is None else [longest])])
+        needed, less = [], {}
+        if budget is not None and not plan.fits:
+            begin("what would fit")
+            needed, less = proposals(config, data, planner, variants, budget, None if config.backward.open else plan)
     except Unplannable as error:
         raise UserError(f"plan: {error}") from error
-    return config, plan
+    return config, plan, needed, less
 
 
 def _show(config: PlanConfig, run: Run, plan: Plan, needed: list[str]) -> None:
