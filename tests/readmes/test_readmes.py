@@ -229,7 +229,16 @@ def test_commands_in_two_processes(line, prepared, tmp_path):
 
     def run(small: Small) -> None:
         if small.torchrun:
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "holotrain"]
+            torchrun = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                "2",
+                "-m",
+                "holotrain",
+            ]
             with said.open("w") as file:
                 started = subprocess.run([*torchrun, *small.words], cwd=tmp_path, env=environment, stderr=file, timeout=300)
             status = started.returncode
