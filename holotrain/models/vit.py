@@ -88,12 +88,16 @@ class ViT(nn.Module):
     BEFORE, AFTER = ("embedding",), ("norm", "head")
     """The modules that ``enter`` and ``leave`` use."""
 
+    STREAMS = 1
+    """The number of streams, all of which begin as the tokens."""
+
     def forward(self, images: Tensor) -> Tensor:
-        return self.leave((self.blocks(*self.enter(images)),))
+        streams = self.blocks(*self.enter(images))
+        return self.leave(streams if isinstance(streams, tuple) else (streams,))
 
     def enter(self, images: Tensor) -> tuple[Tensor, ...]:
         """The streams that the first block reads."""
-        return (self.embedding(images),)
+        return (self.embedding(images),) * self.STREAMS
 
     def leave(self, streams: tuple[Tensor, ...]) -> Tensor:
         """The logits, from the streams that the last block returns."""
@@ -118,13 +122,7 @@ class RevViT(Reversible, ViT):
         self.head = nn.Linear(2 * dim, classes)
 
     BEFORE, AFTER = ("embedding",), ("fusion", "head")
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.leave(self.blocks(*self.enter(images)))
-
-    def enter(self, images: Tensor) -> tuple[Tensor, ...]:
-        tokens = self.embedding(images)
-        return tokens, tokens
+    STREAMS = 2
 
     def leave(self, streams: tuple[Tensor, ...]) -> Tensor:
         y1, y2 = streams
