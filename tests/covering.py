@@ -18,3 +18,8 @@ def thinned(*options: Sequence, keep: Sequence[tuple], allowed: Callable[..., bo
     matrix = [case for case in product(*options) if allowed(*case)]
     assert all(case in matrix for case in keep)
     return [(pytest.param if case in keep else slow)(*case) for case in matrix]
+
+
+def paired(*options: Sequence) -> list[tuple]:
+    """Each value of each option, in as few cases as the longest has values."""
+    return [tuple(values[number % len(values)] for values in options) for number in range(max(map(len, options)))]
