@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from compared import assert_equal
+from covering import slow
 from small_stacks import gradients
 
 from holotrain.reversible import make_reversible, stacks_in
@@ -82,7 +83,10 @@ def reversible(model, blocks, backward):
     return model.train()
 
 
-@pytest.mark.parametrize("name", MODELS)
+QUICK = ("bloom", "t5", "wav2vec2", "zamba2", "m2m100")
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in MODELS])
 def test_gradients_equal_those_of_autograd(name):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="the model changes the stream")
