@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 
@@ -18,3 +18,25 @@ def thinned(*options: Sequence, keep: Sequence[tuple], allowed: Callable[..., bo
     matrix = [case for case in product(*options) if allowed(*case)]
     assert all(case in matrix for case in keep)
     return [(pytest.param if case in keep else slow)(*case) for case in matrix]
+
+
+def paired(*options: Sequence) -> list[tuple]:
+    """Each value of each option, in as few cases as the longest has values."""
+    return [tuple(values[number % len(values)] for values in options) for number in range(max(map(len, options)))]
+
+
+def pairwise(*options: Sequence) -> list[tuple]:
+    """Cases in which any two values of two options meet, a few of the full product."""
+    matrix = [*product(*(range(len(values)) for values in options))]
+    pairs = [{*combinations(enumerate(case), 2)} for case in matrix]
+    missing, chosen = set().union(*pairs), []
+    while missing:
+        best = max(range(len(matrix)), key=lambda number: len(pairs[number] & missing))
+        missing -= pairs[best]
+        chosen.append(tuple(values[at] for values, at in zip(options, matrix[best], strict=True)))
+    return chosen
+
+
+def chosen(matrix: Sequence[tuple], default: Callable[[int, tuple], bool]) -> list:
+    """The cases for which ``default(number, case)`` holds; the others are marked slow."""
+    return [(pytest.param if default(number, case) else slow)(*case) for number, case in enumerate(matrix)]

@@ -5,10 +5,11 @@ the device, and none may make a tensor on the host. Numbers are not computed, so
 """
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
-from covering import slow
+from covering import chosen, slow
 from fake_gpu import backward, fake_gpu
 from small_models import CELLS, FAMILIES, TRANSFORMERS
 from torch import nn
@@ -60,7 +61,7 @@ def require_like_the_parameters(parameters, tensors=None):
 
 
 SCHEDULES = ["autograd", "checkpoint", "reversible", "pareprop"]
-QUICK = {"RevViT": "pareprop", "RevSwin": "reversible", "RevRoBERTa": "pareprop", "RevGPT": "checkpoint", "GPT": "autograd"}
+QUICK = {"RevViT": "reversible", "RevRoBERTa": "pareprop", "RevGPT": "checkpoint", "GPT": "autograd"}
 CASES = [
     pytest.param(name, schedule, bool((number // 2 + shift) % 2), marks=() if QUICK.get(name) == schedule else pytest.mark.slow)
     for number, name in enumerate(TRANSFORMERS)
@@ -175,8 +176,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["after", "in the backward"])
-@pytest.mark.parametrize("name", [name if name in ("adamw", "adafactor") else slow(name) for name in OPTIMIZERS])
+@pytest.mark.parametrize(
+    ("name", "inside"),
+    chosen([*product(OPTIMIZERS, [False, True])], lambda _, case: case in (("adamw", True), ("adafactor", False))),
+)
 def test_optimizers(work, name, inside):
     model, loss = model_of("RevViT", backward="reversible")
     optimizer = OPTIMIZERS[name](model)

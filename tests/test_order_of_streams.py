@@ -103,7 +103,7 @@ def engine(depth, backward, device, exact=False):
 
 @pytest.mark.parametrize("backward", ENGINES, ids=str)
 def test_the_engine(on_paper, backward):
-    for depth in (1, 2, 5):
+    for depth in (1, 5):
         assert_close(engine(depth, backward, "cuda"), engine(depth, backward, "cpu"))
     assert any("side" in stream for _, stream in on_paper.log) == (
         isinstance(backward, tuple) or backward.startswith("pareprop")

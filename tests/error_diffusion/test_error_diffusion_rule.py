@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from compared import assert_equal
+from covering import pairwise
 from kaneko_loops import PlainNetwork, signed_layers, signed_thresholds
 
 from holotrain.error_diffusion import ErrorDiffusionNetwork, alignment, contract, dead_cells, sign_violations
@@ -41,10 +42,10 @@ def example(outputs=3, depth=3, batch=6, inputs=5, width=4, rule="kaneko", dtype
     return network, torch.rand(batch, inputs, dtype=dtype), torch.randint(2, (batch, outputs)).to(dtype)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("outputs", [1, 10])
-@pytest.mark.parametrize("depth", [1, 2, 5])
-@pytest.mark.parametrize("variant", ["positive inputs", "signed inputs", "constant cells"])
+@pytest.mark.parametrize(
+    ("rule", "outputs", "depth", "variant"),
+    pairwise([*RULES], [1, 10], [1, 2, 5], ["positive inputs", "signed inputs", "constant cells"]),
+)
 def test_an_update_is_that_of_plain_loops(depth, outputs, rule, variant):
     published = variant == "constant cells"
     given = PUBLISHED[rule] if published else {}

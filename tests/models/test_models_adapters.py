@@ -3,6 +3,7 @@
 import pytest
 import torch
 from compared import assert_equal
+from covering import paired
 from small_models import FAMILIES, example, text_batch
 from torch import nn
 
@@ -89,8 +90,10 @@ def test_what_is_frozen_has_no_gradient_and_stays(name, trained):
         assert torch.equal(parameter, before[key]) != is_trained(key, trained), key
 
 
-@pytest.mark.parametrize("trained", ["all", "head", "adapters"])
-@pytest.mark.parametrize("name", ["RevViT", "RevSwin", "RevMViT", "RevGPT", "RevRoBERTa"])
+@pytest.mark.parametrize(
+    ("trained", "name"),
+    paired(["all", "head", "adapters"] * 2, ["RevViT", "RevSwin", "RevMViT", "RevGPT", "RevRoBERTa"]),
+)
 def test_gradients_of_every_schedule_are_equal(name, trained):
     """In float64, with dropout and drop-path; of blocks that train nothing (head) there is nothing to rebuild."""
     if trained == "head" and name == "RevGPT":

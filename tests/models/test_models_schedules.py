@@ -1,8 +1,5 @@
 """Schedules of models that know nothing of holotrain."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from compared import assert_equal
@@ -42,29 +39,18 @@ def gradients_and_runs(model):
     return torch.autograd.grad(loss, list(model.parameters())), [block.runs for block in model.blocks]
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_equal_blocks_in_a_list_are_checkpointed_and_switched_back(times):
+def test_equal_blocks_in_a_list_are_checkpointed_and_switched_back():
     """A block may be in the list twice."""
-    model = Tower([Block(), Block(), Block()] * times)
+    model = Tower([Block(), Block(), Block()] * 2)
     names, (true, _) = list(model.state_dict()), gradients_and_runs(model)
     for backward, runs in (("checkpoint", 2), ("checkpoint", 2), ("autograd", 1)):
         set_backward(model, backward)
         grads, counted = gradients_and_runs(model)
         assert_equal(grads, true)
-        assert counted == [runs * times] * 3 * times and list(model.state_dict()) == names
+        assert counted == [runs * 2] * 6 and list(model.state_dict()) == names
     set_backward(model, "checkpoint")
     with torch.no_grad():
         model(torch.zeros(2, 4))
-
-
-def test_copies_and_pickles_run_their_own_blocks():
-    model = Tower([Block(), Block()])
-    set_backward(model, "checkpoint")
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        with torch.no_grad():
-            other.blocks[0].inner.weight.zero_()
-        assert not torch.equal(other(torch.ones(2, 4)), model(torch.ones(2, 4)))
-        assert gradients_and_runs(other)[1] == [2, 2]
 
 
 @pytest.mark.parametrize(

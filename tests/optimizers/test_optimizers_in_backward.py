@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.device_mesh
 import torch.distributed.tensor
+from covering import paired
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -185,8 +186,7 @@ def test_the_schedule_drives_all_parameters_and_no_gradient_is_left(schedules_in
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
 
 
-@pytest.mark.parametrize("make", [sgd, adamw, muon, OPTIMIZERS["8 bits"]])
-@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize(("make", "first"), paired([sgd, adamw, muon, OPTIMIZERS["8 bits"]], [False, True]))
 def test_a_training_resumes_to_the_bit_with_it_and_without_it(make, first):
     def optimizer_of(net, in_backward):
         return InBackward(make(net)) if in_backward else make(net)
@@ -299,8 +299,7 @@ class Borrowing(nn.Module):
         return torch.tanh(x @ self.lender.weight.detach())
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("backward", BACKWARDS)
+@pytest.mark.parametrize(("backward", "fused"), [*paired(BACKWARDS, [False, True]), ("reversible", True)])
 def test_a_weight_that_is_needed_after_its_step_is_refused(backward, fused):
     lender = nn.Linear(WIDTH, WIDTH)
     net = ReversibleSequence(

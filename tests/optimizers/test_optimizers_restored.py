@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from covering import paired
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -165,8 +166,14 @@ def test_other_states_are_refused(case):
         restored(OPTIMIZERS[name], change=change)
 
 
-@pytest.mark.parametrize("value", [5, "x", [1.0, 2.0, 3.0], {}])
-@pytest.mark.parametrize("name", ["base_lrs", "last_epoch", "get_lr", "optimizer", "_last_lr"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *paired(["base_lrs", "last_epoch", "get_lr", "optimizer", "_last_lr"], [5, "x", [1.0, 2.0, 3.0], {}]),
+        ("last_epoch", 5),
+        ("base_lrs", [1.0, 2.0, 3.0]),
+    ],
+)
 def test_other_schedules_are_refused(name, value):
     value = -5 if (name, value) == ("last_epoch", 5) else value
     with pytest.raises(UnfitState, match=f"the schedule's {name} does not fit: it is "):

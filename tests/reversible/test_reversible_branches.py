@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from compared import assert_equal
+from covering import paired
 from engine_cases import ENGINES, F64, WIDTH, Branch, relative_error, sequence
 from torch import nn
 from torch.backends import cuda as kernels
@@ -19,9 +20,18 @@ from torch.utils.checkpoint import checkpoint
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, recomputing, replay
 from holotrain.reversible.grid import FixedPointGrid
 
-every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
-RECOMPUTING = {name: engine for name, engine in ENGINES.items() if name in ("checkpoint", "reversible", "pareprop")}
-recomputing_engines = pytest.mark.parametrize("engine", RECOMPUTING.values(), ids=RECOMPUTING)
+RECOMPUTING = ("checkpoint", "reversible", "pareprop")
+EVERY = ("reversible", "pareprop", "a schedule a block")
+"""The last one has blocks of four kinds, one of which keeps its products."""
+
+
+def engines(names, **options):
+    """Every engine at least once, and every value of an option."""
+    cases = paired([*map(ENGINES.get, names)], *options.values())
+    return pytest.mark.parametrize(("engine", *options), cases)
+
+
+every_engine, recomputing_engines = engines(EVERY), engines(RECOMPUTING)
 
 
 def streams():
@@ -33,15 +43,75 @@ def loss_of(net, **keywords):
     return (y1 * y2.sin()).sum()
 
 
-def both(engine, make_branch, **options):
+def gradients(net, **keywords):
+    net.zero_grad()
+    loss_of(net, **keywords).backward()
+    return [parameter.grad for parameter in net.parameters()]
+
+
+def both(engine, make_branch):
     """The same sequence under plain autograd and in an engine."""
-    nets = []
-    for each in (None, engine):
-        net = sequence(4, branch=lambda dropout: make_branch(), engine=each)
-        for name, value in options.items():
-            setattr(net, name, value)
-        nets.append(net)
-    return nets
+    return [sequence(4, branch=lambda dropout: make_branch(), engine=each) for each in (None, engine)]
+
+
+def assert_same(engine, make_branch, run=gradients):
+    """``run`` returns gradients, or a tuple of gradients and what else must be equal."""
+    expected, found = map(run, both(engine, make_branch))
+    if isinstance(expected, tuple):
+        (expected, *others), (found, *rest) = expected, found
+        assert rest == others
+    assert relative_error(found, expected) <= 1e-12
+
+
+def assert_refused(net, words, change=lambda: None, **keywords):
+    """In the backward, after ``change``."""
+    loss = loss_of(net, **keywords)
+    change()
+    with pytest.raises(RuntimeError, match=words):
+        loss.backward()
+
+
+class AsksForTheMode(Branch):
+    """In inference nothing of this would be needed."""
+
+    def forward(self, x):
+        return super().forward(x) * (2.0 if torch.is_grad_enabled() else 1.0)
+
+
+class Reentrant(Branch):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+class ReadsItsSavedTensorsTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[1], (grad * ctx.saved_tensors[0]).sum((0, 1))
+
+
+class OwnFunction(Branch):
+    def forward(self, x):
+        return super().forward(ReadsItsSavedTensorsTwice.apply(x, self.norm.weight))
+
+
+class LateParameter(Branch):
+    """Registers a parameter and a submodule as it first runs."""
+
+    def forward(self, x):
+        if not hasattr(self, "scale"):
+            self.scale, self.act = nn.Parameter(torch.full((WIDTH,), 2.0, dtype=F64)), nn.Tanh()
+        return self.act(super().forward(x)) * self.scale
+
+
+@pytest.mark.parametrize("branch", [AsksForTheMode, Reentrant, OwnFunction, LateParameter])
+@every_engine
+def test_gradients_equal_those_of_plain_autograd(engine, branch):
+    assert_same(engine, branch)
 
 
 class Reading(nn.Module):
@@ -60,18 +130,15 @@ class Holder:
         self.scale = scale
 
 
-@every_engine
-@pytest.mark.parametrize(
-    "way", ["closure", "attribute", "list", "object in a keyword argument", "module in a keyword argument"]
-)
-def test_a_tensor_that_the_engine_is_not_told_of(engine, way):
+@engines(EVERY, way=["closure", "attribute", "list", "object in a keyword argument", "module in a keyword argument"])
+def test_a_tensor_that_is_no_parameter_of_the_branch(engine, way):
     found = []
     for each in (None, engine):
         scale = torch.linspace(0.5, 1, WIDTH, dtype=F64).requires_grad_()
-        kept = [scale.exp()]
+        values = [scale.exp()]
 
-        def branch(scale=scale, kept=kept):
-            module = Reading(lambda: scale.exp() if way == "closure" else module.other if way == "attribute" else kept[0])
+        def branch(scale=scale, values=values):
+            module = Reading(lambda: scale.exp() if way == "closure" else module.other if way == "attribute" else values[0])
             module.other = scale.exp()
             return module
 
@@ -86,13 +153,12 @@ def test_a_tensor_that_the_engine_is_not_told_of(engine, way):
     assert relative_error(found[1], found[0]) <= 1e-12
 
 
-@recomputing_engines
-@pytest.mark.parametrize("other", [torch.ones(1, dtype=F64), torch.ones(WIDTH)], ids=["shape", "dtype"])
-def test_a_tensor_of_another_kind_in_the_recomputation(engine, other):
+@engines(RECOMPUTING, other=[torch.ones(1, dtype=F64), torch.ones(WIDTH)])
+def test_a_tensor_of_another_shape_or_dtype_in_the_recomputation_is_refused(engine, other):
     """Also after recomputations that did as their forward."""
     gain = torch.full((WIDTH,), 2.0, dtype=F64)
     _, net = both(engine, lambda: Reading(lambda: gain))
-    loss_of(net).backward()
+    gradients(net)
     loss, gain = loss_of(net), other
     with pytest.raises(RuntimeError, match="so it did something else"):
         loss.backward()
@@ -103,63 +169,61 @@ class Projecting(Reading):
         return torch.tanh(self.inner(x)) @ self.read().T  # saved is the transpose
 
 
-@every_engine
 @pytest.mark.parametrize(("kind", "rows"), [(Reading, 1), (Projecting, WIDTH)])
+@every_engine
 def test_a_tensor_of_a_closure_that_is_stepped_before_the_backward_is_refused(kind, rows, engine):
     """As plain autograd refuses it: the tensor is saved, but it is no parameter of the branch."""
     prompt = torch.linspace(0.5, 1, WIDTH, dtype=F64).expand(rows, WIDTH).clone().requires_grad_()
     for net in both(engine, lambda: kind(lambda: prompt)):
-        loss = loss_of(net)
-        with torch.no_grad():
-            prompt.mul_(0.5)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
+        assert_refused(net, "modified by an inplace operation", lambda: halve(prompt))
+
+
+def halve(tensor):
+    with torch.no_grad():
+        tensor.mul_(0.5)
 
 
 @every_engine
 def test_functional_call(engine):
     """The parameters are other tensors in the forward, and the module's own again in the backward."""
-    found = []
-    for net in both(engine, Branch):
+
+    def run(net):
         leaves = {name: (2 * p.detach()).requires_grad_() for name, p in net.named_parameters()}
         y1, y2 = torch.func.functional_call(net, {name: leaf * 1.5 for name, leaf in leaves.items()}, streams())
-        found.append(torch.autograd.grad((y1 * y2.sin()).sum(), list(leaves.values())))
+        grads = torch.autograd.grad((y1 * y2.sin()).sum(), list(leaves.values()))
         assert all(isinstance(p, nn.Parameter) for p in net.parameters())
-    assert relative_error(found[1], found[0]) <= 1e-12
+        return [*grads]
 
-
-def replace_parameter(net):
-    net.blocks[1].f.inner.bias = nn.Parameter(torch.zeros_like(net.blocks[1].f.inner.bias))
+    assert_same(engine, Branch, run)
 
 
 @recomputing_engines
 def test_a_parameter_replaced_before_the_backward(engine):
     """Its gradient belongs to the tensor that the forward read."""
-    found = []
-    for net in both(engine, Branch):
-        parameters = list(net.parameters())
-        loss = loss_of(net)
-        replace_parameter(net)
-        found.append(torch.autograd.grad(loss, parameters))
-        assert net.blocks[1].f.inner.bias.abs().sum() == 0
-    assert relative_error(found[1], found[0]) <= 1e-12
+
+    def run(net):
+        parameters, loss, inner = list(net.parameters()), loss_of(net), net.blocks[1].f.inner
+        inner.bias = nn.Parameter(torch.zeros_like(inner.bias))
+        grads = torch.autograd.grad(loss, parameters)
+        assert inner.bias.abs().sum() == 0
+        return [*grads]
+
+    assert_same(engine, Branch, run)
 
 
-@recomputing_engines
-@pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("name", ["weight", "bias"])
+@engines(RECOMPUTING, name=["weight", "bias", "weight", "bias"], times=[1, 1, 2, 2])
 def test_data_swapped_before_the_backward_are_refused(engine, name, times):
+    def swap():
+        for _ in range(times):  # the second could lie where the first did
+            parameter = getattr(net.blocks[0].f.inner, name)
+            parameter.data = parameter.data * 0.9
+
     _, net = both(engine, Branch)
-    loss = loss_of(net)
-    for _ in range(times):  # the second could lie where the first did
-        parameter = getattr(net.blocks[0].f.inner, name)
-        parameter.data = parameter.data * 0.9
-    with pytest.raises(RuntimeError, match="changed between the forward and its recomputation"):
-        loss.backward()
+    assert_refused(net, "changed between the forward and its recomputation", swap)
 
 
-@every_engine
 @pytest.mark.parametrize("how", ["a list", "hooks"])
+@every_engine
 def test_keyword_arguments_of_each_block(engine, how):
     found = []
     for each in (None, engine):
@@ -182,12 +246,13 @@ def test_too_few_keyword_arguments():
         loss_of(sequence(4), f_kwargs=[{}, {}])
 
 
-@recomputing_engines
-@pytest.mark.parametrize("kind", ["tensor", "array"])
-def test_a_keyword_argument_that_a_later_block_edits_is_refused(engine, kind):
-    scale = np.array([0.5]) if kind == "array" else torch.tensor([0.5], dtype=F64)
+@engines(RECOMPUTING, make=[np.full, torch.full])
+def test_a_keyword_argument_that_a_later_block_edits_is_refused(engine, make):
+    scale = make((1,), 0.5)
 
     class Editing(Branch):
+        edits = False
+
         def forward(self, x, scale=1.0):
             result = super().forward(x, scale=scale)
             if self.edits:
@@ -195,24 +260,8 @@ def test_a_keyword_argument_that_a_later_block_edits_is_refused(engine, kind):
             return result
 
     _, net = both(engine, Editing)
-    for number, block in enumerate(net.blocks):
-        block.f.edits, block.g.edits = number == 2, False
-    loss = loss_of(net, f_kwargs={"scale": scale})
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-class AsksForTheMode(Branch):
-    """In inference nothing of this would be needed."""
-
-    def forward(self, x):
-        return super().forward(x) * (2.0 if torch.is_grad_enabled() else 1.0)
-
-
-@every_engine
-def test_a_branch_that_asks_whether_gradients_are_enabled(engine):
-    found = [torch.autograd.grad(loss_of(net), list(net.parameters())) for net in both(engine, AsksForTheMode)]
-    assert relative_error(found[1], found[0]) <= 1e-12
+    net.blocks[2].f.edits = True
+    assert_refused(net, "modified by an inplace operation", f_kwargs={"scale": scale})
 
 
 class Exponential(nn.Module):
@@ -230,43 +279,51 @@ class Parametrized(Branch):
 
 
 @every_engine
-def test_parametrized_weights_that_are_cached(engine):
+def test_parametrized_weights_that_are_cached_are_refused(engine):
     """The recomputation cannot find what the forward found in the cache."""
-    reference, net = both(engine, Parametrized)
     with parametrize.cached():
-        true, loss = loss_of(reference), loss_of(net)
-    if all(schedule.kind == "stored" for schedule in net.schedules):
-        grads = torch.autograd.grad(loss, list(net.parameters()))
-        assert relative_error(grads, torch.autograd.grad(true, list(reference.parameters()))) <= 1e-12
-    else:
-        with pytest.raises(RuntimeError, match="did something else"):
-            loss.backward()
-
-
-@recomputing_engines
-def test_a_branch_that_does_something_else_each_time_is_refused(engine):
-    class Counting(Branch):
-        calls = 0
-
-        def forward(self, x):
-            self.calls += 1
-            return super().forward(x) if self.calls % 2 else super().forward(x).sin()
-
-    _, net = both(engine, Counting)
-    loss = loss_of(net)
+        loss = loss_of(both(engine, Parametrized)[1])
     with pytest.raises(RuntimeError, match="did something else"):
         loss.backward()
 
 
+class Counting(Branch):
+    """Another function each time."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) if self.calls % 2 else super().forward(x).sin()
+
+
+class Routed(nn.Module):
+    """Which rows it works on depends on the run."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.rows = nn.LayerNorm(WIDTH), [2, 1]
+
+    def forward(self, x):
+        rows = self.rows.pop(0) if self.rows else 2
+        return torch.cat([self.norm(x[:rows]), x[rows:]]) if rows < len(x) else self.norm(x)
+
+
+@pytest.mark.parametrize("branch", [Counting, Routed])
+@recomputing_engines
+def test_a_branch_that_saves_other_tensors_in_the_recomputation_is_refused(engine, branch):
+    assert_refused(both(engine, branch)[1], "did something else")
+
+
 @every_engine
 def test_a_backward_in_inference_mode(engine):
-    found = []
-    for net in both(engine, Branch):
+    def run(net):
         loss = loss_of(net)
         with torch.inference_mode():
             loss.backward()
-        found.append([p.grad for p in net.parameters()])
-    assert relative_error(found[1], found[0]) <= 1e-12
+        return [p.grad for p in net.parameters()]
+
+    assert_same(engine, Branch, run)
 
 
 @recomputing_engines
@@ -290,7 +347,7 @@ def test_a_sequence_within_a_branch_of_a_sequence(engine):
         for module in net.modules():
             if plain and isinstance(module, ReversibleSequence):
                 module.backward = "autograd"
-        found.append(torch.autograd.grad(loss_of(net), list(net.parameters())))
+        found.append(gradients(net))
     assert relative_error(found[1], found[0]) <= 1e-12
 
 
@@ -303,136 +360,23 @@ class Drawing(Branch):
         return super().forward(x * (self.draw() if self.p else 1.0))
 
 
-DRAWS = {
-    "random": random.random,
-    "random, a normal pair": lambda: random.gauss(1, 0.1),
-    "numpy": np.random.rand,
-    "numpy, a normal pair": np.random.standard_normal,
-}
-
-
+@pytest.mark.parametrize(
+    "draw",
+    [random.random, lambda: random.gauss(1, 0.1), np.random.rand, np.random.standard_normal],
+    ids=["random", "random, a normal pair", "numpy", "numpy, a normal pair"],
+)
 @every_engine
-@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_random_numbers_of_python_and_numpy(engine, draw):
-    found = []
-    for net in both(engine, lambda: Drawing(draw)):
-        for step in range(3):
-            random.seed(step)
-            np.random.seed(step)
-            grads = torch.autograd.grad(loss_of(net), list(net.parameters()))
-            found.append((grads, draw()))
-    for (ours, after), (true, after_true) in zip(found[3:], found[:3], strict=True):
-        assert relative_error(ours, true) <= 1e-12
-        assert after == after_true
+    def run(net):
+        found, after = [], []
+        for seed in range(3):
+            random.seed(seed)
+            np.random.seed(seed)
+            found += gradients(net)
+            after.append(draw())
+        return found, after
 
-
-@recomputing_engines
-def test_others_that_draw_meanwhile_do_no_harm(engine):
-    """Another thread may use Python's random numbers during the forward."""
-    found = []
-    for net in both(engine, Branch):
-        random.seed(0)
-        net.blocks[1].register_forward_hook(lambda *_: random.random() and None)
-        grads = [torch.autograd.grad(loss_of(net), list(net.parameters())) for _ in range(2)]
-        found.append((grads[1], random.random()))
-    assert relative_error(found[1][0], found[0][0]) <= 1e-12
-    assert found[1][1] == found[0][1]
-
-
-class Dropping(Branch):
-    def forward(self, x):
-        return nn.functional.dropout(super().forward(x))
-
-
-@recomputing_engines
-@pytest.mark.parametrize("when", ["register_forward_hook", "register_forward_pre_hook"])
-def test_hooks_of_blocks_may_draw(engine, when):
-    found = []
-    for net in both(engine, Dropping):
-        for block in net.blocks:
-            getattr(block, when)(lambda *_: torch.rand(3) is None or None)
-        torch.manual_seed(0)
-        found.append(torch.autograd.grad(loss_of(net), list(net.parameters())))
-    assert relative_error(found[1], found[0]) <= 1e-12
-
-
-class OwnGenerator(Branch):
-    def forward(self, x, generator=None):
-        return super().forward(x) * torch.rand((), generator=generator, dtype=F64)
-
-
-@every_engine
-def test_a_generator_among_the_keyword_arguments(engine):
-    found = []
-    for net in both(engine, OwnGenerator):
-        generator = torch.Generator().manual_seed(3)
-        torch.manual_seed(3)  # which g draws from
-        grads = torch.autograd.grad(loss_of(net, f_kwargs={"generator": generator}), list(net.parameters()))
-        found.append((grads, generator.get_state()))
-    assert relative_error(found[1][0], found[0][0]) <= 1e-12
-    assert_equal(found[1][1], found[0][1])
-
-
-class Reentrant(Branch):
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=True)
-
-
-@every_engine
-def test_reentrant_checkpointing_within_a_branch(engine):
-    found = []
-    for net in both(engine, Reentrant):
-        loss_of(net).backward()
-        found.append([p.grad for p in net.parameters()])
-    assert relative_error(found[1], found[0]) <= 1e-12
-
-
-@every_engine
-def test_a_sequence_within_a_checkpoint(engine):
-    found = []
-    for net in both(engine, lambda: Branch(0.2)):
-        torch.manual_seed(1)
-        y1, y2 = checkpoint(net, *streams(), use_reentrant=False)
-        found.append(torch.autograd.grad((y1 * y2.sin()).sum(), list(net.parameters())))
-    assert relative_error(found[1], found[0]) <= 1e-12
-
-
-class ReadsItsSavedTensorsTwice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.saved_tensors[1], (grad * ctx.saved_tensors[0]).sum((0, 1))
-
-
-class OwnFunction(Branch):
-    def forward(self, x):
-        return super().forward(ReadsItsSavedTensorsTwice.apply(x, self.norm.weight))
-
-
-@every_engine
-def test_a_function_that_reads_its_saved_tensors_twice(engine):
-    found = [torch.autograd.grad(loss_of(net), list(net.parameters())) for net in both(engine, OwnFunction)]
-    assert relative_error(found[1], found[0]) <= 1e-12
-
-
-class EditsWhatWasSaved(Branch):
-    def forward(self, x):
-        hidden = torch.tanh(self.inner(x))
-        result = self.outer(hidden)
-        hidden.add_(1)
-        return result
-
-
-@every_engine
-def test_a_saved_tensor_that_the_branch_edits_is_refused_as_by_plain_autograd(engine):
-    for net in both(engine, EditsWhatWasSaved):
-        loss = loss_of(net)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
+    assert_same(engine, lambda: Drawing(draw), run)
 
 
 class LateWriter(Branch):
@@ -449,19 +393,90 @@ class LateWriter(Branch):
         return super().forward(x) * self.scale
 
 
+@pytest.mark.parametrize("does", ["draw random numbers", "write a buffer"])
 @recomputing_engines
-def test_a_branch_that_begins_to_write_a_buffer_is_refused_once(engine):
-    reference, net = both(engine, LateWriter)
-    loss_of(net).backward()
+def test_a_branch_that_begins_to_do_more_is_refused_once(engine, does):
+    draws = does == "draw random numbers"
+    reference, net = both(engine, (lambda: Drawing(random.random, p=0.0)) if draws else LateWriter)
+    gradients(net)
     for each in (reference, net):
-        each.blocks[1].f.writes = True
-    loss = loss_of(net)
-    with pytest.raises(RuntimeError, match="buffer"):
-        loss.backward()
+        each.blocks[1].f.p, each.blocks[1].f.writes = 1.0, True
+    assert_refused(net, "did not do when it first ran" if draws else "buffer")
     reference.load_state_dict(net.state_dict())
-    found = [torch.autograd.grad(loss_of(each), list(each.parameters())) for each in (reference, net)]
+    found = []
+    for each in (reference, net):
+        random.seed(0)
+        found.append(gradients(each))
     assert relative_error(found[1], found[0]) <= 1e-12
     assert_equal(list(net.buffers()), list(reference.buffers()))
+
+
+@recomputing_engines
+def test_others_that_draw_meanwhile_do_no_harm(engine):
+    """Another thread may use Python's random numbers during the forward."""
+
+    def run(net):
+        random.seed(0)
+        net.blocks[1].register_forward_hook(lambda *_: random.random() and None)
+        gradients(net)
+        return gradients(net), random.random()
+
+    assert_same(engine, Branch, run)
+
+
+class Dropping(Branch):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x))
+
+
+@engines(RECOMPUTING, when=["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_of_blocks_may_draw(engine, when):
+    def run(net):
+        for block in net.blocks:
+            getattr(block, when)(lambda *_: torch.rand(3) is None or None)
+        torch.manual_seed(0)
+        return gradients(net)
+
+    assert_same(engine, Dropping, run)
+
+
+class OwnGenerator(Branch):
+    def forward(self, x, generator=None):
+        return super().forward(x) * torch.rand((), generator=generator, dtype=F64)
+
+
+@every_engine
+def test_a_generator_among_the_keyword_arguments(engine):
+    def run(net):
+        generator = torch.Generator().manual_seed(3)
+        torch.manual_seed(3)  # which g draws from
+        return gradients(net, f_kwargs={"generator": generator}), generator.get_state().tolist()
+
+    assert_same(engine, OwnGenerator, run)
+
+
+@every_engine
+def test_a_sequence_within_a_checkpoint(engine):
+    def run(net):
+        torch.manual_seed(1)
+        y1, y2 = checkpoint(net, *streams(), use_reentrant=False)
+        return [*torch.autograd.grad((y1 * y2.sin()).sum(), list(net.parameters()))]
+
+    assert_same(engine, lambda: Branch(0.2), run)
+
+
+class EditsWhatWasSaved(Branch):
+    def forward(self, x):
+        hidden = torch.tanh(self.inner(x))
+        result = self.outer(hidden)
+        hidden.add_(1)
+        return result
+
+
+@every_engine
+def test_a_saved_tensor_that_the_branch_edits_is_refused_as_by_plain_autograd(engine):
+    for net in both(engine, EditsWhatWasSaved):
+        assert_refused(net, "modified by an inplace operation")
 
 
 def test_objects_are_passed_on_and_never_copied():
@@ -501,35 +516,15 @@ def test_a_grid_is_not_chosen_from_a_batch_that_says_nothing(value):
     assert net.grid.known
 
 
-class Routed(nn.Module):
-    """Which rows it works on depends on the run."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.rows = nn.LayerNorm(WIDTH), [2, 1]
-
-    def forward(self, x):
-        rows = self.rows.pop(0) if self.rows else 2
-        return torch.cat([self.norm(x[:rows]), x[rows:]]) if rows < len(x) else self.norm(x)
-
-
-@recomputing_engines
-def test_a_branch_that_saves_other_shapes_is_refused(engine):
-    _, net = both(engine, Routed)
-    loss = loss_of(net)
-    with pytest.raises(RuntimeError, match="did something else"):
-        loss.backward()
-
-
 @every_engine
 def test_blocks_that_are_added_later_run(engine):
-    found = []
-    for net in both(engine, Branch):
+    def run(net):
         net.backward, net.store = "autograd" if net.backward == "autograd" else "reversible", 0
         torch.manual_seed(9)
         net.blocks.append(ReversibleBlock(Branch(), Branch()).double())
-        found.append(torch.autograd.grad(loss_of(net), list(net.parameters())))
-    assert relative_error(found[1], found[0]) <= 1e-12
+        return gradients(net)
+
+    assert_same(engine, Branch, run)
 
 
 @recomputing_engines
@@ -555,21 +550,19 @@ class WritesByData(Branch):
         return super().forward(x) * self.average.clone()
 
 
-@every_engine
 @pytest.mark.parametrize("training", [True, False])
-def test_buffers_that_are_written_unseen_or_in_evaluation(engine, training):
-    found = []
-    for net in both(engine, WritesByData):
-        net.train(training)
-        for _ in range(2):
-            grads = torch.autograd.grad(loss_of(net), list(net.parameters()))
-        found.append((grads, list(net.buffers())))
-    assert relative_error(found[1][0], found[0][0]) <= 1e-12
-    assert_equal(found[1][1], found[0][1])
-
-
 @every_engine
+def test_buffers_that_are_written_unseen_or_in_evaluation(engine, training):
+    def run(net):
+        net.train(training)
+        gradients(net)
+        return gradients(net), [buffer.item() for buffer in net.buffers()]
+
+    assert_same(engine, WritesByData, run)
+
+
 @pytest.mark.parametrize("make", [torch.Generator, random.Random, np.random.default_rng])
+@every_engine
 def test_generators_that_a_branch_owns(engine, make):
     class Owning(Branch):
         def __init__(self):
@@ -606,16 +599,19 @@ class Catching(Branch):
             return x.exp()
 
 
-@recomputing_engines
 @pytest.mark.parametrize("hooked", [False, True])
+@recomputing_engines
 def test_a_branch_may_catch_exceptions_and_have_hooks(engine, hooked):
     """In the second backward, recomputations stop at the last tensor that is saved."""
-    found, calls = [], []
-    for net in both(engine, Catching):
+    calls = []
+
+    def run(net):
         if hooked:
             net.blocks[0].f.register_forward_hook(lambda module, inputs, output: calls.append(module))
-        found.append([torch.autograd.grad(loss_of(net), list(net.parameters())) for _ in range(2)])
-    assert relative_error(found[1][1], found[0][1]) <= 1e-12
+        gradients(net)
+        return gradients(net)
+
+    assert_same(engine, Catching, run)
     if hooked:
         runs = [calls.count(module) for module in dict.fromkeys(calls)]
         assert runs == [2, 4]  # the plain one, and the one that is recomputed as a whole both times
@@ -664,24 +660,6 @@ def test_what_a_block_registers_before_the_backward(engine):
     found = [old.weight.grad, net.blocks[0].f.inner.weight.grad, weight.grad]
     expected = [plain.blocks[1].f.inner.weight.grad, *(getattr(plain.blocks[0], name).inner.weight.grad for name in "fg")]
     assert relative_error(found, expected) < 1e-12
-
-
-class LateParameter(Branch):
-    """Registers a parameter and a submodule as it first runs."""
-
-    def forward(self, x, **keywords):
-        if not hasattr(self, "scale"):
-            self.scale, self.act = nn.Parameter(torch.full((WIDTH,), 2.0, dtype=F64)), nn.Tanh()
-        return self.act(super().forward(x, **keywords)) * self.scale
-
-
-@recomputing_engines
-def test_a_parameter_that_the_first_forward_registers(engine):
-    found = []
-    for net in both(engine, LateParameter):
-        loss_of(net).backward()
-        found.append([block.f.scale.grad for block in net.blocks])
-    assert relative_error(found[1], found[0]) < 1e-12
 
 
 @recomputing_engines
@@ -789,8 +767,9 @@ def restored_settings():
         allow(allowed)
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("backward", ["reversible", "pareprop", "checkpoint", "make_reversible"])
+@pytest.mark.parametrize(
+    ("backward", "change"), paired(["reversible", "pareprop", "checkpoint", "make_reversible"], [*CHANGES])
+)
 def test_the_first_use_of_an_operator_may_change_a_setting(backward, change, restored_settings):
     change, kernel = CHANGES[change]
 

@@ -7,10 +7,12 @@ import pickle
 import weakref
 from collections import Counter
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
 from compared import assert_close, assert_equal
+from covering import chosen, paired
 from engine_cases import CASES, ENGINES, F64, WIDTH, AttentionBranch, Case, Engine, exchange, relative_error, sequence
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -60,10 +62,18 @@ def plain(name: str) -> Outcome:
     return outcome(CASES[name])
 
 
-@every_engine
-@pytest.mark.parametrize("name", CASES)
+OTHERS = [name for name in ENGINES if name not in ("reversible", "pareprop")]
+
+
+def quick(number: int, case: tuple[str, str]) -> bool:
+    """Of the other engines, one for each case, in turn."""
+    name, engine = case
+    return engine not in OTHERS or engine == OTHERS[[*CASES].index(name) % len(OTHERS)]
+
+
+@pytest.mark.parametrize(("name", "engine"), chosen([*product(CASES, ENGINES)], quick))
 def test_a_step_equals_plain_autograds(name, engine):
-    ours, reference = outcome(CASES[name], engine), plain(name)
+    ours, reference = outcome(CASES[name], ENGINES[engine]), plain(name)
     assert_equal(ours.loss, reference.loss)
     assert relative_error(ours.grads, reference.grads) <= 1e-10
     assert_equal(ours.random_state, reference.random_state)
@@ -81,8 +91,10 @@ def test_on_cuda_a_step_equals_plain_autograds(name, engine):
     assert_close(ours.buffers, reference.buffers)
 
 
-@every_engine
-@pytest.mark.parametrize("name", ["dropout", "frozen blocks", "shared blocks", "keyword tensors with gradient"])
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    paired([*ENGINES.values()], ["dropout", "frozen blocks", "shared blocks", "keyword tensors with gradient"]),
+)
 def test_autograd_grad_gives_the_same(name, engine):
     assert relative_error(outcome(CASES[name], engine, by="autograd.grad").grads, plain(name).grads) <= 1e-10
 
@@ -97,8 +109,7 @@ def test_a_gradient_of_one_block_alone(engine):
     assert relative_error(grads[1], grads[0]) <= 1e-10
 
 
-@every_engine
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("engine", "dtype"), paired([*ENGINES.values()], [torch.bfloat16, torch.float16]))
 def test_autocast_is_restored_in_the_recomputation(dtype, engine):
     """The recomputed branches must run in the autocast dtype of the forward: then all schedules agree to fp32 rounding."""
     results = []
@@ -114,8 +125,7 @@ def test_autocast_is_restored_in_the_recomputation(dtype, engine):
     assert ((results[1] - results[0]).norm() / results[0].norm()).item() <= 1e-3
 
 
-@every_engine
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(("engine", "context"), paired([*ENGINES.values()], [torch.no_grad, torch.inference_mode]))
 def test_without_gradients_the_blocks_simply_run(context, engine):
     net = sequence(4, engine=engine).eval()
     x = torch.randn(2, 3, WIDTH, dtype=F64)

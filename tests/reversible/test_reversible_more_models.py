@@ -1,5 +1,4 @@
-"""Models that do more than run their blocks one after another: they leave out some, return more than the stream, add to it
-between two blocks, or change its shape in some."""
+"""Models that do more than run their blocks one after another: they leave out some, or add to the stream between two."""
 
 import warnings
 
@@ -10,13 +9,11 @@ from small_stacks import gradients
 
 from holotrain.reversible import make_reversible, stacks_in
 
-timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 64}
 TEXT = SIZES | {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 PAIR = {"d_model": 32, "vocab_size": 50, "pad_token_id": 0, "decoder_start_token_id": 1}
-T5 = PAIR | {"d_kv": 8, "d_ff": 64, "num_layers": 4, "num_heads": 4}
 CODED = PAIR | {
     f"{part}_{size}": number
     for part in ("encoder", "decoder")
@@ -30,35 +27,10 @@ SPOKEN = SIZES | {
     "num_feat_extract_layers": 2,
 }
 SPOKEN |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "layerdrop": 0.3, "mask_time_prob": 0.0}
-JAMBA = TEXT | {"num_key_value_heads": 2, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 1, "mamba_dt_rank": 4}
-ZAMBA = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 4}
-ZAMBA |= {"layers_block_type": ["mamba", "mamba", "hybrid", "mamba", "hybrid", "mamba"], "n_mamba_heads": 4, "mamba_d_state": 8}
-ZAMBA |= {"mamba_headdim": 16, "intermediate_size": 64, "num_mem_blocks": 1, "use_mem_rope": False, "adapter_rank": 4}
-
 MODELS = {  # the model, its configuration, the list of blocks
-    "bloom": ("BloomForCausalLM", "BloomConfig", {"vocab_size": 50, "hidden_size": 32, "n_layer": 4, "n_head": 4}, None),
-    "gpt-neo": (
-        "GPTNeoForCausalLM",
-        "GPTNeoConfig",
-        {"vocab_size": 50, "hidden_size": 32, "num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]]},
-        None,
-    ),
-    "mpt": ("MptForCausalLM", "MptConfig", {"vocab_size": 50, "d_model": 32, "n_layers": 4, "n_heads": 4}, None),
-    "roformer": ("RoFormerForMaskedLM", "RoFormerConfig", TEXT, None),
-    "t5": ("T5ForConditionalGeneration", "T5Config", T5, None),
-    "umt5": ("UMT5ForConditionalGeneration", "UMT5Config", T5, None),
-    "longt5": ("LongT5ForConditionalGeneration", "LongT5Config", T5, None),
-    "switch": (
-        "SwitchTransformersForConditionalGeneration",
-        "SwitchTransformersConfig",
-        T5 | {"num_experts": 2, "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2},
-        None,
-    ),
     "m2m100": ("M2M100ForConditionalGeneration", "M2M100Config", CODED, ["model.encoder.layers", "model.decoder.layers"]),
     "wav2vec2": ("Wav2Vec2ForCTC", "Wav2Vec2Config", SPOKEN, None),
     "wavlm": ("WavLMForCTC", "WavLMConfig", SPOKEN, None),
-    "jamba": ("JambaForCausalLM", "JambaConfig", JAMBA, None),
-    "zamba2": ("Zamba2ForCausalLM", "Zamba2Config", ZAMBA, None),
 }
 
 
@@ -83,7 +55,7 @@ def reversible(model, blocks, backward):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_equal_those_of_autograd(name):
+def test_layers_that_are_dropped_at_random(name):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="the model changes the stream")
         expected = gradients(reversible(*made(name), "autograd"), steps=3, run=run)
@@ -136,31 +108,4 @@ def test_cross_attention_that_is_skipped_without_an_image():
         torch.manual_seed(0)
         net = reversible(transformers.MllamaForCausalLM(config).double(), None, backward)
         found[backward] = gradients(net, run=run)
-    assert_equal(found["reversible"], found["autograd"])
-
-
-PARTS = {
-    "hiera_tiny_224": (
-        {"img_size": 64, "embed_dim": 8, "num_heads": 1, "stages": (1, 3, 3, 3)},
-        ["blocks[2:4]", "blocks[5:7]", "blocks[8:]"],
-    ),
-    "maxvit_tiny_rw_224": (
-        {"img_size": 64, "depths": (2, 3), "embed_dim": (32, 64), "stem_width": 16},
-        ["stages.0.blocks[1:]", "stages.1.blocks[1:]"],
-    ),
-    "resnet26": ({}, ["layer1[1:]", "layer2[1:]"]),
-    "mvitv2_tiny": ({"img_size": 64}, ["stages.2.blocks[1:]"]),
-}
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_parts_of_lists_whose_first_block_changes_the_shape(name):
-    options, blocks = PARTS[name]
-    x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    found = {}
-    for backward in ("autograd", "reversible"):
-        torch.manual_seed(0)
-        net = timm.create_model(name, num_classes=3, **options).double()
-        found[backward] = gradients(reversible(net, blocks, backward), run=lambda net: net(x))
-    assert stacks_in(net)
     assert_equal(found["reversible"], found["autograd"])

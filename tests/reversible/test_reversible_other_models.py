@@ -8,52 +8,32 @@ import warnings
 import pytest
 import torch
 from compared import assert_equal
-from torch import nn
 
-from holotrain.reversible import make_reversible, stack_of
+from holotrain.reversible import make_reversible
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
 
 IMAGE = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2, "num_classes": 5}
-TIMM = {
-    "vit": ("vit_tiny_patch16_224", IMAGE | {"drop_path_rate": 0.2, "proj_drop_rate": 0.1}),
-    "deit": ("deit_tiny_distilled_patch16_224", IMAGE),
-    "eva02": ("eva02_tiny_patch14_224", IMAGE | {"img_size": 28, "patch_size": 14}),
-    "beit": ("beit_base_patch16_224", IMAGE),
-    "convnext": ("convnext_atto", {"depths": (2, 2, 4, 2), "dims": (8, 16, 24, 32), "num_classes": 5}),
-}
-STAGES = {"convnext": [f"stages.{stage}.blocks" for stage in range(4)]}
-
+IMAGE |= {"drop_path_rate": 0.2, "proj_drop_rate": 0.1}
 SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64}
 TEXT = SIZES | {"vocab_size": 50, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GROUPED = TEXT | {"num_key_value_heads": 1}
-PIXELS = SIZES | {"image_size": 32, "patch_size": 8}
 HUGGING_FACE = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", TEXT | {"n_embd": 32, "n_layer": 4, "n_head": 2}),
     "llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", GROUPED | {"head_dim": 16}),
-    "mistral": ("MistralForCausalLM", "MistralConfig", GROUPED),
     "bert": ("BertForMaskedLM", "BertConfig", TEXT),
-    "roberta": ("RobertaForMaskedLM", "RobertaConfig", TEXT),
-    "vit-hf": ("ViTForImageClassification", "ViTConfig", PIXELS | {"hidden_dropout_prob": 0.1}),
-    "dinov2": ("Dinov2ForImageClassification", "Dinov2Config", PIXELS | {"mlp_ratio": 2}),
 }
-NAMES = [*TIMM, *HUGGING_FACE]
+NAMES = ["vit", *HUGGING_FACE]
 
 
 def made(name):
     """A model and what its forward takes."""
     torch.manual_seed(0)
-    if name in TIMM:
-        model = timm.create_model(TIMM[name][0], **TIMM[name][1])
-        return model, {"x": torch.randn(3, 3, *[TIMM[name][1].get("img_size", 64)] * 2)}
+    if name == "vit":
+        return timm.create_model("vit_tiny_patch16_224", **IMAGE), {"x": torch.randn(3, 3, 32, 32)}
     cls, config, options = HUGGING_FACE[name]
-    if "Dinov2" in cls:
-        options = {key: value for key, value in options.items() if key != "intermediate_size"}
     model = getattr(transformers, cls)(getattr(transformers, config)(**options))
-    if "pixel" in model.main_input_name:
-        return model, {"pixel_values": torch.randn(3, 3, 32, 32), "labels": torch.tensor([0, 1, 1])}
     tokens = torch.randint(5, 50, (3, 12))
     mask = torch.ones_like(tokens)
     mask[0, 9:] = 0  # padding
@@ -76,54 +56,21 @@ def gradients(model, batch, amp=False):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def reversible(model, name, **options):
-    return make_reversible(copy.deepcopy(model), STAGES.get(name), **options)
-
-
-def logits(out):
-    return getattr(out, "logits", out)
+def reversible(model, **options):
+    return make_reversible(copy.deepcopy(model), **options)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("amp", [False, True])
-def test_gradients_equal_those_of_autograd(name, amp):
+def test_gradients_under_autocast_equal_those_of_stored_blocks(name):
     model, batch = made(name)
-    expected = gradients(reversible(model, name, backward="autograd"), batch, amp)
+    expected = gradients(reversible(model, backward="autograd"), batch, amp=True)
     assert len(expected) > 20
-    assert_equal(gradients(reversible(model, name), batch, amp), expected)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_in_evaluation_the_model_is_itself(name):
-    model, batch = made(name)
-    net = reversible(model, name)
-    assert any(stack_of(part) for part in net.modules())
-    assert_equal(logits(run(net.eval(), batch)), logits(run(model.eval(), batch)))
-    assert_equal(net.state_dict(), model.state_dict())
-
-
-class LoRA(nn.Module):
-    def __init__(self, linear):
-        super().__init__()
-        self.linear, self.down, self.up = linear, nn.Linear(32, 2, bias=False), nn.Linear(2, linear.weight.shape[0], bias=False)
-
-    def forward(self, x):
-        return self.linear(x) + self.up(self.down(x))
-
-
-def test_adapters_of_frozen_weights():
-    model, batch = made("llama")
-    model.requires_grad_(False)
-    for layer in model.model.layers:
-        layer.self_attn.q_proj = LoRA(layer.self_attn.q_proj)
-    expected = gradients(reversible(model, "llama", backward="autograd"), batch)
-    assert len(expected) == 8
-    assert_equal(gradients(reversible(model, "llama"), batch), expected)
+    assert_equal(gradients(reversible(model), batch, amp=True), expected)
 
 
 def test_gradient_checkpointing_beside_it_is_warned_of():
     model, batch = made("gpt2")
-    net = reversible(model, "gpt2").train()
+    net = reversible(model).train()
     net.gradient_checkpointing_enable()
     with pytest.warns(UserWarning, match=r"turn it off with model.gradient_checkpointing_disable\(\)"):
         run(net, batch)
@@ -143,7 +90,7 @@ def test_hidden_states_carry_gradients():
 
     found = {}
     for backward in ("autograd", "reversible"):
-        net = reversible(model, "llama", backward=backward).train()
+        net = reversible(model, backward=backward).train()
         for step in range(2):
             torch.manual_seed(step)
             net.zero_grad()
@@ -155,7 +102,7 @@ def test_hidden_states_carry_gradients():
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_text_is_generated_as_before(name):
     model, batch = made(name)
-    net = reversible(model, name)
+    net = reversible(model)
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     texts = [each.eval().generate(batch["input_ids"][1:], **options) for each in (model, net)]
     assert texts[0].shape == (2, 20)
@@ -176,7 +123,7 @@ assert torch.equal(net(**batch).logits, torch.load(f"{folder}/logits.pt"))
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_a_trained_model_is_saved_and_loaded_without_holotrain(name, tmp_path):
     model, batch = made(name)
-    net = reversible(model, name)
+    net = reversible(model)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     gradients(net, batch)
     optimizer.step()

@@ -3,10 +3,12 @@ gradients, checkpoint them."""
 
 import gc
 import warnings
+from itertools import product
 
 import pytest
 import torch
 from compared import assert_equal
+from covering import paired, pairwise
 from small_stacks import Model, gradients, inputs, reversible
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -43,8 +45,9 @@ def silent():
         yield
 
 
-@pytest.mark.parametrize("without", DROPS, ids=str)
-@pytest.mark.parametrize("backward", [*BACKWARDS, MIXED], ids=lambda given: str(given)[:10])
+@pytest.mark.parametrize(
+    ("without", "backward"), [*product(DROPS, ["reversible"]), *paired(DROPS, ["checkpoint", "pareprop", MIXED])]
+)
 def test_blocks_that_a_forward_leaves_out(without, backward, silent):
     net, plain = reversible(Dropping(without), backward), reversible(Dropping(without), "autograd")
     expected = gradients(plain)
@@ -174,9 +177,10 @@ class Changing(Model):
 
 
 @pytest.mark.filterwarnings("ignore:the model changes the stream")
-@pytest.mark.parametrize("what", ["adds", "writes", "repeats", "shortens", "unsqueezes"])
-@pytest.mark.parametrize("places", [(3,), (1, 2, 5)], ids=str)
-@pytest.mark.parametrize("backward", [*BACKWARDS, MIXED], ids=lambda given: str(given)[:10])
+@pytest.mark.parametrize(
+    ("what", "places", "backward"),
+    pairwise(["adds", "writes", "repeats", "shortens", "unsqueezes"], [(3,), (1, 2, 5)], [*BACKWARDS, MIXED]),
+)
 def test_streams_that_the_model_changes_between_its_blocks(what, places, backward):
     if what == "shortens":
         places = places[:2]

@@ -3,13 +3,13 @@
 import copy
 import gc
 import pickle
-import warnings
 import weakref
 from contextlib import suppress
 
 import pytest
 import torch
 from compared import assert_equal
+from covering import pairwise
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -81,10 +81,15 @@ def gradients(net, steps=2, amp=False, x=None):
 MIXED = ["reversible", "reversible", "checkpoint", "autograd", "pareprop", "reversible"]
 
 
-@pytest.mark.parametrize("options", [{}, {"after": True}], ids=["pre-norm", "post-norm"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("amp", [False, True])
-@pytest.mark.parametrize("backward", ["checkpoint", "reversible", "pareprop", MIXED], ids=lambda given: str(given)[:10])
+@pytest.mark.parametrize(
+    ("backward", "dtype", "amp", "options"),
+    pairwise(
+        ["checkpoint", "reversible", "pareprop", MIXED],
+        [torch.float32, torch.float64, torch.bfloat16],
+        [False, True],
+        [{}, {"after": True}],
+    ),
+)
 def test_gradients_equal_those_of_autograd(backward, dtype, amp, options):
     expected = gradients(make_reversible(model(dtype, **options), backward="autograd"), amp=amp)
     assert_equal(gradients(make_reversible(model(dtype, **options), backward=backward), amp=amp), expected)
@@ -470,12 +475,6 @@ def test_a_list_itself_is_answered_with_its_name():
         make_reversible(net, net.layers)
 
 
-def test_nothing_is_said_of_a_usual_training():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        gradients(make_reversible(model()))
-
-
 def double(what=None, backward="reversible"):
     torch.manual_seed(0)
     return make_reversible(Changing(what).double(), backward=backward)
@@ -634,11 +633,6 @@ def test_streams_of_any_layout(layout):
         net = nn.Sequential(nn.Sequential(*(Convolutions() for _ in range(4)))).double()
         found[backward] = gradients(make_reversible(net, "0", backward=backward), x=x)
     assert_equal(found["reversible"], found["autograd"])
-
-
-def test_several_lists_are_several_stacks():
-    net = make_reversible(Two(), ["encoder", "decoder"])
-    assert stack_of(net.encoder[0]) is stack_of(net.encoder[1]) is not stack_of(net.decoder[0])
 
 
 class Gated(Block):

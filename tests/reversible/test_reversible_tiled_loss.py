@@ -156,6 +156,7 @@ def test_evaluation_and_calls_without_labels_are_as_before():
     with torch.no_grad():
         assert model(**batch()).logits.shape == (2, T, WORDS)
     assert model(input_ids=batch()["input_ids"]).logits.requires_grad
+    assert model.eval()(**batch()).logits.requires_grad
     untile_loss(model)
     assert model(**batch()).logits is not None and "forward" not in vars(model)
 
@@ -342,10 +343,6 @@ def test_undo_where_something_has_wrapped_the_forward():
     assert model(**batch()).logits is not None
     with pytest.raises(ValueError, match="nn.DataParallel would run the model of its first GPU on every GPU"):
         tile_loss(made("tied"))._replicate_for_data_parallel()
-
-
-def test_evaluation_with_gradients_is_the_models_own():
-    assert tile_loss(made("tied")).eval()(**batch()).logits.requires_grad
 
 
 def test_cross_entropy_of_a_model_without_such_a_base():

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from compared import assert_close, assert_equal
+from covering import paired, pairwise
 from engine_cases import ENGINES, Branch, sequence
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -49,8 +50,7 @@ class Stack(nn.Module):
         return self.head(sum(self.blocks(x, x.tanh())))
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("engine", [None, *ENGINES])
+@pytest.mark.parametrize(("engine", "dropout"), [*paired([None, *ENGINES], [0.0, 0.2]), ("pareprop", 0.0), ("reversible", 0.2)])
 def test_a_recomputation_is_no_second_input(engine, dropout):
     torch.manual_seed(3)
     model = Stack(engine and ENGINES[engine], dropout)
@@ -111,16 +111,18 @@ def test_convolutions_embeddings_and_parameters_without_an_input():
     assert model.unused.weight.grad is None and model.words.weight.grad is not None
 
 
-@pytest.mark.parametrize("way", ["told at once", "told later", "split"])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"ema": 0.5, "key_ema": 0.5, "block_length": 16},
-        {"mode": "shared", "ema": 0.5, "cosine_floor": 0.1, "block_length": 32},
-        {"mode": "bind"},
-        {"phase_only": True},
-    ],
+    ("options", "bad", "way"),
+    pairwise(
+        [
+            {"ema": 0.5, "key_ema": 0.5, "block_length": 16},
+            {"mode": "shared", "ema": 0.5, "cosine_floor": 0.1, "block_length": 32},
+            {"mode": "bind"},
+            {"phase_only": True},
+        ],
+        [float("nan"), float("inf"), -float("inf")],
+        ["told at once", "told later", "split"],
+    ),
 )
 def test_a_step_with_nan_or_inf_is_skipped_counted_and_said(options, bad, way, monkeypatch):
     """On a GPU the host learns of it later; here on a CPU, whose results are those of a CPU that tells at once."""

@@ -4,6 +4,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from compared import assert_equal
+from covering import paired
 from memo import Memo
 from small_models import IMAGE
 from small_trainings import quiet_trainer
@@ -38,8 +39,7 @@ def fit(task, steps=6, **options):
     return trainer, memo
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
+@pytest.mark.parametrize(("make", "precision"), paired([*MAKERS.values()], ["bf16-mixed", "32-true"]))
 def test_a_training_is_the_same_to_the_bit(make, precision):
     for clip in ({}, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}):
         usual, ours = task_of(make, False), task_of(make, True)

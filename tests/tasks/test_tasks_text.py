@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from covering import slow
 from memo import Memo
 from small_trainings import quiet_trainer
 from torch import nn
@@ -132,7 +133,7 @@ def test_a_mask_stays_on_the_cpu_for_models_that_read_it_there(model, device):
 
 
 @pytest.mark.parametrize(
-    ("kind", "steps", "lr"), [("causal", 30, 2e-2), ("masked", 120, 1e-2), ("classes", 30, 2e-2), ("muon", 60, 2e-2)]
+    ("kind", "steps", "lr"), [("causal", 30, 2e-2), slow("masked", 120, 1e-2), ("classes", 30, 2e-2), slow("muon", 60, 2e-2)]
 )
 def test_each_task_learns(kind, steps, lr):
     """A text in which each token follows from the one before, and whose class is its first word."""
