@@ -69,7 +69,10 @@ def run(config: PlanConfig, run: Run) -> int:
     states = plan.configured.lasting + plan.configured.parts["gradients"]
     less = list(smaller_states(config)) if plan.budget and states > plan.budget else []
     found = plan.as_json() | {"remedies": needed}
-    found |= ({"less_for_states": less} if less else {}) | ({"scaling": scaling.as_json()} if scaling else {})
+    if less:
+        found["less_for_states"] = less
+    if scaling:
+        found["scaling"] = scaling.as_json()
     figures = json.dumps(found, indent=2) + "\n"
     write_whole(run.folder / PLAN, figures)
     write_whole(run.folder / "plan.svg", picture(plan))
