@@ -89,10 +89,10 @@ def variants_of(
             if row is None:
                 return
             begin(f"backward={row} {Variant(other, row, tile, bits).options}")
+            needed = other.footprint(row).bound
             whole = next((each.planner for each in found if each.bits == bits and each.tile is None), planner)
-            if tile is not None and other.footprint(row).bound >= whole.footprint(row).bound:
+            if tile is not None and needed >= whole.footprint(row).bound:
                 return
-            other.footprint(row)
         except (UserError, Unplannable, ValueError):  # the model cannot be in tiles, or its blocks cannot be coupled
             return
         found.append(Variant(other, row, tile, bits, may_be_chosen))
