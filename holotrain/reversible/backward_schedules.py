@@ -49,19 +49,19 @@ SCHEDULES = {
 """The schedules by name."""
 
 
-def schedule_of(words: str) -> Schedule:
+def schedule_of(schedule: str) -> Schedule:
     """
     Args:
-        words: a name, followed by the results to keep, separated by plus signs: ``"reversible+attention"``.
+        schedule: a name, followed by the results to keep, separated by plus signs: ``"reversible+attention"``.
 
     Raises:
         ValueError: an unknown schedule, or one that cannot keep results.
     """
-    name, *keep = words.split("+")
+    name, *keep = schedule.split("+")
     if name not in SCHEDULES:
         raise ValueError(f"backward must be one of {', '.join(SCHEDULES)}, not {name!r}")
     if keep and SCHEDULES[name].kind != "rebuilt":
-        raise ValueError(f"backward={words!r}: {name} cannot keep results; reversible and pareprop can")
+        raise ValueError(f"backward={schedule!r}: {name} cannot keep results; reversible and pareprop can")
     return keeping(SCHEDULES[name], keep)
 
 
@@ -80,25 +80,25 @@ def schedules_of(
     stored = frozenset(range(depth - store, depth) if isinstance(store, int) else store)
     if not stored <= set(range(depth)) or isinstance(store, bool) or (isinstance(store, int) and store < 0):
         raise ValueError(f"store must be a number of blocks up to {depth} or indices below {depth}, not {store!r}")
-    named = [schedule_of(words) for words in ([backward] * depth if isinstance(backward, str) else backward)]
-    words = [keep] if isinstance(keep, str) else keep
-    return [SCHEDULES["autograd"] if i in stored else keeping(schedule, words) for i, schedule in enumerate(named)]
+    schedules = [schedule_of(each) for each in ([backward] * depth if isinstance(backward, str) else backward)]
+    results = [keep] if isinstance(keep, str) else keep
+    return [SCHEDULES["autograd"] if i in stored else keeping(schedule, results) for i, schedule in enumerate(schedules)]
 
 
-def keeping(schedule: Schedule, words: Collection[str]) -> Schedule:
+def keeping(schedule: Schedule, results: Collection[str]) -> Schedule:
     """The schedule, with results to keep added to it if it is rebuilt.
 
     Raises:
         ValueError: no such result.
     """
-    if words:
-        Kept(words)
-    return replace(schedule, keep=(*schedule.keep, *words)) if schedule.kind == "rebuilt" else schedule
+    if results:
+        Kept(results)
+    return replace(schedule, keep=(*schedule.keep, *results)) if schedule.kind == "rebuilt" else schedule
 
 
 def stores_everything(backward: str | Sequence[str]) -> bool:
     """Whether all blocks store all activations; also where there are no blocks."""
-    return all(schedule_of(words).kind == "stored" for words in ([backward] if isinstance(backward, str) else backward))
+    return all(schedule_of(each).kind == "stored" for each in ([backward] if isinstance(backward, str) else backward))
 
 
 class Shorthand:
@@ -195,14 +195,14 @@ class Kept:
     What an operation changed in place after that is not reused, but computed again.
 
     Args:
-        words: ``"attention"``, ``"matmul"``, or full names of operators.
+        results: ``"attention"``, ``"matmul"``, or full names of operators.
 
     Raises:
         ValueError: an unknown name, or an operator whose result cannot stand for its call.
     """
 
-    def __init__(self, words: Iterable[str]) -> None:
-        self._operators = frozenset(operator for word in words for operator in _operators(word))
+    def __init__(self, results: Iterable[str]) -> None:
+        self._operators = frozenset(operator for name in results for operator in _operators(name))
         self._results: list[_Result] = []
 
     def keeping(self) -> AbstractContextManager:

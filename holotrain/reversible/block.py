@@ -112,7 +112,8 @@ class ReversibleBlock(nn.Module):
             f_kwargs, g_kwargs: keyword arguments of f and g.
             update: runs each branch; a :class:`ReversibleSequence` sets it. None: plain autograd.
         """
-        update = update or Coupling().update
+        if update is None:  # not "or": the compiler of torch 2.11 cannot take the truth value of a partial
+            update = Coupling().update
         y1 = update("f", self.f, x1, x2, f_kwargs or {})
         y2 = update("g", self.g, x2, y1, g_kwargs or {})
         return self.placed(y1, y2)

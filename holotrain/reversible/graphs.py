@@ -58,8 +58,8 @@ class GraphedStep:
             with self._generators.available():  # the last ordinary step counts what will be recomputed
                 return self._aside(inputs)
         graph = self._graph or self._capture(inputs)
-        for static, given in zip(self._inputs, inputs, strict=True):
-            static.copy_(given, non_blocking=True)
+        for static, value in zip(self._inputs, inputs, strict=True):
+            static.copy_(value, non_blocking=True)
         graph.replay()
         for parameter, grad in zip(self._parameters, self._grads, strict=True):
             parameter.grad = grad

@@ -29,15 +29,15 @@ class CutBase:
     Attributes:
         called: whether it was.
         result: what it returned.
-        given: the same, flat.
-        leaves: the pieces of the last call, with gradients of their own, by their place in ``given``.
+        outputs: the same, flat.
+        leaves: the pieces of the last call, with gradients of their own, by their place in ``outputs``.
     """
 
     def __init__(self, model: nn.Module, tokens: int) -> None:
         self.module, self.tokens = base_of(model), tokens
         self._own = self.module.forward
         self.called, self.result = False, None
-        self.given: list[Any] = []
+        self.outputs: list[Any] = []
         self.leaves: dict[int, Tensor] = {}
         self._cut: slice | None = None
 
@@ -59,13 +59,13 @@ class CutBase:
 
     def _forward(self, *arguments: Any, **keywords: Any) -> Any:
         self.called = True
-        if not self.given:
+        if not self.outputs:
             self.result = self._own(*arguments, **keywords)
-            self.given, self._structure = tree_flatten(self.result)
+            self.outputs, self._structure = tree_flatten(self.result)
         if self._cut is None:
             return self.result
-        pieces, self.leaves = list(self.given), {}
-        for place, value in enumerate(self.given):
+        pieces, self.leaves = list(self.outputs), {}
+        for place, value in enumerate(self.outputs):
             if isinstance(value, Tensor):
                 piece = value[:, self._cut] if self.of_tokens(value) else value
                 if value.is_floating_point():  # also where the base is frozen
@@ -101,7 +101,7 @@ class SumsOverTiles:
         with torch.autocast(loss.device.type, enabled=False):
             found = torch.autograd.grad(loss, [*leaves.values(), *self._parameters], allow_unused=True)
         for place, gradient in zip(leaves, found, strict=False):
-            value = self._base.given[place]
+            value = self._base.outputs[place]
             if gradient is not None and value.requires_grad:
                 total = self._sum_of(value, value.dtype)
                 (total[:, tokens] if self._base.of_tokens(value) else total).add_(gradient)
@@ -152,8 +152,8 @@ class _Head:
         if torch.is_autocast_enabled(device) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
         if dtype not in self._cast:  # once for all tiles
-            given = (self.layer.weight, self.layer.bias)
-            self._cast[dtype] = [None if each is None else each.detach().to(dtype) for each in given]
+            own = (self.layer.weight, self.layer.bias)
+            self._cast[dtype] = [None if each is None else each.detach().to(dtype) for each in own]
         with torch.autocast(device, enabled=False):
             return _Linear.apply(x.to(dtype), *self._cast[dtype], [*self.sums.values()])
 

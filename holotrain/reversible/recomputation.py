@@ -295,7 +295,7 @@ def checkpointed(
         forward: what to call instead of the module, without the module's hooks.
     """
     if torch.compiler.is_compiling():  # the compiler checkpoints by rules of its own
-        return checkpoint(forward or module, x, use_reentrant=False, **keywords)
+        return checkpoint(module if forward is None else forward, x, use_reentrant=False, **keywords)
     call = Call(x.device)
     return from_stored(Branch(name or type(module).__name__, module, keywords, call, (), forward), x, backward)
 

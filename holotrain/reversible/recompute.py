@@ -36,25 +36,25 @@ class RecomputedForward(ReplacedForward):
         block, own = self.module, self.own()
         if self.removed or self.backward == STORED or not (block.training and torch.is_grad_enabled()):
             return own(*arguments, **keywords)
-        x, run, words = call_of(own, arguments, keywords, again=True)
+        x, run, rest = call_of(own, arguments, keywords, again=True)
         if not isinstance(x, Tensor):
-            x, run, words = _within(x, run, words)
+            x, run, rest = _within(x, run, rest)
         if x is None:
             return own(*arguments, **keywords)
-        return checkpointed(block, x, backward=self.backward, forward=run, **words)
+        return checkpointed(block, x, backward=self.backward, forward=run, **rest)
 
 
-def _within(stream: Any, run: Callable, words: dict[str, Any]) -> tuple[Tensor | None, Callable, dict[str, Any]]:
+def _within(stream: Any, run: Callable, rest: dict[str, Any]) -> tuple[Tensor | None, Callable, dict[str, Any]]:
     """The same call, with the first floating-point tensor in a list or dict of streams as its stream; None: there is none."""
     leaves, spec = tree_flatten(stream)
     place = next((i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
     if place is None:
-        return None, run, words
+        return None, run, rest
 
-    def run_within(x: Tensor, others: list[Any], **words: Any) -> Any:
-        return run(tree_unflatten([*others[:place], x, *others[place:]], spec), **words)
+    def run_within(x: Tensor, others: list[Any], **rest: Any) -> Any:
+        return run(tree_unflatten([*others[:place], x, *others[place:]], spec), **rest)
 
-    return leaves.pop(place), run_within, {**words, "others": leaves}
+    return leaves.pop(place), run_within, {**rest, "others": leaves}
 
 
 def recompute_block(block: nn.Module, backward: str) -> None:

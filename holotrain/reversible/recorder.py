@@ -123,16 +123,16 @@ class Recorder:
         Raises:
             ValueError: they are neither, so a hook replaced or changed them.
         """
-        written, read = self._streams
-        crossed = first is written or (first is not read and same_tensor(first, written))
+        target, source = self._streams
+        crossed = first is target or (first is not source and same_tensor(first, target))
         pair = (first, second) if crossed else (second, first)
-        if (pair[0] is not written or pair[1] is not read) and not all(map(same_tensor, pair, self._streams)):
+        if (pair[0] is not target or pair[1] is not source) and not all(map(same_tensor, pair, self._streams)):
             raise ValueError(
                 "something replaced the inputs or outputs of a ReversibleBlock (a hook, or fully_shard with a "
                 "MixedPrecisionPolicy, which casts the streams: set cast_forward_inputs=False and no output_dtype, and train "
                 'under torch.autocast), so the block cannot be rebuilt; use backward="autograd" or "checkpoint"'
             )
-        if (written._version, read._version) != self._versions:
+        if (target._version, source._version) != self._versions:
             raise ValueError(
                 "something changed the inputs or outputs of a ReversibleBlock in place (a hook), so the block cannot be "
                 'rebuilt; use backward="autograd" or "checkpoint"'

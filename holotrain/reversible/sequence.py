@@ -179,9 +179,9 @@ class ReversibleSequence(nn.Module):
         generators = generators_among([*tree_leaves(keywords), *attributes])
         with torch.no_grad(), generators_unmoved(x1.device, generators):
             largest = torch.stack(streams).abs().amax()
-            for block, words in zip(self.blocks, keywords, strict=True):
+            for block, kwargs in zip(self.blocks, keywords, strict=True):
                 buffers = {name: buffer.clone() for name, buffer in block.named_buffers()}
-                streams = torch.func.functional_call(block, buffers, (*streams, *words))
+                streams = torch.func.functional_call(block, buffers, (*streams, *kwargs))
                 largest = torch.maximum(largest, torch.stack(streams).abs().amax())
         grid.choose(largest.item(), x1.dtype)
 
@@ -229,8 +229,8 @@ class ReversibleSequence(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
-        said = self._shorthands | {"tile": self.tile}
-        return ", ".join(f"{name}={value!r}" for name, value in said.items() if value or name == "backward")
+        options = self._shorthands | {"tile": self.tile}
+        return ", ".join(f"{name}={value!r}" for name, value in options.items() if value or name == "backward")
 
 
 class AveragedStreams(ReversibleSequence):

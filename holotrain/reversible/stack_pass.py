@@ -52,7 +52,7 @@ class StackPass:
     def run(self, index: int, arguments: tuple, keywords: dict[str, Any]) -> Any:
         """Runs the next block."""
         schedule = self._schedules[index]
-        x, forward, words = call_of(self._stack.own_forward(index), arguments, keywords, again=schedule.kind != "stored")
+        x, forward, rest = call_of(self._stack.own_forward(index), arguments, keywords, again=schedule.kind != "stored")
         if not self._following:
             self._begin(x)
         elif same_tensor(x, self._returned) and version_of(x) == self._version:
@@ -71,7 +71,7 @@ class StackPass:
         self._recorder.begin_block(index, schedule, coupling, block, (self._stream, self._before), forward)
         self._recorder.call.present = None  # what the model does between its blocks may draw random numbers
         with in_trace("forward", index):
-            coupled = self._recorder.update("block", block, self._before, self._stream, words)
+            coupled = self._recorder.update("block", block, self._before, self._stream, rest)
         self._before, self._stream, self._following = self._stream, coupled, index + 1
         self._graph_before, self._graph = self._graph, _with_version(coupling.take_graph())
         if self._choice is not None:

@@ -161,7 +161,7 @@ class TiledLoss(ReplacedForward):
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-            if base.called and not base.given:  # an error of the base
+            if base.called and not base.outputs:  # an error of the base
                 raise
             shift = None  # what follows the base reads more than its states
         if shift == GUESSED:

@@ -146,7 +146,7 @@ def _works_on(branch: nn.Module, x: Tensor, keywords: dict[str, Any]) -> bool:
     def run(piece: Tensor) -> list[Tensor]:
         read: list[Tensor] = []
         layers = [part for part in branch.modules() if part._parameters]
-        hooks = [part.register_forward_pre_hook(lambda _, given: read.extend(given)) for part in layers]
+        hooks = [part.register_forward_pre_hook(lambda _, inputs: read.extend(inputs)) for part in layers]
         try:
             with noting_mixtures(mixes) if has_no_data(piece) else nullcontext():
                 output = branch.forward(piece, **keywords)
@@ -166,8 +166,8 @@ def _works_on(branch: nn.Module, x: Tensor, keywords: dict[str, Any]) -> bool:
             works = works and not have_drawn(drawn)
     except Exception:  # it cannot take a short piece
         return False
-    written = [(buffer, kept) for buffer, version, kept in before if buffer._version != version]
-    for buffer, kept in written:
+    changed = [(buffer, kept) for buffer, version, kept in before if buffer._version != version]
+    for buffer, kept in changed:
         with torch.no_grad():
             buffer.copy_(kept)
-    return works and not (mixes or written)
+    return works and not (mixes or changed)
