@@ -214,57 +214,53 @@ def honest(tmp_path_factory):
 
 @pytest.fixture
 def refused(holotrain, honest, monkeypatch):
-    """Gives a crafted checkpoint to every command; each answers in one line and leaves nothing behind."""
+    """Gives a crafted checkpoint to a command, which answers in one line and leaves nothing behind."""
     monkeypatch.setenv("CRAFTED_SECRET", "holotrain.models.RevViT")
     shutil.copytree(honest, ".", dirs_exist_ok=True)
 
-    def give(path: str, chosen: slice) -> None:
-        commands = [["test"], ["export", "to=elsewhere"], ["validate"], ["plan"], ["predict"], ["fit"], ["export"]]
-        commands = [[*words, f"ckpt_path={path}"] for words in commands]
-        commands.append(["generate", "prompt=a", f"ckpt_path={path}"])
-        if not path.endswith("_export"):
-            run = Path("run/checkpoints")
-            run.mkdir(parents=True)
-            place = shutil.copytree if Path(path).is_dir() else shutil.copy
-            place(path, run / "last.ckpt")
-            commands.append(["fit", "resume=true", "hydra.run.dir=run"])
+    def give(path: str, number: int) -> None:
+        commands = [
+            ["test"],
+            ["export", "to=elsewhere"],
+            ["validate"],
+            ["plan"],
+            ["predict"],
+            ["fit"],
+            ["generate", "prompt=a"],
+        ]
+        words = [*commands[number % len(commands)], f"ckpt_path={path}"]
         before, environment = sorted(Path(".").rglob("*")), dict(os.environ)
-        for words in commands[chosen]:
-            status, out, err = holotrain(*words)
-            assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("holotrain: "), (words, out, err)
-            left = [found for found in sorted(Path(".").rglob("*")) if found not in before and found.parts[0] != "runs"]
-            assert not left and not [found for found in Path(".").glob("runs/**/*") if found.is_file()], (words, left)
+        status, out, err = holotrain(*words)
+        assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("holotrain: "), (words, out, err)
+        left = [found for found in sorted(Path(".").rglob("*")) if found not in before and found.parts[0] != "runs"]
+        assert not left and not [found for found in Path(".").glob("runs/**/*") if found.is_file()], (words, left)
         changed = {name for name in environment.keys() | os.environ.keys() if environment.get(name) != os.environ.get(name)}
         assert changed <= {"HYDRA_FULL_ERROR", "KINETO_LOG_LEVEL"}  # the second by quieten
 
     return give
 
 
-@pytest.mark.parametrize("share", [6, slow(2)])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_crafted_description_is_refused(refused, change, share):
-    """In a checkpoint or in the config.json of an export, by every sixth command; or in both, by every second."""
+def test_a_crafted_description_is_refused(refused, change):
+    """In a checkpoint, or in the config.json of an export, which has the same."""
     number, kind = [*CHANGES].index(change), "text" if "tokenizer" in change else "image"
-    commands = slice(number % share, None, share)
-    if share == 2 or number // 6 % 2 == 0:
+    if number % 4:
         crafted = torch.load(f"{kind}.ckpt", weights_only=True)
         CHANGES[change](crafted["holotrain"])
         torch.save(crafted, "crafted.ckpt")
-        refused("crafted.ckpt", commands)
-    if share == 2 or number // 6 % 2 == 1:
+        refused("crafted.ckpt", number)
+    else:
         path = Path(f"{kind}_export/config.json")
         config = json.loads(path.read_text())
         CHANGES[change](config["holotrain"])
         path.write_text(json.dumps(config))
-        refused(f"{kind}_export", commands)
+        refused(f"{kind}_export", number)
 
 
-@pytest.mark.parametrize("share", [3, slow(1)])
 @pytest.mark.parametrize("kind", FILES)
-def test_a_crafted_checkpoint_is_refused(refused, kind, share):
-    """By every third command, or by each."""
+def test_a_crafted_checkpoint_is_refused(refused, kind):
     FILES[kind](Path("crafted.ckpt"), torch.load("image.ckpt", weights_only=True))
-    refused("crafted.ckpt", slice([*FILES].index(kind) % share, None, share))
+    refused("crafted.ckpt", [*FILES].index(kind))
 
 
 @pytest.mark.parametrize("lacking", ["loops", "optimizer_states", "epoch, lr_schedulers, pytorch-lightning_version"])
@@ -337,12 +333,7 @@ def test_crafted_files_of_an_export_are_refused(holotrain, honest, kind):
 
 @pytest.mark.parametrize(
     ("command", "sizes"),
-    [
-        ("test", {"depth": 10**7}),
-        slow("predict", {"depth": 10**4, "dim": 10**5}),
-        slow("export", {"dim": 2 * 10**9}),
-        ("fit", {"adapters": 10**12}),
-    ],
+    [("test", {"depth": 10**7}), ("fit", {"adapters": 10**12})],
 )
 def test_a_model_that_no_machine_holds_is_not_built(holotrain, honest, sizes, command):
     crafted = torch.load(honest / "image.ckpt", weights_only=True)
@@ -351,7 +342,7 @@ def test_a_model_that_no_machine_holds_is_not_built(holotrain, honest, sizes, co
         crafted["holotrain"]["description"]["arguments"] |= sizes
     torch.save(crafted, "crafted.ckpt")
     err = holotrain.refused(command, "ckpt_path=crafted.ckpt")
-    assert any(words in err for words in ("weights take", "do not fit into memory", "fewer blocks", "more parameters")), err
+    assert "do not fit into memory" in err or "fewer blocks" in err, err
 
 
 @pytest.mark.parametrize(

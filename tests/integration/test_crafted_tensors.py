@@ -1,6 +1,5 @@
 """Checkpoints whose tensors, counts or options nobody has written honestly are refused, in one line and at once."""
 
-import json
 import os
 import re
 import resource
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("contacts_nobody")
 
 WORDS = ["trainer.max_epochs=9", "logger=none", "test=false"]
 HUGE = torch.zeros(1).expand(10**13)
-HEAD, PART = "model.head.weight", "fit_loop"
+HEAD = "model.head.weight"
 
 
 @pytest.fixture(scope="session")
@@ -42,32 +41,6 @@ def weight(make: Callable) -> Callable:
 
     return change
 
-
-def short(tensor: torch.Tensor) -> torch.Tensor:
-    """Each row overlaps with the next one."""
-    return tensor.flatten()[: sum(tensor.shape)].clone().as_strided(tensor.shape, (1, 1))
-
-
-def nested(tensor: torch.Tensor, layout=torch.strided) -> torch.Tensor:
-    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
-
-
-def quantised(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.quantize_per_tensor(tensor.detach(), 0.1, 0, torch.qint8)
-
-
-TENSORS = {
-    "10^13 elements": (weight(lambda w: HUGE), "claims 40000000000000 bytes and has 4"),
-    "10^13 elements of its shape": (weight(lambda w: w[:1, :1].clone().expand(w.shape)), "claims 1280 bytes and has 4"),
-    "overlapping rows": (weight(short), "claims"),
-    "sparse": (weight(torch.Tensor.to_sparse), "is of layout torch.sparse_coo"),
-    "sparse rows": (weight(torch.Tensor.to_sparse_csr), "is of layout torch.sparse_csr"),
-    "quantised": (weight(quantised), "is of dtype torch.qint8"),
-    "nested": (weight(nested), "is nested"),
-    "jagged": (weight(lambda w: nested(w, torch.jagged)), "is a NestedTensor"),
-    "bits": (weight(lambda w: torch.empty(w.shape, dtype=torch.bits8)), "is of dtype torch.bits8"),
-}
-"""Changes of a checkpoint, and what is said of the tensor."""
 
 OTHER_NUMBERS = {
     "bool": weight(torch.Tensor.bool),
@@ -213,43 +186,15 @@ def quickly_refused(holotrain, *words: str) -> str:
     return said
 
 
-COMMANDS = {
-    "test": ["test"],
-    "resume": ["fit", "resume=true", *WORDS],
-    "fit": ["fit", *WORDS],
-    "predict": ["predict"],
-    "export": ["export", "to=elsewhere"],
-    "generate": ["generate", "prompt=a"],
-}
-"""Of these, ``generate`` reads a checkpoint before it refuses a model of images."""
+@pytest.mark.parametrize("case", OTHER_NUMBERS)
+def test_weights_of_other_numbers(given, case):
+    assert "holds another model: " in given(OTHER_NUMBERS[case], "test")
 
 
-def spread(cases: dict, commands: list[str]) -> list:
-    """Each case with one command by default, and with all others among the slow tests."""
-    chosen = {(case, commands[number % len(commands)]) for number, case in enumerate(cases)}
-    pairs = [(case, command) for case in cases for command in commands]
-    return [pair if pair in chosen else slow(*pair) for pair in pairs]
-
-
-@pytest.mark.parametrize(("case", "command"), spread(TENSORS, [*COMMANDS]))
-def test_tensors_that_no_file_holds(given, case, command):
-    change, words = TENSORS[case]
-    said = given(change, *COMMANDS[command])
-    assert f".ckpt is damaged, or of another program: the tensor 'state_dict.{HEAD}' {words}" in said
-
-
-@pytest.mark.parametrize(("case", "command"), spread(OTHER_NUMBERS, ["test", "resume", "fit", "predict", "export"]))
-def test_weights_of_other_numbers(given, case, command):
-    assert "holds another model: " in given(OTHER_NUMBERS[case], *COMMANDS[command])
-
-
-@pytest.mark.parametrize("command", ["fit", slow("resume")])
 @pytest.mark.parametrize("case", STATES)
-def test_what_a_training_takes_over(given, case, command):
-    assert re.search(
-        r"\.ckpt (is damaged, or of another|holds another model: )| (does|do) not fit: ",
-        given(STATES[case], *COMMANDS[command]),
-    )
+def test_what_a_training_takes_over(given, case):
+    words = r"\.ckpt (is damaged, or of another|holds another model: )| (does|do) not fit: "
+    assert re.search(words, given(STATES[case], "fit", *WORDS))
 
 
 def test_what_other_callbacks_take_over(holotrain):
@@ -310,41 +255,25 @@ def test_files_that_are_no_regular_ones(holotrain, trained, kind, file, words):
     kind(path)
     if file.startswith("sharded.ckpt/tensors"):
         held = torch.load("sound.ckpt", weights_only=True)
-        torch.save(held | {"tensors": "tensors-1", "checksums": {"1.safetensors": 0}}, "sharded.ckpt/checkpoint.pt")
+        held["state_dict"] = {HEAD: torch.empty(10, 32, device="meta")}
+        torch.save(held | {"tensors": "tensors-1"}, "sharded.ckpt/checkpoint.pt")
     if path.name == "1.safetensors":
         Path("folder").mkdir(exist_ok=True)
         Path("folder/model.safetensors.index.json").write_text('{"weight_map": {"x": "1.safetensors"}}')
     quickly_refused(holotrain, *words)
 
 
-@pytest.mark.parametrize("command", ["test", slow("predict"), slow("export")])
-@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, torch.int64])
-def test_an_export_of_other_numbers(holotrain, trained, command, dtype):
+def test_an_export_of_other_numbers(holotrain, trained):
     shutil.copytree(trained / "export", "export")
-    config = json.loads(Path("export/config.json").read_text())
-    del config["crc32"]
-    Path("export/config.json").write_text(json.dumps(config))
     weights = load_file("export/model.safetensors")
-    save_file(weights | {"head.weight": weights["head.weight"].to(dtype)}, "export/model.safetensors")
-    said = quickly_refused(holotrain, *COMMANDS[command], "ckpt_path=export")
-    assert f"head.weight is (10, 32) {dtype}, not (10, 32)" in said
+    save_file(weights | {"head.weight": weights["head.weight"].bool()}, "export/model.safetensors")
+    said = quickly_refused(holotrain, "test", "ckpt_path=export")
+    assert "head.weight is (10, 32) torch.bool, not (10, 32)" in said
 
 
-@pytest.mark.parametrize("case", ["10^13 elements", slow("sparse"), slow("quantised"), "complex"])
-def test_weights_to_begin_with(given, holotrain, case):
-    changes = {name: change for name, (change, _) in TENSORS.items()} | OTHER_NUMBERS
-    held = torch.load("sound.ckpt", weights_only=True)
-    changes[case](held)
-    torch.save(held["state_dict"], "weights.pt")
-    said = quickly_refused(holotrain, "fit", *SMALL, "model.pretrained=weights.pt")
-    assert said.startswith("holotrain: model.pretrained: ")
-
-
-@pytest.mark.parametrize("case", ["10^13 elements", "sparse", "complex"])
-def test_in_python(given, case, monkeypatch):
+def test_in_python(given):
     import holotrain
 
-    changes = {name: change for name, (change, _) in TENSORS.items()} | OTHER_NUMBERS
-    given(changes[case], "test")
+    given(OTHER_NUMBERS["complex"], "test")
     with pytest.raises(holotrain.UserError, match=HEAD.removeprefix("model.")):
         holotrain.load("crafted.ckpt")
