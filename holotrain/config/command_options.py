@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast
 
-from holotrain.config.option_checks import check_groups, check_trainer
 from holotrain.config.objects import ObjectConfig
+from holotrain.config.option_checks import check_groups, check_trainer
 from holotrain.config.option_groups import (
     AUTO,
     AVERAGE,
