@@ -29,8 +29,7 @@ from holotrain.commands.summary import read
 from holotrain.config import checkpointed
 from holotrain.config.command_options import COMMANDS, ExportConfig, PlanConfig, RunConfig
 from holotrain.config.composition import as_word, checkpoint_path, relative_to_cwd, run_folder
-from holotrain.config.given import PYTHON_OBJECT
-from holotrain.config.objects import full_name
+from holotrain.config.objects import PYTHON_OBJECT, full_name
 from holotrain.config.option_groups import MODEL_OPTIONS, OBJECT_GROUPS, default_backward
 from holotrain.config.start import compose
 from holotrain.config.structured import structured, to_container

@@ -12,7 +12,7 @@ from torch import nn
 from holotrain.config import checkpointed
 from holotrain.config.build import class_names, synthesis_of, with_adapters
 from holotrain.config.command_options import Config, FitConfig, RunConfig
-from holotrain.config.given import PYTHON_OBJECT
+from holotrain.config.objects import PYTHON_OBJECT
 from holotrain.config.option_groups import HUGGING_FACE, TEXT, is_a, takes
 from holotrain.data.tokenizers import tokenizer_text
 from holotrain.errors import UserError, as_user_error

@@ -14,7 +14,7 @@ from holotrain.commands.run_folder import Run
 from holotrain.config.build_optimizer import check_optimizer
 from holotrain.config.build_trainer import device_kind, device_name
 from holotrain.config.command_options import Config, RunConfig
-from holotrain.config.given import PYTHON_OBJECT
+from holotrain.config.objects import PYTHON_OBJECT
 from holotrain.config.option_groups import ADAMW, AUTO, LOW_BIT, OBJECT_GROUPS, PLAIN, reversible, takes
 from holotrain.config.plans import (
     NO_OPTION,

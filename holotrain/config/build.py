@@ -15,8 +15,7 @@ from holotrain import data as datasets
 from holotrain.callbacks import SynthesisCallback
 from holotrain.config.build_optimizer import check_optimizer, make_optimizer, make_scheduler
 from holotrain.config.command_options import FitConfig, PlanConfig, RunConfig
-from holotrain.config.given import PYTHON_OBJECT
-from holotrain.config.objects import ObjectConfig
+from holotrain.config.objects import PYTHON_OBJECT, ObjectConfig
 from holotrain.config.option_groups import (
     AUTO,
     CAUSAL_LM,

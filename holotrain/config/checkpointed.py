@@ -19,7 +19,7 @@ from yaml import YAMLError
 from holotrain.config.annotations import checked
 from holotrain.config.command_options import RunConfig
 from holotrain.config.composition import config_folder
-from holotrain.config.given import PYTHON_OBJECT
+from holotrain.config.objects import PYTHON_OBJECT
 from holotrain.config.option_groups import CLASSIFIER, IMAGES, TEXT, is_a
 from holotrain.config.signatures import signature
 from holotrain.config.structured import structured, to_container

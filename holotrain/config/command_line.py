@@ -4,7 +4,7 @@ It is split into a command, flags of Hydra and overrides. Flags may stand anywhe
 """
 
 import re
-from collections.abc import Collection, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -148,12 +148,7 @@ def parse(argv: list[str]) -> Arguments:
                 raise UserError(f"{word} needs a value")
             arguments.flags += [word, value]
         elif word.startswith("-"):
-            if option := _option_of_flag(flag, arguments):
-                value = word.partition("=")[2] or next(words, "")
-                value = "..." if not value or value.startswith("-") or "=" in value else value
-                raise UserError(f"{word!r} is not a flag; options are written key=value. Did you mean '{option}={value}'?")
-            near = did_you_mean(flag, VALUED | BARE | HELP)
-            raise UserError(f"{word!r} is not a flag; options are written key=value, such as trainer.max_epochs=3.{near}")
+            raise _unknown_flag(word, next(words, ""), arguments)
         elif not key_of(word) or ("=" not in word and not word.startswith("~")):
             raise UserError(f"{word!r} is not an override; write group=option or key=value, without spaces around =")
         else:
@@ -166,47 +161,36 @@ def parse(argv: list[str]) -> Arguments:
         raise UserError(f"--config-dir: there is no folder {arguments.config_dir}")
     with explaining(arguments):
         arguments.parsed = OverridesParser.create().parse_overrides(arguments.overrides)
-    _require_once(arguments.words, arguments.parsed, option_names(arguments.config_dir))
-    for word, override in zip(arguments.words, arguments.parsed, strict=True):
-        _require_one(word, override)
-        if not arguments.multirun:
-            _require_no_sweep(word, override, shown=arguments.help or arguments.flag(*SHOWS) is not None)
+    _check_overrides(arguments)
     return arguments
 
 
-def _require_once(words: list[str], parsed: list[Override], groups: Collection[str]) -> None:
-    """Refuses two choices of a group, of which Hydra would take the last, and another value of an option after those of a
-    sweep, which would give equal jobs. Of two values the last is taken, as scripts expect."""
-    earlier: dict[str, tuple[str, Override]] = {}
-    for word, override in zip(words, parsed, strict=True):
-        key = override.key_or_group
-        first, other = earlier.get(key, ("", override))
-        if first and not other.is_delete() and (key in groups or other.is_sweep_override()):
+def _check_overrides(arguments: Arguments) -> None:
+    """Refuses a group that is chosen twice, of which Hydra would take the last, or with several, which it would merge; a
+    value of an option after a sweep over it, which would give equal jobs; and without ``-m`` what only a sweep uses."""
+    groups, shows = option_names(arguments.config_dir), arguments.help or arguments.flag(*SHOWS) is not None
+    earlier: dict[str, tuple[str, bool]] = {}
+    for word, override in zip(arguments.words, arguments.parsed, strict=True):
+        key, value, sweeps, deletes = (
+            override.key_or_group,
+            override.value(),
+            override.is_sweep_override(),
+            override.is_delete(),
+        )
+        first, swept = earlier.get(key, ("", False))
+        if first and not deletes and (key in groups or swept):
             raise UserError(f"{key}: it is given twice, as {first} and {word}; leave one out")
-        earlier[key] = word, override
-
-
-def _require_one(word: str, override: Override) -> None:
-    """Refuses several options of a group of which a run has one: Hydra merges their files."""
-    group = override.key_or_group
-    if group not in (*OBJECT_GROUPS, "backward"):
-        return
-    value = override.value()
-    for each in value.list if isinstance(value, ChoiceSweep) else [value]:
-        if isinstance(each, list):
-            raise UserError(f"{word}: {group} takes one option; -m {group}={','.join(map(str, each))} tries each")
-
-
-def _require_no_sweep(word: str, override: Override, shown: bool) -> None:
-    """Refuses what means something in a sweep only.
-
-    Args:
-        shown: the configuration is only shown.
-    """
-    if override.is_sweep_override():
-        raise UserError(f"{word}: to run a sweep over several values, add -m; a list has brackets: key=[a,b]")
-    if SWEEPS.match(override.key_or_group) and not shown and not override.is_delete() and override.value() is not None:
-        raise UserError(f"{word}: it is about a sweep; add -m to run one")
+        earlier[key] = word, sweeps
+        if key in (*OBJECT_GROUPS, "backward"):
+            for each in value.list if isinstance(value, ChoiceSweep) else [value]:
+                if isinstance(each, list):
+                    raise UserError(f"{word}: {key} takes one option; -m {key}={','.join(map(str, each))} tries each")
+        if arguments.multirun:
+            continue
+        if sweeps:
+            raise UserError(f"{word}: to run a sweep over several values, add -m; a list has brackets: key=[a,b]")
+        if SWEEPS.match(key) and not shows and not deletes and value is not None:
+            raise UserError(f"{word}: it is about a sweep; add -m to run one")
 
 
 CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)
@@ -261,11 +245,18 @@ def explaining(arguments: Arguments) -> Generator[None]:
         raise UserError(f"{named[0]}: {first_line(error)}" if named else first_line(error)) from None
 
 
-def _option_of_flag(flag: str, arguments: Arguments) -> str | None:
-    """The option that a flag of other programs, such as ``--lr`` or ``--max-epochs``, stands for; None: there is none."""
+def _unknown_flag(word: str, following: str, arguments: Arguments) -> UserError:
+    """That other programs have flags such as ``--lr`` or ``--max-epochs``, which are options here."""
     register()
+    flag, equals, value = word.partition("=")
     name, keys = flag.lstrip("-").replace("-", "_"), _valid_keys("", "", arguments)
-    return name if name in keys else _key_of_group(name, keys)
+    if option := name if name in keys else _key_of_group(name, keys):
+        value = value if equals else following
+        value = "..." if not value or value.startswith("-") or "=" in value else value
+        near = f"; options are written key=value. Did you mean '{option}={value}'?"
+    else:
+        near = f"; options are written key=value, such as trainer.max_epochs=3.{did_you_mean(flag, VALUED | BARE | HELP)}"
+    return UserError(f"{word!r} is not a flag{near}")
 
 
 def _key_of_group(name: str, keys: list[str]) -> str | None:

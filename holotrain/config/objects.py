@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
-from holotrain.config.given import for_default_device
 from holotrain.config.signatures import Option, signature
 from holotrain.errors import as_user_error
 from holotrain.targets import TARGET, instantiate
+
+PYTHON_OBJECT = "holotrain.config.objects.python_object"
+"""What a configuration, and so a checkpoint, names in place of an object that Python code passed to a run."""
+
+
+def python_object(kind: str) -> NoReturn:
+    """An object of Python code. No file can name it, so the command line cannot make it.
+
+    Args:
+        kind: full name of the object's class
+    """
+    raise ValueError(f"a {kind} that Python code made is needed; give it to holotrain.fit, test, ... as an object")
 
 
 @dataclass(frozen=True)
@@ -63,7 +75,7 @@ class GroupSchema:
         elsewhere: parameters that are options of other groups, with their keys there.
         known: parameters that the program fills in if it knows them; if not, they are options that need a value.
         also: another class whose parameters are options too, and come first.
-        unless_given: options that the program fills in where they are null, which is their default.
+        null_if_known: options that the program fills in where they are null, which is their default.
         or_auto: options that may be ``"auto"``, which the program replaces before the class sees it.
     """
 
@@ -71,24 +83,22 @@ class GroupSchema:
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     known: tuple[str, ...] = ()
     also: str | None = None
-    unless_given: tuple[str, ...] = ()
+    null_if_known: tuple[str, ...] = ()
     or_auto: tuple[str, ...] = ()
 
     def options(self, target: str) -> dict[str, Option]:
-        """
-        Raises:
-            ValueError: there is no such class or function.
-        """
+        """The options of a class or function. Raises a ValueError if there is no such class or function."""
         options = signature(target).options | (signature(self.also).options if self.also else {})
-        for name in options.keys() & {*self.unless_given}:
-            kind = options[name].type and f"{options[name].type} | None"
-            options[name] = replace(options[name], type=kind, default=None)
-        for name in options.keys() & {*self.or_auto}:
-            options[name] = replace(options[name], type=options[name].type and f'{options[name].type} | Literal["auto"]')
-        return {name: option for name, option in options.items() if name not in {*self.names, *self.elsewhere}}
+        found = {name: option for name, option in options.items() if name not in {*self.names, *self.elsewhere}}
+        for name, option in found.items():
+            if name in self.null_if_known:
+                found[name] = replace(option, type=option.type and f"{option.type} | None", default=None)
+            elif name in self.or_auto:
+                found[name] = replace(option, type=option.type and f'{option.type} | Literal["auto"]')
+        return found
 
     def make(self, where: str, config: ObjectConfig, of: type, *positional: Any, **known: Any) -> Any:
-        """Calls what is configured, with what the program knows of those parameters that are not given.
+        """Calls what is configured, with what the program knows of those parameters that the configuration leaves open.
 
         Args:
             where: the group, or a name in it.
@@ -97,13 +107,27 @@ class GroupSchema:
         Raises:
             UserError: it cannot be imported or called, refuses a value, or makes something else.
         """
-        own = {name: value for name, value in config.arguments.items() if value is not None or name not in self.unless_given}
-        names = {*signature(config.target).options, *config.arguments}
-        known = {name: value for name, value in known.items() if name in names and own.get(name) is None}
         if config.object is not None:
-            return for_default_device(config.object)
+            return _on_default_device(config.object)
+        own = {name: value for name, value in config.arguments.items() if value is not None or name not in self.null_if_known}
+        parameters = {*signature(config.target).options, *config.arguments}
+        known = {name: value for name, value in known.items() if name in parameters and own.get(name) is None}
         with as_user_error(where, self.options(config.target), self.elsewhere):
-            found = instantiate({TARGET: config.target, **own}, *positional, **known)
-            if not isinstance(found, of):
-                raise ValueError(f"{config.target} is not a {of.__name__}; calling it gives a {type(found).__name__}")
-        return found
+            made = instantiate({TARGET: config.target, **own}, *positional, **known)
+            if not isinstance(made, of):
+                raise ValueError(f"{config.target} is not a {of.__name__}; calling it gives a {type(made).__name__}")
+        return made
+
+
+def _on_default_device(made: Any) -> Any:
+    """The object; while torch's default device is ``meta``, a copy of it that has shapes but no data."""
+    import torch
+
+    if torch.get_default_device().type != "meta" or not isinstance(made, torch.nn.Module):
+        return made
+    memo: dict[int, Any] = {id(getattr(made, "_trainer", None)): None}  # a copy belongs to no trainer
+    for tensor in made.buffers():
+        memo[id(tensor)] = torch.empty_like(tensor, device="meta")
+    for weight in made.parameters():
+        memo[id(weight)] = torch.nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
+    return copy.deepcopy(made, memo)

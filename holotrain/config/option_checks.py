@@ -28,7 +28,7 @@ from holotrain.config.option_groups import (
     takes,
     trainer_options,
 )
-from holotrain.errors import UserError
+from holotrain.errors import UserError, as_user_error
 from holotrain.numeric import require_at_least
 
 if TYPE_CHECKING:
@@ -36,10 +36,7 @@ if TYPE_CHECKING:
 
 
 def check_groups(config: RunConfig) -> None:
-    """
-    Raises:
-        UserError: options of several groups exclude each other.
-    """
+    """Raises a UserError if options of several groups exclude each other."""
     _check_task(config)
     _check_error_diffusion(config)
     _check_backward(config)
@@ -48,15 +45,16 @@ def check_groups(config: RunConfig) -> None:
     _check_in_backward(config)
 
 
-def check_together(task: ObjectConfig, model: ObjectConfig | None, data: ObjectConfig) -> None:
-    """
-    Raises:
-        UserError: one of our tasks is to train a model, or from data, of ours for another task.
-    """
-    fitting = next((COMPATIBLE[each] for each in COMPATIBLE if is_a(task, each)), None)
-    if fitting is None:
+def _check_task(config: RunConfig) -> None:
+    task, model, data = config.task, config.model, config.data
+    if is_a(task, SEQUENCE_CLASSIFIER) and getattr(data, "label", "given") is None:
+        raise UserError("data.label: give the field or column of the class as data.label=..., or data.label=folder")
+    if getattr(model, "trained", "all") == "head" and is_a(task, CAUSAL_LM, MASKED_LM):
+        raise UserError(f"model.trained=head: {task.name} shares its head with the embedding; use all or adapters")
+    ours = next((each for each in COMPATIBLE if is_a(task, each)), None)
+    if ours is None:
         return
-    models, of = fitting
+    models, of = COMPATIBLE[ours]
     if is_a(data, IMAGES, TEXT) and not is_a(data, of):
         kind = "images" if of == IMAGES else "text"
         others = _options(each for each in COMPATIBLE if is_a(data, COMPATIBLE[each][1]))
@@ -69,14 +67,6 @@ def check_together(task: ObjectConfig, model: ObjectConfig | None, data: ObjectC
 
 def _options(tasks: Iterable[str]) -> str:
     return " or ".join(f"task={TASK_OPTIONS[each]}" for each in tasks)
-
-
-def _check_task(config: RunConfig) -> None:
-    check_together(config.task, config.model, config.data)
-    if is_a(config.task, SEQUENCE_CLASSIFIER) and getattr(config.data, "label", "given") is None:
-        raise UserError("data.label: give the field or column of the class as data.label=..., or data.label=folder")
-    if getattr(config.model, "trained", "all") == "head" and is_a(config.task, CAUSAL_LM, MASKED_LM):
-        raise UserError(f"model.trained=head: {config.task.name} shares its head with the embedding; use all or adapters")
 
 
 def _check_error_diffusion(config: RunConfig) -> None:
@@ -169,28 +159,26 @@ def _check_backward(config: RunConfig) -> None:
 def _check_in_backward(config: RunConfig) -> None:
     if not config.steps_in_backward:
         return
-    trainer, batches = config.trainer, config.trainer.accumulate_grad_batches
-    by_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
-    unclipped = "trainer.gradient_clip_val=null, or trainer.gradient_clip_algorithm=value"
-    refused = {
-        f"trainer={trainer.strategy} averages gradients after it; use trainer=default": trainer.strategy != "single",
-        "accumulation adds gradients up after it; use trainer.accumulate_grad_batches=1": batches > 1,
-        f"clipping by norm needs all gradients; use {unclipped}": by_norm,
-        "16-mixed unscales gradients after it; use trainer.precision=bf16-mixed": trainer.precision == "16-mixed",
-        "synthesis rewrites gradients after it; use synthesis=none": config.synthesis is not None,
-        "a CUDA graph holds all gradients; use backward.cuda_graph=false": config.backward.cuda_graph,
-        "error diffusion is measured between backward and step; set it to false": is_a(config.task, ERROR_DIFFUSION),
-        "DDP and FSDP2 average gradients after it; plan without devices": getattr(config, "devices", None) is not None,
-    }
-    for reason in [reason for reason, found in refused.items() if found]:
-        raise UserError(f"optimizer.{IN_BACKWARD}: steps within the backward, and {reason}")
+    from holotrain.optimizers.stepping import refuse_in_backward  # imports torch
+
+    trainer = config.trainer
+    by_norm = "trainer.gradient_clip_val by norm (use null, or trainer.gradient_clip_algorithm=value)"
+    with as_user_error(f"optimizer.{IN_BACKWARD}"):
+        refuse_in_backward(
+            {
+                f"trainer={trainer.strategy}": trainer.strategy != "single",
+                "trainer.accumulate_grad_batches above 1": trainer.accumulate_grad_batches > 1,
+                by_norm: bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value",
+                "trainer.precision=16-mixed": trainer.precision == "16-mixed",
+                "a synthesis": config.synthesis is not None,
+                "backward.cuda_graph=true": config.backward.cuda_graph,
+                config.task.name: is_a(config.task, ERROR_DIFFUSION),
+            }
+        )
 
 
 def check_trainer(trainer: ObjectConfig) -> None:
-    """
-    Raises:
-        ValueError: a value out of range, or options that exclude each other.
-    """
+    """Raises a ValueError if a value is out of range, or options exclude each other."""
     if not is_a(trainer, TRAINER):
         raise ValueError(f"{trainer.target} is not Lightning's Trainer")
     trainer_options(**{name: trainer.arguments[name] for name in TRAINER_OPTIONS})

@@ -319,10 +319,10 @@ NAMED_GROUPS = {
             *("dirpath", "count_samples", "count_tokens", "unbucketed"),
             *("model_flops_per_sample", "hardware_flops_per_sample"),
         ),
-        unless_given=("monitor", "mode", "peak_flops"),
+        null_if_known=("monitor", "mode", "peak_flops"),
     ),
     "logger": GroupSchema(
-        ("save_dir", "root_dir"), unless_given=("name", "run_name", "group", "tracking_uri", "artifact_location")
+        ("save_dir", "root_dir"), null_if_known=("name", "run_name", "group", "tracking_uri", "artifact_location")
     ),
 }
 """The groups that are mappings from a name to a class or function, in the same way."""

@@ -14,22 +14,10 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from holotrain.config import composition as hydra
 from holotrain.config.command_line import CONFIGURATION_ERRORS, Arguments, explained, explaining, parse
 from holotrain.config.command_options import RunConfig
-from holotrain.config.composition import (
-    LAST_CHECKPOINT,
-    checkpoint_path,
-    composed,
-    key_of,
-    literal,
-    member_names,
-    options,
-    own_hydra,
-    register,
-    require_new_names,
-    run_folder,
-    to_plain,
-)
+from holotrain.config.composition import LAST_CHECKPOINT, key_of, to_plain
 from holotrain.config.option_groups import (
     GROUPS,
     LOW_BIT_OPTIONS,
@@ -38,7 +26,7 @@ from holotrain.config.option_groups import (
     PROCESS_OPTIONS,
     default_backward,
 )
-from holotrain.config.structured import checked_config, with_defaults, with_replaced_classes
+from holotrain.config.structured import checked_config, with_defaults, without_replaced_options
 from holotrain.errors import UserError, did_you_mean
 from holotrain.targets import TARGET
 
@@ -47,7 +35,7 @@ LOCAL_LOGGERS = ("tensorboard", "csv", "none")
 
 
 def start_checkpoint(arguments: Arguments) -> dict[str, Any] | None:
-    """What the checkpoint that ``ckpt_path=`` or ``resume=true`` name keeps of its run; None: they name none.
+    """What the checkpoint that ``ckpt_path=`` or ``resume=true`` name holds of its run; None: they name none.
 
     A sweep of trainings has none: each job composes its own configuration and continues in its own folder. Other sweeps may
     vary everything but the checkpoint.
@@ -55,21 +43,42 @@ def start_checkpoint(arguments: Arguments) -> dict[str, Any] | None:
     Raises:
         UserError: there is no such file, it is not a checkpoint of holotrain, or it names a class that is not trusted.
     """
+    named = arguments.value("ckpt_path") or ""
     if arguments.multirun and arguments.command == "fit":
         return None
-    if arguments.resume and arguments.value("ckpt_path"):
+    if arguments.resume and named:
         raise UserError("resume=true continues from the last checkpoint of its run; leave out ckpt_path=")
-    if arguments.multirun and "," in (arguments.value("ckpt_path") or ""):
+    if arguments.multirun and "," in named:
         raise UserError(f"ckpt_path: a sweep of {arguments.command} starts from one checkpoint; run the command once for each")
-    path = _checkpoint_path(arguments)
-    if path is None:
+    if arguments.resume:
+        path = _last_checkpoint(arguments)
+    elif named and named != "null":
+        path = hydra.checkpoint_path(named, arguments.command, arguments.value("output_dir") or "runs")
+    else:
         return None
     from holotrain.config.checkpointed import KEY, load, require_trusted  # imports torch
 
-    kept = load(path)[KEY]
-    trusted = (arguments.value("trust") or "").strip("[]").split(",")
-    require_trusted(kept["config"], path, [*filter(None, map(str.strip, trusted))], arguments.words, arguments.config_dir)
-    return kept
+    start = load(path)[KEY]
+    packages = [package.strip() for package in (arguments.value("trust") or "").strip("[]").split(",") if package.strip()]
+    require_trusted(start["config"], path, packages, arguments.words, arguments.config_dir)
+    return start
+
+
+def _last_checkpoint(arguments: Arguments) -> Path:
+    """The checkpoint that ``resume=true`` continues from."""
+    folder = arguments.value("hydra.run.dir")
+    if folder is None:
+        folder = hydra.run_folder(arguments.command, arguments.value("output_dir") or "runs", True)
+        others = (other for other in Path(folder).parent.glob("[0-9]*") if other.name > Path(folder).name)
+        if later := max((other for other in others if not (other / LAST_CHECKPOINT).exists()), default=None):
+            print(f"holotrain: resume=true: continuing {folder}; {later} is later, but has no checkpoint", file=sys.stderr)
+    path = Path(folder).expanduser() / LAST_CHECKPOINT
+    if path.exists():
+        return path
+    why = f"there is no folder {folder}"
+    if Path(folder).expanduser().is_dir():
+        why = f"{folder} has no checkpoint, because the run ended before it saved one"
+    raise UserError(f"resume=true: {why}; to start it from the beginning, leave out resume=true")
 
 
 def primary(arguments: Arguments, start: dict[str, Any]) -> str:
@@ -78,65 +87,28 @@ def primary(arguments: Arguments, start: dict[str, Any]) -> str:
     The values of the checkpoint stand in it as plain data, after the defaults of the command. Every group is an empty entry of
     its defaults list, so that the command line can choose an option from it.
     """
-    command = arguments.command
-    given = {*map(key_of, arguments.overrides)}
-    if "data.download" in given and not {"data.root", "data"} & given:
+    keys = {*map(key_of, arguments.overrides)}
+    if "data.download" in keys and not {"data.root", "data"} & keys:
         raise UserError("data.root: data.download=true writes into it, so a checkpoint cannot name it; give data.root=...")
-    groups = [group for group in GROUPS if group not in ("task", "trainer")]
-    groups += ["task", "experiment", "debug", "sweep"]  # last, since these may change the option of another group
-    kept, logger = dict(start["config"]), "tensorboard"
-    kept["trainer"] = {name: value for name, value in kept["trainer"].items() if name != "max_restarts"}  # of old checkpoints
-    # A file does not decide what is sent where.
+    plain, left_out = dict(start["config"]), {"max_restarts"}  # of old checkpoints
+    if arguments.command != "fit" or "trainer" in keys:  # the number of processes may change; the other options stay
+        left_out |= {*PROCESS_OPTIONS}
+    plain["trainer"] = {name: value for name, value in plain["trainer"].items() if name not in left_out}
+    if "model.name" in keys and plain["model"]:  # the configuration of another network
+        plain["model"] = {name: value for name, value in plain["model"].items() if name != "config"}
+    for group in ({*OBJECT_GROUPS, "callbacks"} - {"trainer"}) & keys:  # the option replaces what the checkpoint has
+        del plain[group]
+    logger = "tensorboard"  # a file does not decide what is sent where
     if arguments.resume and start["choices"].get("logger") in LOCAL_LOGGERS:
         logger = start["choices"]["logger"]
-    if command != "fit" or "trainer" in given:  # the number of processes may change; the other options stay
-        kept["trainer"] = {name: value for name, value in kept["trainer"].items() if name not in PROCESS_OPTIONS}
-    if "model.name" in given and kept["model"]:  # the configuration of another network
-        kept["model"] = {name: value for name, value in kept["model"].items() if name != "config"}
-    for group in (*OBJECT_GROUPS, "callbacks"):
-        if group in given and group != "trainer":  # the option replaces what the checkpoint has
-            del kept[group]
+    groups = [group for group in GROUPS if group not in ("task", "trainer")]
+    groups += ["task", "experiment", "debug", "sweep"]  # last, since these may change the option of another group
     chosen = [{group: logger if group == "logger" else None} for group in groups]
-    node = options(command, [{"trainer": "default"}, "_self_", *chosen])
-    node.merge_with(_literally(kept))
+    node = hydra.options(arguments.command, [{"trainer": "default"}, "_self_", *chosen])
+    node.merge_with(_literally(plain))
     name = "_checkpoint"
     ConfigStore.instance().store(name=name, node=node)
     return name
-
-
-def without_replaced_options(plain: dict[str, Any], kept: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """What Hydra composed over the configuration of a checkpoint. The options of a class go where there is another now."""
-    result = dict(plain)
-    given = {*map(key_of, overrides)}
-    for group in OBJECT_GROUPS:
-        old, new = kept[group], plain.get(group)
-        if old and new and new.get(TARGET) != old[TARGET]:
-            stays = {name for name in new if name not in old or new[name] != old[name] or f"{group}.{name}" in given}
-            result[group] = {name: new[name] for name in new if name in stays}
-    usual = [default_backward((config["model"] or {}).get(TARGET)) for config in (plain, kept)]
-    if plain["backward"] == kept["backward"] and usual[0] != usual[1]:
-        result["backward"] = {}  # that of the other model
-    return result
-
-
-def _checkpoint_path(arguments: Arguments) -> Path | None:
-    if arguments.resume:
-        folder = arguments.value("hydra.run.dir")
-        if folder is None:
-            folder = run_folder(arguments.command, arguments.value("output_dir") or "runs", True)
-            others = (other for other in Path(folder).parent.glob("[0-9]*") if other.name > Path(folder).name)
-            if later := max((other for other in others if not (other / LAST_CHECKPOINT).exists()), default=None):
-                print(f"holotrain: resume=true: continuing {folder}; {later} is later, but has no checkpoint", file=sys.stderr)
-        path = Path(folder).expanduser() / LAST_CHECKPOINT
-        if not path.exists():
-            words = f"{folder} has no checkpoint, because the run ended before it saved one"
-            words = words if Path(folder).expanduser().is_dir() else f"there is no folder {folder}"
-            raise UserError(f"resume=true: {words}; to start it from the beginning, leave out resume=true")
-        return path
-    given = arguments.value("ckpt_path")
-    if given in (None, "null", ""):
-        return None
-    return checkpoint_path(given, arguments.command, arguments.value("output_dir") or "runs")
 
 
 def _literally(node: Any) -> Any:
@@ -145,41 +117,40 @@ def _literally(node: Any) -> Any:
         return {key: _literally(value) for key, value in node.items()}
     if isinstance(node, list):
         return [_literally(value) for value in node]
-    return literal(node) if isinstance(node, str) else node
+    return hydra.literal(node) if isinstance(node, str) else node
 
 
 class Start:
-    """What a run starts from: words, and the checkpoint that they name.
-
-    Args:
-        arguments: the words; its primary configuration is set.
-    """
+    """What a run starts from: the words of a command line, whose primary configuration is set, and the checkpoint that they
+    name."""
 
     def __init__(self, arguments: Arguments) -> None:
         if arguments.config_dir:
-            require_new_names(arguments.config_dir)
+            hydra.require_new_names(arguments.config_dir)
         start = start_checkpoint(arguments)
         if start is not None:
             arguments.primary = primary(arguments, start)
         self.arguments = arguments
-        self.kept: dict[str, Any] = {} if start is None else start["config"]
+        self.before: dict[str, Any] = {} if start is None else start["config"]
         self.chosen_before: dict[str, str] = {} if start is None else start["choices"]
 
     def with_defaults(self, config: DictConfig, overrides: list[str]) -> DictConfig:
         """What Hydra composed, with the defaults of all options. Checks no values."""
-        plain = with_replaced_classes(to_plain(config), overrides, self.kept)
-        self._check_left_out(plain)
-        if self.kept:
-            plain = without_replaced_options(plain, self.kept, overrides)
+        plain = without_replaced_options(to_plain(config), overrides, self.before)
+        for group in NAMED_GROUPS:
+            self._check_left_out(group, plain[group])
+        if self.before and plain["backward"] == self.before["backward"]:
+            usual = [default_backward((each["model"] or {}).get(TARGET)) for each in (plain, self.before)]
+            if usual[0] != usual[1]:
+                plain["backward"] = {}  # that of the other model
         return OmegaConf.create(with_defaults(self.arguments.command, plain, overrides))
 
-    def _check_left_out(self, plain: dict[str, Any]) -> None:
+    def _check_left_out(self, group: str, members: dict[str, Any]) -> None:
         """What is null must be a name in a file, or in the checkpoint; the checkpoint may have left it out already."""
-        for group in NAMED_GROUPS:
-            for name in [name for name, value in plain[group].items() if value is None]:
-                known = {*member_names(group, self.arguments.config_dir), *self.kept.get(group, {})}
-                if name not in known:
-                    raise UserError(f"{group}.{name}: there is no {name!r} in {group}.{did_you_mean(name, known)}")
+        for name in [name for name, value in members.items() if value is None]:
+            known = {*hydra.member_names(group, self.arguments.config_dir), *self.before.get(group, {})}
+            if name not in known:
+                raise UserError(f"{group}.{name}: there is no {name!r} in {group}.{did_you_mean(name, known)}")
 
     def structured(self, config: DictConfig, overrides: list[str], chosen: Mapping[str, str | None] | None = None) -> RunConfig:
         """What Hydra composed, as dataclasses. Checks the options, but not what only their classes know.
@@ -196,17 +167,13 @@ class Start:
             raise explained(error, self.arguments) from None
         typed = checked_config(self.arguments.command, plain)
         if typed.ckpt_path is not None:
-            typed.ckpt_path = str(checkpoint_path(typed.ckpt_path, self.arguments.command, typed.output_dir))
+            typed.ckpt_path = str(hydra.checkpoint_path(typed.ckpt_path, self.arguments.command, typed.output_dir))
         typed.overrides, typed.choices = overrides, self._choices(typed, chosen or {}, overrides)
         return typed
 
     def _choices(self, config: RunConfig, chosen: Mapping[str, str | None], overrides: Iterable[str]) -> dict[str, str]:
         """The option of each group, for display; a group whose class an override names has none. An optimizer with few bits
-        is named by them.
-
-        Args:
-            chosen: those of Hydra.
-        """
+        is named by them."""
         options = {group: option for group, option in chosen.items() if option and "/" not in group}
         found = {"backward": config.backward.name} | self.chosen_before | options
         for key in map(key_of, overrides):
@@ -234,11 +201,11 @@ def compose(command: str = "fit", overrides: Collection[str] = (), config_dir: s
     if flags := [word for word in overrides if word.startswith("-")]:
         raise UserError(f"{flags[0]!r} is a flag of the command line; compose takes overrides, written key=value")
     arguments = parse([command, *(["--config-dir", str(config_dir)] if config_dir else []), *overrides])
-    register(arguments.resume)
-    with own_hydra():
+    hydra.register(arguments.resume)
+    with hydra.own_hydra():
         start = Start(arguments)
         with explaining(arguments):
-            composition = composed(arguments.primary, arguments.overrides, arguments.config_dir, with_hydra=True)
+            composition = hydra.composed(arguments.primary, arguments.overrides, arguments.config_dir, with_hydra=True)
         words = to_plain(composition.hydra.overrides.task)  # unresolved: interpolations mean other options
         chosen = to_plain(composition.hydra.runtime.choices)
         with open_dict(composition):
@@ -249,5 +216,5 @@ def compose(command: str = "fit", overrides: Collection[str] = (), config_dir: s
     check_values(config)
     config.folder = arguments.value("hydra.run.dir")
     if config.folder is None and arguments.resume:
-        config.folder = run_folder(command, config.output_dir, True)
+        config.folder = hydra.run_folder(command, config.output_dir, True)
     return config

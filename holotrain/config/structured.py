@@ -9,19 +9,15 @@ from typing import Any
 from holotrain.config.annotations import checked
 from holotrain.config.command_options import COMMANDS, RunConfig, options_of
 from holotrain.config.composition import key_of
-from holotrain.config.given import PYTHON_OBJECT
-from holotrain.config.objects import GroupSchema, ObjectConfig
+from holotrain.config.objects import PYTHON_OBJECT, GroupSchema, ObjectConfig
 from holotrain.config.option_groups import NAMED_GROUPS, OBJECT_GROUPS, OF_THE_TASK, BackwardConfig, default_backward, takes
 from holotrain.config.signatures import REQUIRED, Option, defaults_of, signature
 from holotrain.errors import UserError, as_user_error, did_you_mean
-from holotrain.targets import TARGET, targets
+from holotrain.targets import TARGET
 
 
 def structured(command: str, plain: dict[str, Any]) -> RunConfig:
-    """Checks a configuration and returns it as dataclasses.
-
-    Args:
-        plain: resolved, in plain containers.
+    """A configuration, resolved and in plain containers, as dataclasses.
 
     Raises:
         UserError: an unknown option, a value of another type or out of range, or a combination that cannot be.
@@ -58,19 +54,14 @@ def with_defaults(command: str, plain: dict[str, Any], overrides: Iterable[str] 
     """A configuration with the defaults of all options that it does not mention. Checks no values.
 
     Args:
-        overrides: what a command line gives, which must not be in vain.
-
-    Raises:
-        UserError: a class that there is not, or a group that the task does not take.
+        overrides: those of the command line, none of which may be about a group that the task does not take.
     """
     options = options_of(COMMANDS[command])
     found = defaults_of(options) | plain
     for group, schema in OBJECT_GROUPS.items():
-        chosen, task = plain.get(group) or None, found["task"]
-        if group in OF_THE_TASK and not takes(task[TARGET], group):
-            if in_vain := [word for word in overrides if re.match(rf"[+~]?{group}[.=]", word)]:
-                named = "the given task" if task[TARGET] == PYTHON_OBJECT else task[TARGET]
-                raise UserError(f"{in_vain[0]}: {named} takes no {group}")
+        chosen = plain.get(group) or None
+        if group in OF_THE_TASK and not takes(found["task"][TARGET], group):
+            _check_unused(group, found["task"][TARGET], overrides)
             chosen = None
         elif chosen or group != "synthesis":
             chosen = group_defaults(group, chosen or {}, schema)
@@ -80,43 +71,49 @@ def with_defaults(command: str, plain: dict[str, Any], overrides: Iterable[str] 
         found[group] = {name: group_defaults(f"{group}.{name}", each, schema) for name, each in members.items()}
     if not isinstance(chosen := plain.get("backward") or {}, dict):
         raise UserError(f"backward: {chosen!r} is not a mapping")
-    usual = {"kind": default_backward((found["model"] or {}).get(TARGET))}
-    found["backward"] = defaults_of(options_of(BackwardConfig)) | usual | chosen
+    of_model = {"kind": default_backward((found["model"] or {}).get(TARGET))}
+    found["backward"] = defaults_of(options_of(BackwardConfig)) | of_model | chosen
     return {name: found[name] for name in options} | found
 
 
-def with_replaced_classes(
-    plain: dict[str, Any], overrides: Iterable[str], kept: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """A composed configuration in which ``optimizer._target_=...`` among the overrides replaces the whole group.
+def _check_unused(group: str, task: str, overrides: Iterable[str]) -> None:
+    for word in overrides:
+        if re.match(rf"[+~]?{group}[.=]", word):
+            raise UserError(f"{word}: {'the given task' if task == PYTHON_OBJECT else task} takes no {group}")
 
-    What the file of the group's option gives are arguments of another class. The same for other groups, for each callback and
-    each logger, and not for ``trainer``, whose class stays Lightning's.
+
+def without_replaced_options(
+    plain: dict[str, Any], overrides: Iterable[str], before: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """What Hydra composed, without the options of classes that are replaced. They are arguments of another class.
+
+    ``optimizer._target_=...`` among the overrides replaces all that a file of the group gives. The same for other groups, for
+    each callback and each logger, and not for ``trainer``, whose class stays Lightning's.
 
     Args:
-        kept: the configuration of a checkpoint, whose options are those of the class if it names the same one.
+        before: the configuration of a checkpoint. Its options go where a file or an override names another class.
     """
-    on_command_line, before = {*map(key_of, overrides)}, dict(targets(kept))
+    keys, before = {*map(key_of, overrides)}, before or {}
     result = deepcopy(plain)
-    for where in {key.removesuffix(f".{TARGET}") for key in on_command_line if key.endswith(f".{TARGET}")} - {"trainer"}:
-        group, _, name = where.partition(".")
-        node, name = (result.get(group), name) if name else (result, group)
-        if not isinstance(node, dict) or not isinstance(options := node.get(name), dict):
+    places = [(group, result, before, group) for group in OBJECT_GROUPS if group != "trainer"]
+    for group in NAMED_GROUPS:
+        members = result.get(group)
+        names = [*members] if isinstance(members, dict) else []
+        places += [(f"{group}.{name}", members, before.get(group, {}), name) for name in names]
+    for where, parent, old_parent, name in places:
+        node, old = parent.get(name), old_parent.get(name) or {}
+        replaces = f"{where}.{TARGET}" in keys
+        if not isinstance(node, dict) or node.get(TARGET) == old.get(TARGET, "") or not (replaces or old):
             continue
-        if before.get(where, "") != options.get(TARGET):
-            is_given = {
-                option: any(f"{key}.".startswith(f"{where}.{option}.") for key in on_command_line) for option in options
-            }
-            node[name] = {option: value for option, value in options.items() if is_given[option]}
+        for option, value in [*node.items()]:
+            is_given = any(f"{key}.".startswith(f"{where}.{option}.") for key in keys)
+            if not is_given and (replaces or (option in old and old[option] == value)):
+                del node[option]
     return result
 
 
 def group_defaults(group: str, plain: dict[str, Any], schema: GroupSchema) -> dict[str, Any]:
-    """The options of a group as composed, after the defaults of its target's signature.
-
-    Raises:
-        UserError: there is no such class or function.
-    """
+    """The options of a group as composed, after the defaults of its target's signature."""
     target = plain.get(TARGET) if isinstance(plain, dict) else None
     if not isinstance(target, str):
         raise UserError(f"{group}: an option is needed; give {group}=... or {group}.{TARGET}=package.Class")
@@ -129,11 +126,7 @@ def group_defaults(group: str, plain: dict[str, Any], schema: GroupSchema) -> di
 
 
 def object_config(group: str, plain: dict[str, Any], schema: GroupSchema) -> ObjectConfig:
-    """Checks the options of a group, with defaults, against the signature of its target.
-
-    Raises:
-        UserError: an unknown option, a value of another type, or a value that is missing.
-    """
+    """Checks the options of a group, with defaults, against the signature of its target."""
     target, options = plain[TARGET], schema.options(plain[TARGET])
     values = {name: value for name, value in plain.items() if name != TARGET}
     free = values.keys() - options.keys() - {*schema.names, *schema.elsewhere} if signature(target).takes_others else {}

@@ -25,7 +25,7 @@ from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_trainer import build_trainer, check_device, check_training_device, matmul_precision, nccl_options
 from holotrain.config.composition import composed, config_folder, option_names, register
 from holotrain.config.option_groups import SEQUENCE_CLASSIFIER, TASK_OPTIONS, is_a
-from holotrain.config.structured import structured, to_container, with_replaced_classes
+from holotrain.config.structured import structured, to_container, without_replaced_options
 from holotrain.data import HubImages, TextDataModule
 from holotrain.errors import UserError, as_user_error
 from holotrain.models.layers.blocks import ResidualSequence
@@ -75,7 +75,7 @@ def configuration(command, *overrides):
     config = copy.deepcopy(chosen(command, *choices))
     for override in OverridesParser.create().parse_overrides([word for word in overrides if word not in choices]):
         OmegaConf.update(config, override.key_or_group, override.value())
-    plain = with_replaced_classes(OmegaConf.to_container(config, resolve=True), overrides)
+    plain = without_replaced_options(OmegaConf.to_container(config, resolve=True), overrides)
     return structured(command, plain)
 
 
