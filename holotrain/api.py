@@ -28,12 +28,12 @@ from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import read
 from holotrain.config import checkpointed
 from holotrain.config.command_options import COMMANDS, ExportConfig, PlanConfig, RunConfig
-from holotrain.config.composition import as_word, checkpoint_path, relative_to_cwd, run_folder
 from holotrain.config.objects import PYTHON_OBJECT, full_name
 from holotrain.config.option_groups import MODEL_OPTIONS, OBJECT_GROUPS, default_backward
 from holotrain.config.start import compose
 from holotrain.config.structured import structured, to_container
 from holotrain.errors import UserError, as_user_error
+from holotrain.folders import as_word, checkpoint_path, relative_to_cwd, run_folder
 from holotrain.models import saved
 from holotrain.parallel.rank import rank_from_environment
 from holotrain.planning import Plan

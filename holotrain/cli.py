@@ -30,22 +30,15 @@ from holotrain.config.command_line import (
     Arguments,
     explaining,
     parse,
+    parse_words,
 )
-from holotrain.config.composition import (
-    LAST_CHECKPOINT,
-    composed,
-    config_folder,
-    direction,
-    key_of,
-    register,
-    relative_to_cwd,
-    to_plain,
-)
-from holotrain.config.help import command_help, overview
+from holotrain.config.command_options import WORD_COMMANDS
+from holotrain.config.composition import composed, config_folder, direction, key_of, register, to_plain
+from holotrain.config.help import command_help, overview, word_command_help
 from holotrain.config.jobs import Job, launched_jobs
 from holotrain.config.start import Start
-from holotrain.config.word_commands import WORD_COMMANDS, parse_words, word_command_help
 from holotrain.errors import UserError, files_named
+from holotrain.folders import LAST_CHECKPOINT, relative_to_cwd
 from holotrain.parallel.rank import ProcessRank, rank_from_environment
 from holotrain.targets import first_line
 

@@ -25,6 +25,7 @@ from holotrain.commands.evaluation import can_test, check_not_empty, evaluate, l
 from holotrain.commands.failures import SameFolder, of_the_system
 from holotrain.commands.measured import Measured
 from holotrain.commands.memory_limits import OutOfMemory, as_out_of_memory, chosen, explained
+from holotrain.commands.planners import smallest_batch
 from holotrain.commands.run_folder import Run
 from holotrain.commands.shared_data import shared_data
 from holotrain.commands.summary import SUMMARY, Summary
@@ -36,7 +37,6 @@ from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_trainer import build_trainer, check_division, check_training_device, device_kind, device_name
 from holotrain.config.command_options import FitConfig
 from holotrain.config.composition import MODES
-from holotrain.config.plans import smallest_batch
 from holotrain.config.structured import structured, to_container
 from holotrain.errors import UserError
 from holotrain.reversible import kept_between_blocks

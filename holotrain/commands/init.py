@@ -7,7 +7,7 @@ from keyword import iskeyword
 from pathlib import Path
 from shlex import quote
 
-from holotrain.config.word_commands import InitConfig
+from holotrain.config.command_options import InitConfig
 from holotrain.errors import UserError
 
 TEMPLATE, NAME = Path(__file__).parents[1] / "templates" / "project", "my_project"

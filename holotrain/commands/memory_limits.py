@@ -10,13 +10,7 @@ import lightning.pytorch as pl
 import torch
 
 from holotrain.commands.console import console
-from holotrain.commands.run_folder import Run
-from holotrain.config.build_optimizer import check_optimizer
-from holotrain.config.build_trainer import device_kind, device_name
-from holotrain.config.command_options import Config, RunConfig
-from holotrain.config.objects import PYTHON_OBJECT
-from holotrain.config.option_groups import ADAMW, AUTO, LOW_BIT, OBJECT_GROUPS, PLAIN, reversible, takes
-from holotrain.config.plans import (
+from holotrain.commands.planners import (
     NO_OPTION,
     budget_of,
     longest_context,
@@ -25,6 +19,12 @@ from holotrain.config.plans import (
     variants_of,
     with_variant,
 )
+from holotrain.commands.run_folder import Run
+from holotrain.config.build import check_optimizer
+from holotrain.config.build_trainer import device_kind, device_name
+from holotrain.config.command_options import Config, RunConfig
+from holotrain.config.objects import PYTHON_OBJECT
+from holotrain.config.option_groups import ADAMW, AUTO, LOW_BIT, OBJECT_GROUPS, PLAIN, reversible, takes
 from holotrain.errors import UserError
 from holotrain.numeric import counted, in_words
 from holotrain.planning import (

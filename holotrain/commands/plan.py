@@ -12,11 +12,11 @@ from rich.table import Table
 from holotrain.commands.checkpoint import tokenizer_for
 from holotrain.commands.console import console, plain
 from holotrain.commands.memory_limits import chosen, described, proposals
+from holotrain.commands.planners import budget_of, longest_context, planner_of, smallest_batch, variants_of
 from holotrain.commands.run_folder import Run
 from holotrain.commands.writing import write_whole
 from holotrain.config.build import build_data
 from holotrain.config.command_options import PlanConfig
-from holotrain.config.plans import budget_of, longest_context, planner_of, smallest_batch, variants_of
 from holotrain.errors import UserError
 from holotrain.numeric import in_words, unit_of
 from holotrain.planning import Plan, Unplannable, make_plan

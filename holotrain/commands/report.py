@@ -9,13 +9,13 @@ from rich.progress import track
 from holotrain.commands import summary
 from holotrain.commands.console import plain
 from holotrain.commands.writing import write_whole
-from holotrain.config.composition import refuse_links
-from holotrain.config.word_commands import ReportConfig
+from holotrain.config.command_options import ReportConfig
 from holotrain.dashboard.logs import read_events, read_images, read_scalars, read_texts
 from holotrain.dashboard.page import page
 from holotrain.dashboard.table import Reported
 from holotrain.errors import UserError
 from holotrain.files import read_text, require_shallow
+from holotrain.folders import refuse_links
 from holotrain.numeric import counted
 
 LARGEST = 2**20

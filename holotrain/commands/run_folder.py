@@ -14,11 +14,12 @@ from typing import IO, Any
 
 from holotrain.config.checkpointed import COMMAND_LINE_ONLY
 from holotrain.config.command_options import FitConfig, RunConfig
-from holotrain.config.composition import LAST_CHECKPOINT, as_word, key_of, refuse_links
+from holotrain.config.composition import key_of
 from holotrain.config.objects import PYTHON_OBJECT
 from holotrain.config.start import LOCAL_LOGGERS
 from holotrain.errors import UserError
 from holotrain.files import WITHOUT_LINKS
+from holotrain.folders import LAST_CHECKPOINT, as_word, refuse_links
 from holotrain.parallel.process_group import Processes
 from holotrain.parallel.rank import ProcessRank
 from holotrain.targets import TARGET

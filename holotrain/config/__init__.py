@@ -1,23 +1,19 @@
 """Turns a command line into data, models, tasks and trainers.
 
 command_line     the words of a command line, and its mistakes in one line each
-word_commands    the commands that take words only
 help             the text of --help
-composition      what is asked of Hydra, and the folders of runs
+composition      what is asked of Hydra
 annotations      values that people and files give, checked against annotations
 signatures       options, types and help texts of a class, read from its source
-objects          a class or function that a group names, with its arguments
-given            what stands for objects that Python code gives to a run
+objects          a class or function that a group names, or an object of Python code, with its arguments
 option_groups    the groups: their options beside those of classes, and which classes go together
-checks           which options of several groups go together
+option_checks    which options of several groups go together
 command_options  the options of each command
 structured       a whole configuration: with all defaults, checked, as dataclasses
 checkpointed     what a checkpoint says of its run, checked, and which classes it may name
 start            from words, and the checkpoint that they name, to a checked configuration
 jobs             the jobs of a sweep
-build            builds data, models, tasks and syntheses
-build_optimizer  builds optimizers and schedules
+build            builds data, models, tasks, optimizers, schedules and syntheses
 build_trainer    builds trainers and strategies, and checks devices
 build_callbacks  builds the callbacks and the loggers of a run
-plans            what planning needs to know of a configuration
 """

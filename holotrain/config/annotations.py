@@ -27,11 +27,8 @@ WORDS = {
 
 
 def checked(where: str, annotation: str, value: Any) -> Any:
-    """The value as a parameter of this type takes it: a whole number becomes a float, a number becomes a word.
-
-    Raises:
-        UserError: it is of another type.
-    """
+    """The value as a parameter of this type takes it: a whole number becomes a float, a number becomes a string. Raises a
+    UserError if it is of another type."""
     try:
         hint = _hint(ast.parse(annotation or "Any", mode="eval").body)
     except SyntaxError:
@@ -58,9 +55,6 @@ def read_fields(path: Path, kinds: dict[str, str], what: str, lacking: Collectio
         kinds: the type of each field, as an annotation.
         what: what the file is, for messages.
         lacking: fields that the file need not have, which are None then.
-
-    Raises:
-        UserError: the file cannot be read, or is another.
     """
     try:
         found = read_json(path)

@@ -1,4 +1,4 @@
-"""Builds data, model, task and synthesis from a configuration."""
+"""Builds data, model, task, optimizer and synthesis from a configuration."""
 
 import sys
 from dataclasses import replace
@@ -8,29 +8,17 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from holotrain import data as datasets
 from holotrain.callbacks import SynthesisCallback
-from holotrain.config.build_optimizer import check_optimizer, make_optimizer, make_scheduler
+from holotrain.config import option_groups as groups
 from holotrain.config.command_options import FitConfig, PlanConfig, RunConfig
 from holotrain.config.objects import PYTHON_OBJECT, ObjectConfig
-from holotrain.config.option_groups import (
-    AUTO,
-    CAUSAL_LM,
-    CLASSIFIER,
-    HUGGING_FACE,
-    MODEL_OPTIONS,
-    OBJECT_GROUPS,
-    ON_MISMATCH,
-    SEQUENCE_CLASSIFIER,
-    TASK_OPTIONS,
-    TEXT,
-    default_backward,
-    is_a,
-    takes,
-)
+from holotrain.config.option_groups import default_backward, is_a, takes
 from holotrain.config.signatures import REQUIRED
 from holotrain.data import ByteTokenizer, tokenizer_from_json
 from holotrain.data.decoding import MEGAPIXELS
@@ -43,23 +31,21 @@ from holotrain.models.building import limited
 from holotrain.models.checkpoint_files import read_weights
 from holotrain.models.external import ExternalModel
 from holotrain.models.pretrained import load_pretrained
+from holotrain.optimizers.stepping import InBackward
 from holotrain.reversible import checks_in
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.targets import instantiate, is_of, needed
+from holotrain.tasks.optimizer_functions import decay_groups
 
 
 def build_data(config: RunConfig, tokenizer: str | None = None) -> pl.LightningDataModule:
-    """The data module of a run. It reads its data in ``setup``.
-
-    Args:
-        tokenizer: the tokenizer of the checkpoint that the run starts from, from ``to_json``.
-    """
+    """The data module of a run, which reads its data in ``setup``; ``tokenizer``: that of a checkpoint, from ``to_json``."""
     known: dict[str, Any] = {"seed": config.seed}
-    if is_a(config.data, TEXT):
-        packed = is_a(config.task, CAUSAL_LM)
+    if is_a(config.data, groups.TEXT):
+        packed = is_a(config.task, groups.CAUSAL_LM)
         known |= {"layout": "packed" if packed else "documents", "tokenizer_json": tokenizer}
-        known["labels"] = is_a(config.task, SEQUENCE_CLASSIFIER)
-    return OBJECT_GROUPS["data"].make("data", config.data, pl.LightningDataModule, **known)
+        known["labels"] = is_a(config.task, groups.SEQUENCE_CLASSIFIER)
+    return groups.OBJECT_GROUPS["data"].make("data", config.data, pl.LightningDataModule, **known)
 
 
 def data_properties(data: pl.LightningDataModule) -> dict[str, Any]:
@@ -76,52 +62,42 @@ def data_properties(data: pl.LightningDataModule) -> dict[str, Any]:
 
 
 def with_data_properties(group: str, chosen: ObjectConfig, facts: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a model or a task, with the facts under the names of its parameters.
-
-    Raises:
-        UserError: the configuration contradicts the facts, or a value is not known.
-    """
-    arguments = {name: value for name, value in chosen.arguments.items() if group != "model" or name not in MODEL_OPTIONS}
+    """The arguments of a model or a task, with the facts under the names of its parameters, which must not contradict them."""
+    other = groups.MODEL_OPTIONS if group == "model" else ()
+    arguments = {name: value for name, value in chosen.arguments.items() if name not in other}
     for name, value in facts.items():
         if takes(chosen, name) and arguments.setdefault(name, value) != value:
             raise UserError(f"{group}.{name}: {arguments[name]} does not fit the data, which have {value}; leave it out")
-    for name, option in OBJECT_GROUPS[group].options(chosen.target).items():
+    for name, option in groups.OBJECT_GROUPS[group].options(chosen.target).items():
         if option.default is REQUIRED and name not in arguments:
             raise UserError(f"{group}.{name}: the data do not tell it; give {group}.{name}=...")
     return arguments
 
 
 def model_arguments(config: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the model's class.
-
-    Args:
-        facts: from :func:`data_properties`.
-    """
+    """The arguments of the model's class; ``facts``: from :func:`data_properties`."""
     assert config.model is not None
-    if is_a(config.model, HUGGING_FACE) and (task := next((task for task in TASK_OPTIONS if is_a(config.task, task)), None)):
-        facts = facts | {"head": TASK_OPTIONS[task]}
+    heads = [option for task, option in groups.TASK_OPTIONS.items() if is_a(config.task, task)]
+    if heads and is_a(config.model, groups.HUGGING_FACE):
+        facts = facts | {"head": heads[0]}
     arguments, backward = with_data_properties("model", config.model, facts), config.backward
     if takes(config.model, "backward"):
-        kind = default_backward(config.model) if backward.kind in (None, AUTO) else backward.kind
+        kind = default_backward(config.model) if backward.kind in (None, groups.AUTO) else backward.kind
         arguments |= ({} if kind is None else {"backward": kind}) | backward.engine()
     return arguments
 
 
 def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
-    """The model, without pretrained weights and adapters.
-
-    Args:
-        facts: from :func:`data_properties`.
-    """
+    """The model, without pretrained weights and adapters; ``facts``: from :func:`data_properties`."""
     assert config.model is not None
     backward = config.backward
     with as_user_error("model"), limited():
         chosen = replace(config.model, arguments=model_arguments(config, facts))
-        model = OBJECT_GROUPS["model"].make("model", chosen, nn.Module)
+        model = groups.OBJECT_GROUPS["model"].make("model", chosen, nn.Module)
     try:
         if backward.blocks:
             schedule_blocks(model, backward.blocks)
-        elif not takes(config.model, "backward") and backward.kind not in (None, AUTO):
+        elif not takes(config.model, "backward") and backward.kind not in (None, groups.AUTO):
             if backward.exact:
                 raise ValueError(f"{config.model.name} takes no option exact")
             set_backward(model, backward.kind, backward.store, backward.keep)
@@ -143,10 +119,10 @@ def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = Fa
     """
     described = description(config, data)
     classes = described["facts"].get("classes", 0)
-    if is_a(config.task, SEQUENCE_CLASSIFIER) and is_a(config.data, TEXT) and classes < 2:
+    if is_a(config.task, groups.SEQUENCE_CLASSIFIER) and is_a(config.data, groups.TEXT) and classes < 2:
         raise UserError(f"data.label: the texts have {classes} classes; at least 2 are needed")
     if config.model is None:
-        return _reacting(task_of(None, config, described), config.backward.on_mismatch)
+        return task_of(None, config, described)
     # What a checkpoint names has not been checked.
     if not begin and config.model.target != PYTHON_OBJECT and is_of(config.model.target, ["holotrain"]):
         _on_meta(config, described["facts"])
@@ -154,24 +130,11 @@ def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = Fa
     prepare_weights(model, config.model, begin)
     if config.compile:
         compile_blocks(model, mode=None if config.compile is True else config.compile)
-    return _reacting(task_of(model, config, described), config.backward.on_mismatch)
-
-
-def _reacting(task: pl.LightningModule, on_mismatch: str) -> pl.LightningModule:
-    """Has all reversible blocks stop where they are rebuilt wrongly, if that is asked for."""
-    if on_mismatch != ON_MISMATCH[0]:
-        for checks in checks_in(task):
-            checks.on_mismatch = on_mismatch
-    return task
+    return task_of(model, config, described)
 
 
 def task_of(model: nn.Module | None, config: RunConfig, described: dict[str, Any]) -> pl.LightningModule:
-    """The LightningModule for a model.
-
-    Args:
-        model: None, if the task takes none.
-        described: from :func:`description`.
-    """
+    """The LightningModule for a model, or for None if it takes none; ``described``: from :func:`description`."""
     known: dict[str, Any] = {"model": model, "cuda_graph": config.backward.cuda_graph}
     if config.optimizer is not None:
         known["optimizer"] = partial(make_optimizer, config.optimizer, config.trainer.gradient_clip_val or None)
@@ -181,28 +144,89 @@ def task_of(model: nn.Module | None, config: RunConfig, described: dict[str, Any
         tokenizer = tokenizer_from_json(described["tokenizer"])
         known |= {"token_bytes": torch.from_numpy(tokenizer.byte_lengths), "mask_id": tokenizer.mask_id}
     chosen = replace(config.task, arguments=with_data_properties("task", config.task, described["facts"]))
-    return OBJECT_GROUPS["task"].make("task", chosen, pl.LightningModule, **known)
+    task = groups.OBJECT_GROUPS["task"].make("task", chosen, pl.LightningModule, **known)
+    if config.backward.on_mismatch != groups.ON_MISMATCH[0]:
+        for checks in checks_in(task):
+            checks.on_mismatch = config.backward.on_mismatch
+    return task
+
+
+def make_optimizer(chosen: ObjectConfig, clip_value: float | None, model: nn.Module) -> Optimizer:
+    """The optimizer of a model.
+
+    A function or class that takes ``model`` is given the model. One that takes ``params``, as torch's do, is given the two
+    groups of :func:`~holotrain.tasks.optimizer_functions.decay_groups`: norms, biases and positions have no weight decay.
+
+    Args:
+        clip_value: to what an optimizer that steps in the backward clips the entries of gradients; of others the trainer does.
+    """
+    arguments = {name: value for name, value in chosen.arguments.items() if name != groups.IN_BACKWARD}
+    with as_user_error("optimizer", ["weight_decay"]):
+        of = model if takes(chosen, "model") else decay_groups(model, arguments.get("weight_decay", 0.0))
+    optimizer = groups.OBJECT_GROUPS["optimizer"].make("optimizer", replace(chosen, arguments=arguments), Optimizer, of)
+    if not chosen.arguments.get(groups.IN_BACKWARD, False):
+        return optimizer
+    with as_user_error(f"optimizer.{groups.IN_BACKWARD}"):
+        return InBackward(optimizer, clip_value)
+
+
+def make_scheduler(chosen: ObjectConfig, optimizer: Optimizer, steps: int) -> LRScheduler:
+    """The schedule of an optimizer, which advances after every optimizer step.
+
+    Args:
+        steps: optimizer steps of the training; passed as ``steps`` or ``total_steps``, where the function or class takes it.
+    """
+    return groups.OBJECT_GROUPS["scheduler"].make("scheduler", chosen, LRScheduler, optimizer, steps=steps, total_steps=steps)
+
+
+def check_optimizer(config: RunConfig) -> None:
+    """Makes the optimizer and the schedule of a small model, so that a wrong value is refused before data are read."""
+    if config.optimizer is None:
+        return
+    optimizer = make_optimizer(config.optimizer, None, nn.Linear(1, 1))
+    if config.steps_in_backward and not _steps_parameters_alone(config.optimizer):
+        raise UserError(f"optimizer.in_backward: {config.optimizer.name} steps all parameters together; set it to false")
+    if config.scheduler is not None and isinstance(make_scheduler(config.scheduler, optimizer, 10), ReduceLROnPlateau):
+        raise UserError("scheduler: ReduceLROnPlateau follows a metric, and a schedule here follows the optimizer's steps")
+
+
+def _steps_parameters_alone(chosen: ObjectConfig) -> bool:
+    """Whether a small model becomes the same in the usual steps and in steps of one parameter after another."""
+
+    def trained(in_backward: bool) -> list[Tensor]:
+        with torch.device("cpu"):
+            model = nn.Sequential(*(nn.utils.skip_init(nn.Linear, 2, 2) for _ in range(2)))  # draws no random numbers
+            for parameter in model.parameters():
+                parameter.data.copy_(torch.linspace(-1, 2, parameter.numel()).view_as(parameter))
+            optimizer = make_optimizer(chosen.with_arguments(in_backward=in_backward), None, model)
+            for number in range(2):
+                for size, parameter in enumerate(model.parameters(), 1):
+                    parameter.grad = (number + 1) * 10.0**size * parameter.detach().cos()
+                optimizer.step()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    try:
+        return all(map(torch.equal, trained(True), trained(False)))
+    except RuntimeError:  # a state of all parameters, which InBackward found
+        return False
 
 
 def check_values(config: RunConfig) -> None:
     """Builds the optimizer, and data, model and task without weights, if they are holotrain's, before any data are read.
 
-    What only data that were read can tell, such as the size of a vocabulary, is made up.
-
-    Raises:
-        UserError: one of them refuses a value. Those of a checkpoint have been accepted before.
+    What only data that were read can tell, such as the size of a vocabulary, is made up. A checkpoint's values are valid.
     """
     if isinstance(config, FitConfig | PlanConfig):  # the others need no optimizer
         check_optimizer(config)
     if config.ckpt_path is not None or getattr(config, "resume", False):
         return
-    groups = [each for each in (config.data, config.model, config.task) if each is not None]
-    if not all(is_of(each.target, ["holotrain"]) and each.target != PYTHON_OBJECT for each in groups):
+    named = [each for each in (config.data, config.model, config.task) if each is not None]
+    if not all(is_of(each.target, ["holotrain"]) and each.target != PYTHON_OBJECT for each in named):
         return
     data = build_data(config.with_batch(2**20) if config.batch_is_open else config)
-    text = is_a(config.data, TEXT)
+    text = is_a(config.data, groups.TEXT)
     facts = {"vocab": 2**10, "context": data.context} if isinstance(data, datasets.TextDataModule) else data_properties(data)
-    if not text or is_a(config.task, SEQUENCE_CLASSIFIER):
+    if not text or is_a(config.task, groups.SEQUENCE_CLASSIFIER):
         facts.setdefault("classes", 2)
     model = _on_meta(config, facts)
     if config.synthesis is not None:
@@ -240,16 +264,12 @@ def description(config: RunConfig, data: pl.LightningDataModule) -> dict[str, An
 
 def class_names(config: RunConfig, data: pl.LightningDataModule) -> list[str] | None:
     """The names of the classes; None if the task is not a classification, or the data do not tell them."""
-    names = getattr(data, "class_names", None) if is_a(config.task, CLASSIFIER) else None
+    names = getattr(data, "class_names", None) if is_a(config.task, groups.CLASSIFIER) else None
     return None if names is None else list(names)
 
 
 def build_files_loader(config: RunConfig, described: dict[str, Any], path: Path) -> DataLoader:
-    """Batches of the user's files, prepared for the described model. Does not need the training data.
-
-    Raises:
-        UserError: ``path`` has nothing that can be read, or the checkpoint does not say how files are prepared.
-    """
+    """Batches of the user's files, prepared for the described model. Does not need the training data."""
     loading = {"num_workers": getattr(config.data, "num_workers", 0)}
     batch_size, facts = getattr(config.data, "batch_size", None) or 32, described["facts"]
     if "tokenizer" in described:
@@ -257,7 +277,7 @@ def build_files_loader(config: RunConfig, described: dict[str, Any], path: Path)
             path,
             tokenizer_from_json(described["tokenizer"]),
             facts["context"],
-            packed=is_a(config.task, CAUSAL_LM),
+            packed=is_a(config.task, groups.CAUSAL_LM),
             batch_size=batch_size,
             text=getattr(config.data, "text", "text"),
             expansion=getattr(config.data, "max_expansion", EXPANSION),
@@ -270,29 +290,19 @@ def build_files_loader(config: RunConfig, described: dict[str, Any], path: Path)
 
 
 def synthesis_callback(chosen: ObjectConfig) -> SynthesisCallback:
-    return OBJECT_GROUPS["synthesis"].make("synthesis", chosen, SynthesisCallback)
+    return groups.OBJECT_GROUPS["synthesis"].make("synthesis", chosen, SynthesisCallback)
 
 
 def synthesis_of(chosen: ObjectConfig, task: nn.Module) -> HolographicSynthesis:
-    """The synthesis of a task, which need not be on its device yet.
-
-    Raises:
-        UserError: a value out of range, or a pattern that matches no parameter.
-    """
+    """The synthesis of a task, which need not be on its device yet."""
     callback = synthesis_callback(chosen)
-    with as_user_error("synthesis", OBJECT_GROUPS["synthesis"].options(chosen.target)):
+    with as_user_error("synthesis", groups.OBJECT_GROUPS["synthesis"].options(chosen.target)):
         return callback.applied_to(task, on_device=False)
 
 
 def prepare_weights(model: nn.Module, config: ObjectConfig, read: bool) -> None:
-    """Loads pretrained weights, adds adapters and freezes parameters, in place. Reports which weights were used.
-
-    Args:
-        read: load the pretrained weights; False if a checkpoint is loaded instead.
-
-    Raises:
-        UserError: the weights are missing or belong to another model, or the model lacks the part to train.
-    """
+    """Loads pretrained weights (unless ``read`` is False, since a checkpoint is loaded instead), adds adapters and freezes
+    parameters, in place. Reports which weights were used."""
     if isinstance(model, ExternalModel):
         with as_user_error("model"):
             if read and (report := model.start_from(config.pretrained)):
@@ -308,14 +318,7 @@ def prepare_weights(model: nn.Module, config: ObjectConfig, read: bool) -> None:
 
 
 def with_adapters(model: nn.Module, adapters: int | dict[str, Any]) -> None:
-    """Adds adapters in place.
-
-    Args:
-        adapters: the option ``model.adapters``.
-
-    Raises:
-        ValueError: the model has no place for them, or they need peft, which is not installed.
-    """
+    """Adds those of the option ``model.adapters`` in place. Raises a ValueError if the model has no place for them."""
     if isinstance(adapters, dict):
         needed(*PEFT)  # before `instantiate` imports it by name, which names no extra
         add_peft(model, instantiate(adapters))

@@ -23,12 +23,12 @@ from holotrain.callbacks import (
 from holotrain.config.build import build_model, data_properties, synthesis_callback, synthesis_of
 from holotrain.config.build_trainer import device_name
 from holotrain.config.command_options import RunConfig
-from holotrain.config.composition import LAST_CHECKPOINT
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import NAMED_GROUPS, BackwardConfig, is_a, takes
 from holotrain.config.signatures import REQUIRED, signature
 from holotrain.data import TextDataModule
 from holotrain.errors import UserError, check_choice
+from holotrain.folders import LAST_CHECKPOINT
 from holotrain.tasks.task import monitored_by
 
 
@@ -40,9 +40,6 @@ def build_fit_callbacks(
     They act in this order. An average of the weights leaves the model when its validation ends, so it comes after all that look
     at the validation. A synthesis rewrites gradients, so it comes after all that measure them. Lightning moves those that save
     checkpoints to the end, in this order, so that last.ckpt holds the state of all others.
-
-    Raises:
-        UserError: a callback refuses a value, or the task does not have the monitored metric.
     """
     chosen = {name: each for name, each in config.callbacks.items() if _has_its_metric(each, config)}
     made = [_made(name, each, **_known(name, each, config, folder, task, data)) for name, each in chosen.items()]
@@ -73,7 +70,7 @@ def _made(name: str, chosen: ObjectConfig, **known: Any) -> pl.Callback:
 def _known(
     name: str, chosen: ObjectConfig, config: RunConfig, folder: Path, task: pl.LightningModule, data: pl.LightningDataModule
 ) -> dict[str, Any]:
-    """What the program knows of a callback's parameters. What takes time is only found out for a callback that asks for it."""
+    """What the program knows of a callback's parameters. What takes time is computed only for a callback that has it."""
     parameters = signature(chosen.target).options
     known: dict[str, Any] = {"dirpath": folder / LAST_CHECKPOINT.parent}
     if "monitor" in parameters:
@@ -117,14 +114,10 @@ def _flops(config: RunConfig, data: pl.LightningDataModule) -> dict[str, int]:
         return {}
     with torch.device("meta"):
         sample = torch.empty(1, *image_shape) if text is None else torch.zeros(1, text.context, dtype=torch.long)
-        stored, run = (
-            build_model(replace(config, backward=way), data_properties(data))
-            for way in (BackwardConfig("autograd"), config.backward)
-        )
-    return {
-        "model_flops_per_sample": training_flops(stored, (sample,)),
-        "hardware_flops_per_sample": training_flops(run, (sample,)),
-    }
+        stored = build_model(replace(config, backward=BackwardConfig("autograd")), data_properties(data))
+        model = build_model(config, data_properties(data))
+    stored_flops, flops = training_flops(stored, (sample,)), training_flops(model, (sample,))
+    return {"model_flops_per_sample": stored_flops, "hardware_flops_per_sample": flops}
 
 
 def tokens_of(batch: dict[str, Tensor]) -> Tensor:
@@ -134,39 +127,19 @@ def tokens_of(batch: dict[str, Tensor]) -> Tensor:
     return torch.tensor(batch["tokens"][:, 1:].numel())
 
 
-EXTRAS = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
-"""The extra that installs the package of a logger."""
-
-
 def build_loggers(config: dict[str, ObjectConfig], folder: Path, sweep: str | None = None) -> list[Logger]:
-    """
-    Args:
-        config: the group ``logger``.
-        folder: that of the run.
-        sweep: name of the sweep that the run is a job of.
-
-    Raises:
-        UserError: a logger's package is not installed, or it refuses a value.
-    """
-    made = []
+    """Those of the group ``logger``; ``folder``: that of the run; ``sweep``: name of the sweep that the run is a job of."""
+    made, run = [], folder.name if sweep is None else f"{sweep}/{folder.name}"
     for name, chosen in config.items():
-        known = _known_to_logger(name, chosen, folder, sweep)
-        try:
-            made.append(NAMED_GROUPS["logger"].make(f"logger.{name}", chosen, Logger, **known))
-        except UserError as error:
-            missing = isinstance(getattr(error.__cause__, "__cause__", None), ModuleNotFoundError)
-            if not missing or chosen.name not in EXTRAS:
-                raise
-            extra = EXTRAS[chosen.name]
-            raise UserError(f"logger.{name}: the package is not installed; pip install 'holotrain[{extra}]'") from error
+        known = _known_to_logger(name, chosen, folder, run)
+        made.append(NAMED_GROUPS["logger"].make(f"logger.{name}", chosen, Logger, group=sweep, **known))
     return made
 
 
-def _known_to_logger(name: str, chosen: ObjectConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
+def _known_to_logger(name: str, chosen: ObjectConfig, folder: Path, run: str) -> dict[str, Any]:
     """What the program knows of a logger's parameters."""
     parameters = signature(chosen.target).options
-    run = folder.name if sweep is None else f"{sweep}/{folder.name}"
-    known = {"save_dir": folder, "run_name": run, "group": sweep}
+    known: dict[str, Any] = {"save_dir": folder, "run_name": run}
     known["name"] = run if "project" in parameters else name  # of a run in a project, or of a subfolder
     if "tracking_uri" in parameters and chosen.arguments.get("tracking_uri") is None:
         store = (folder / "mlflow").resolve()

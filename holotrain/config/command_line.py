@@ -8,6 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override
@@ -15,13 +16,14 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from holotrain.config.command_options import COMMANDS
+from holotrain.config.command_options import COMMANDS, WORD_COMMANDS, options_of
 from holotrain.config.composition import composed, key_of, literal, option_names, register, to_plain
 from holotrain.config.option_groups import OBJECT_GROUPS
 from holotrain.config.structured import with_defaults
-from holotrain.config.word_commands import HELP, WORD_COMMANDS, require_text
 from holotrain.errors import UserError, check_choice, did_you_mean
 from holotrain.targets import first_line
+
+HELP = {"--help", "-h"}
 
 # Flags of Hydra, with and without a value. --experimental-rerun is missing on purpose: it unpickles a file.
 VALUED = {"--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--info", "-i"}
@@ -165,29 +167,63 @@ def parse(argv: list[str]) -> Arguments:
     return arguments
 
 
+def require_text(words: list[str]) -> None:
+    """Refuses bytes that are no text in UTF-8 (which Python passes on as lone surrogates), and null characters."""
+    for word in words:
+        if re.search("[\0\ud800-\udfff]", word):
+            raise UserError(f"{word!a} is not text in UTF-8")
+
+
+def parse_words(command: str, words: list[str]) -> Any:
+    """The configuration of a command of ``WORD_COMMANDS``; None if it asks for help."""
+    require_text(words)
+    if HELP & set(words):
+        return None
+    schema = WORD_COMMANDS[command]
+    (main, described), *others = options_of(schema).items()
+    options = [name for name, _ in others]
+    single = described.type == "str"
+    found: list[str] = []
+    values: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word.startswith("-"):
+            raise UserError(f"{name!r} is not a flag of {command}.{did_you_mean(name, HELP)}")
+        if not equals or (name not in options and (not name.isidentifier() or Path(word).exists())):
+            found.append(word)
+        elif name not in options:
+            known = f"which takes {', '.join(options) or 'none'}.{did_you_mean(name, options)}"
+            raise UserError(f"{name!r} is not an option of {command}, {known}")
+        elif not value:
+            raise UserError(f"{name}: a value is needed")
+        else:
+            values[name] = str(Path(value).expanduser())
+    if not found:
+        raise UserError(f"{command} needs {schema.NEEDED}")
+    if single and len(found) > 1:
+        raise UserError(f"{command} takes one {main}, not {len(found)}: {' '.join(found)}")
+    values[main] = found[0] if single else found
+    return schema(**values)
+
+
 def _check_overrides(arguments: Arguments) -> None:
     """Refuses a group that is chosen twice, of which Hydra would take the last, or with several, which it would merge; a
     value of an option after a sweep over it, which would give equal jobs; and without ``-m`` what only a sweep uses."""
     groups, shows = option_names(arguments.config_dir), arguments.help or arguments.flag(*SHOWS) is not None
     earlier: dict[str, tuple[str, bool]] = {}
     for word, override in zip(arguments.words, arguments.parsed, strict=True):
-        key, value, sweeps, deletes = (
-            override.key_or_group,
-            override.value(),
-            override.is_sweep_override(),
-            override.is_delete(),
-        )
+        key, value, deletes = override.key_or_group, override.value(), override.is_delete()
         first, swept = earlier.get(key, ("", False))
         if first and not deletes and (key in groups or swept):
             raise UserError(f"{key}: it is given twice, as {first} and {word}; leave one out")
-        earlier[key] = word, sweeps
+        earlier[key] = word, override.is_sweep_override()
         if key in (*OBJECT_GROUPS, "backward"):
             for each in value.list if isinstance(value, ChoiceSweep) else [value]:
                 if isinstance(each, list):
                     raise UserError(f"{word}: {key} takes one option; -m {key}={','.join(map(str, each))} tries each")
         if arguments.multirun:
             continue
-        if sweeps:
+        if override.is_sweep_override():
             raise UserError(f"{word}: to run a sweep over several values, add -m; a list has brackets: key=[a,b]")
         if SWEEPS.match(key) and not shows and not deletes and value is not None:
             raise UserError(f"{word}: it is about a sweep; add -m to run one")

@@ -9,22 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast
 
+from holotrain.config import option_groups as groups
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_checks import check_groups, check_trainer
-from holotrain.config.option_groups import (
-    AUTO,
-    AVERAGE,
-    CAUSAL_LM,
-    HUGGING_FACE,
-    IMAGES,
-    IN_BACKWARD,
-    MASKED_LM,
-    MODEL_OPTIONS,
-    TEXT,
-    BackwardConfig,
-    is_a,
-    model_options,
-)
+from holotrain.config.option_groups import BackwardConfig, is_a, model_options
 from holotrain.config.signatures import Option, signature
 from holotrain.errors import UserError, as_user_error
 from holotrain.numeric import parse_bytes, require_at_least, require_within
@@ -78,9 +66,9 @@ class RunConfig(Composed):
         with as_user_error("trainer", self.trainer.arguments):
             check_trainer(self.trainer)
         if self.model is not None:
-            with as_user_error("model", MODEL_OPTIONS):
-                model_options(**{name: self.model.arguments[name] for name in MODEL_OPTIONS})
-                if is_a(self.model, HUGGING_FACE):  # the content of its config.json, so that a checkpoint needs no other file
+            with as_user_error("model", groups.MODEL_OPTIONS):
+                model_options(**{name: self.model.arguments[name] for name in groups.MODEL_OPTIONS})
+                if is_a(self.model, groups.HUGGING_FACE):  # with its config.json, a checkpoint needs no other file
                     from holotrain.models.huggingface_files import network_of
 
                     name, network, download = (self.model.arguments[name] for name in ("name", "config", "download"))
@@ -95,13 +83,13 @@ class RunConfig(Composed):
     @property
     def average(self) -> str | None:
         """The name of the callback that averages the weights; None: there is none."""
-        return next((name for name, each in self.callbacks.items() if is_a(each, AVERAGE)), None)
+        return next((name for name, each in self.callbacks.items() if is_a(each, groups.AVERAGE)), None)
 
     @property
     def batch_option(self) -> tuple[str, Any]:
         """The option that sets the batch size, and its value."""
         tokens = getattr(self.data, "max_tokens", None)
-        if tokens is None or is_a(self.task, CAUSAL_LM):  # its blocks have one length
+        if tokens is None or is_a(self.task, groups.CAUSAL_LM):  # its blocks have one length
             return "data.batch_size", getattr(self.data, "batch_size", None)
         return "data.max_tokens", tokens
 
@@ -111,13 +99,11 @@ class RunConfig(Composed):
 
     @property
     def batch_is_open(self) -> bool:
-        """Whether the batch size is still to be chosen."""
-        return self.batch_option[1] == AUTO
+        return self.batch_option[1] == groups.AUTO
 
     @property
     def steps_in_backward(self) -> bool:
-        """Whether the optimizer steps within the backward pass."""
-        return getattr(self.optimizer, IN_BACKWARD, False)
+        return getattr(self.optimizer, groups.IN_BACKWARD, False)
 
 
 class CheckpointConfig(RunConfig):
@@ -186,9 +172,9 @@ class PredictConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if is_a(self.task, MASKED_LM):
+        if is_a(self.task, groups.MASKED_LM):
             raise UserError("predict: MaskedLM predicts nothing; use a checkpoint of sequence_classification or causal_lm")
-        for name, of, other in (("images", TEXT, "texts"), ("texts", IMAGES, "images")):
+        for name, of, other in (("images", groups.TEXT, "texts"), ("texts", groups.IMAGES, "images")):
             if getattr(self, name) is not None and is_a(self.data, of):
                 raise UserError(f"{name}: the checkpoint learned from {other}; give {other}=...")
 
@@ -220,7 +206,7 @@ class GenerateConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not is_a(self.task, CAUSAL_LM):
+        if not is_a(self.task, groups.CAUSAL_LM):
             raise UserError(f"generate: needs a checkpoint of causal_lm; this one is of {self.task.name}")
         if self.prompt is None and self.prompts is None:
             raise UserError('generate needs prompt="..." or prompts=FILE')
@@ -243,7 +229,7 @@ class ExportConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.format != "safetensors" and is_a(self.data, TEXT):
+        if self.format != "safetensors" and is_a(self.data, groups.TEXT):
             raise UserError(f"format={self.format}: needs a model of images; use format=safetensors")
         if self.format != "safetensors" and self.int8:
             raise UserError(f"int8: not supported by format={self.format}; use format=safetensors")
@@ -275,6 +261,33 @@ COMMANDS: dict[str, type[RunConfig]] = {
     "plan": PlanConfig,
 }
 """The configuration of each command that Hydra composes."""
+
+
+@dataclass
+class ReportConfig:
+    """Compare runs on one HTML page: curves, differing options and results."""
+
+    WORD, NEEDED = "RUN", "the folder of a run or sweep; for example holotrain report runs/fit/sweeps/..."
+
+    runs: list[str]
+    """folder of a run, a sweep or several runs, or a glob: 'runs/fit/2026-*'"""
+
+    to: str = "report.html"
+    """file to write"""
+
+
+@dataclass
+class InitConfig:
+    """Write a small working project with a model, data and a callback of your own."""
+
+    WORD, NEEDED = "NAME", "a name; for example holotrain init my_project"
+
+    name: str
+    """name of the project and of its Python package; a path: the folder to write, whose last part is the name"""
+
+
+WORD_COMMANDS = {"report": ReportConfig, "init": InitConfig}
+"""The first option of each gets the words, one or a list."""
 
 
 def options_of(schema: type) -> dict[str, Option]:

@@ -5,12 +5,11 @@ import textwrap
 from collections.abc import Collection, Iterator
 
 from holotrain.config.command_line import Arguments
-from holotrain.config.command_options import COMMANDS, options_of
+from holotrain.config.command_options import COMMANDS, WORD_COMMANDS, options_of
 from holotrain.config.composition import composed, option_names, to_plain
 from holotrain.config.option_groups import NAMED_GROUPS, OBJECT_GROUPS, BackwardConfig
 from holotrain.config.signatures import REQUIRED, Option, signature
 from holotrain.config.structured import with_defaults
-from holotrain.config.word_commands import WORD_COMMANDS
 from holotrain.targets import TARGET
 
 FLAGS = """\
@@ -92,3 +91,18 @@ def _first_sentence(text: str) -> str:
 
 def _shown(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+
+
+def word_command_help(command: str) -> str:
+    """The help of a command in ``WORD_COMMANDS``."""
+    schema = WORD_COMMANDS[command]
+    (_, main), *options = options_of(schema).items()
+    usage = [f"{schema.WORD}{'' if main.type == 'str' else '...'}", *(f"[{name}=...]" for name, _ in options)]
+    lines = [(schema.WORD, main.meaning), *((f"{name}={option.default}", option.meaning) for name, option in options)]
+    described = "\n".join(f"  {key:<45} {meaning}" for key, meaning in lines)
+    return f"""\
+holotrain {command}: {schema.__doc__}
+
+Usage: holotrain {command} {" ".join(usage)}
+
+{described}"""

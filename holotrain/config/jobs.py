@@ -18,9 +18,9 @@ from hydra.core.utils import JobReturn, JobStatus
 
 from holotrain.config.annotations import read_fields
 from holotrain.config.command_line import CONFIGURATION_ERRORS
-from holotrain.config.composition import refuse_links, relative_to_cwd
 from holotrain.errors import UserError
 from holotrain.files import write_json
+from holotrain.folders import refuse_links, relative_to_cwd
 from holotrain.targets import first_line
 
 JOB = "job.json"

@@ -7,27 +7,9 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from holotrain.config import option_groups as groups
 from holotrain.config.objects import ObjectConfig
-from holotrain.config.option_groups import (
-    AUTO,
-    CAUSAL_LM,
-    COMPATIBLE,
-    ERROR_DIFFUSION,
-    IMAGES,
-    IN_BACKWARD,
-    LOW_BIT,
-    MASKED_LM,
-    PLAIN,
-    SEQUENCE_CLASSIFIER,
-    TASK_OPTIONS,
-    TEXT,
-    TRAINER,
-    TRAINER_OPTIONS,
-    is_a,
-    reversible,
-    takes,
-    trainer_options,
-)
+from holotrain.config.option_groups import is_a, reversible, takes, trainer_options
 from holotrain.errors import UserError, as_user_error
 from holotrain.numeric import require_at_least
 
@@ -47,34 +29,34 @@ def check_groups(config: RunConfig) -> None:
 
 def _check_task(config: RunConfig) -> None:
     task, model, data = config.task, config.model, config.data
-    if is_a(task, SEQUENCE_CLASSIFIER) and getattr(data, "label", "given") is None:
+    if is_a(task, groups.SEQUENCE_CLASSIFIER) and getattr(data, "label", "given") is None:
         raise UserError("data.label: give the field or column of the class as data.label=..., or data.label=folder")
-    if getattr(model, "trained", "all") == "head" and is_a(task, CAUSAL_LM, MASKED_LM):
+    if getattr(model, "trained", "all") == "head" and is_a(task, groups.CAUSAL_LM, groups.MASKED_LM):
         raise UserError(f"model.trained=head: {task.name} shares its head with the embedding; use all or adapters")
-    ours = next((each for each in COMPATIBLE if is_a(task, each)), None)
+    ours = next((each for each in groups.COMPATIBLE if is_a(task, each)), None)
     if ours is None:
         return
-    models, of = COMPATIBLE[ours]
-    if is_a(data, IMAGES, TEXT) and not is_a(data, of):
-        kind = "images" if of == IMAGES else "text"
-        others = _options(each for each in COMPATIBLE if is_a(data, COMPATIBLE[each][1]))
+    models, of = groups.COMPATIBLE[ours]
+    if is_a(data, groups.IMAGES, groups.TEXT) and not is_a(data, of):
+        kind = "images" if of == groups.IMAGES else "text"
+        others = _options(each for each in groups.COMPATIBLE if is_a(data, groups.COMPATIBLE[each][1]))
         raise UserError(f"data: {task.name} learns from {kind}, which {data.name} does not have; use other data, or {others}")
-    trainers = [each for each, (classes, _) in COMPATIBLE.items() if is_a(model, *classes)]
+    trainers = [each for each, (classes, _) in groups.COMPATIBLE.items() if is_a(model, *classes)]
     if model is not None and trainers and not is_a(model, *models):
         names = " or ".join(target.rpartition(".")[2] for target in models)
         raise UserError(f"model: {task.name} trains {names}, not {model.name}; use another model, or {_options(trainers)}")
 
 
 def _options(tasks: Iterable[str]) -> str:
-    return " or ".join(f"task={TASK_OPTIONS[each]}" for each in tasks)
+    return " or ".join(f"task={groups.TASK_OPTIONS[each]}" for each in tasks)
 
 
 def _check_error_diffusion(config: RunConfig) -> None:
-    if not is_a(config.task, ERROR_DIFFUSION) or config.model is None:
+    if not is_a(config.task, groups.ERROR_DIFFUSION) or config.model is None:
         return
     layers = "an error diffusion network has no"
-    if config.backward.kind not in (None, PLAIN[0]):
-        raise UserError(f"backward={config.backward.kind}: {layers} blocks to recompute; use backward={PLAIN[0]}")
+    if config.backward.kind not in (None, groups.PLAIN[0]):
+        raise UserError(f"backward={config.backward.kind}: {layers} blocks to recompute; use backward={groups.PLAIN[0]}")
     if config.synthesis is not None:
         raise UserError(f"synthesis: {layers} Linear layers, which it needs; use synthesis=none")
     if config.compile:
@@ -88,9 +70,9 @@ def _check_error_diffusion(config: RunConfig) -> None:
 def _check_batch(config: RunConfig) -> None:
     option, size = config.batch_option
     for other in ("batch_size", "max_tokens"):
-        if f"data.{other}" != option and getattr(config.data, other, None) == AUTO:
+        if f"data.{other}" != option and getattr(config.data, other, None) == groups.AUTO:
             raise UserError(f"data.{other}=auto: {option} sets the batch size here; give {option}=auto")
-    if size == AUTO and config.backward.open:
+    if size == groups.AUTO and config.backward.open:
         raise UserError(f"{option}=auto: cannot be combined with backward=auto; set one of the two")
 
 
@@ -103,7 +85,7 @@ def _check_strategy(config: RunConfig) -> None:
         raise UserError(f"{option}.cuda_graph: CUDA graphs do not work with trainer={strategy}; set it to false")
     if strategy == "ddp":
         return
-    if is_a(config.task, ERROR_DIFFUSION):
+    if is_a(config.task, groups.ERROR_DIFFUSION):
         raise UserError(f"trainer={strategy}: error diffusion networks have no blocks to shard; use trainer=ddp")
     parts = f"trainer={strategy} {'divides' if strategy == 'pipeline' else 'shards'} them"
     # What works under FSDP2, but not where layers are divided, too.
@@ -113,7 +95,7 @@ def _check_strategy(config: RunConfig) -> None:
         raise UserError(f"synthesis: needs whole gradients, and {parts}; use trainer=ddp{also}")
     if getattr(config.synthesis, "split", "none") != "none":
         raise UserError(f"synthesis.split: needs whole gradients, and {parts}; use split=none")
-    if strategy != "fsdp" and getattr(config.optimizer, "target", None) == LOW_BIT:
+    if strategy != "fsdp" and getattr(config.optimizer, "target", None) == groups.LOW_BIT:
         name = f"adamw_{getattr(config.optimizer, 'bits', 8)}"
         raise UserError(f"optimizer={name}: trainer={strategy} does not support it; use trainer=fsdp or ddp")
     if strategy in ("tp", "pipeline") and getattr(config.model, "adapters", 0):
@@ -134,9 +116,9 @@ def _check_backward(config: RunConfig) -> None:
     backward, model, rebuilds = config.backward, config.model, reversible(config.model)
     if takes(model, "backward"):
         ours = model.target.startswith("holotrain.")  # of models of others it is known when they are built
-        if ours and not rebuilds and backward.kind not in (None, *PLAIN, AUTO):
+        if ours and not rebuilds and backward.kind not in (None, *groups.PLAIN, groups.AUTO):
             raise UserError(
-                f"backward={backward.kind}: {model.name} is not reversible; use backward={PLAIN[0]} or model=rev_..."
+                f"backward={backward.kind}: {model.name} is not reversible; use backward={groups.PLAIN[0]} or model=rev_..."
             )
         for name in [name for name in backward.engine() if not takes(model, name)]:
             why = "is not reversible" if ours else f"has no argument {name}"
@@ -145,12 +127,12 @@ def _check_backward(config: RunConfig) -> None:
         raise UserError("backward.blocks: compiled blocks cannot keep results; remove what follows + or use compile=false")
     if config.compile and backward.keep:
         raise UserError("backward.keep: compiled blocks cannot keep results; use compile=false")
-    checkpointed, trainer = backward.kind in (*PLAIN[1:], AUTO) and not rebuilds, config.trainer
+    checkpointed, trainer = backward.kind in (*groups.PLAIN[1:], groups.AUTO) and not rebuilds, config.trainer
     refused = {
         "cannot capture the checkpointing of a plain model; use backward=autograd": checkpointed,
         "no support for accumulation; use trainer.accumulate_grad_batches=1": trainer.accumulate_grad_batches > 1,
         "no gradient scaling of 16-mixed; use trainer.precision=bf16-mixed": trainer.precision == "16-mixed",
-        f"batches of {config.task.name} vary in shape": is_a(config.task, MASKED_LM, SEQUENCE_CLASSIFIER),
+        f"batches of {config.task.name} vary in shape": is_a(config.task, groups.MASKED_LM, groups.SEQUENCE_CLASSIFIER),
     }
     for reason in [reason for reason, found in refused.items() if found and backward.cuda_graph]:
         raise UserError(f"backward.cuda_graph: {reason}")
@@ -163,7 +145,7 @@ def _check_in_backward(config: RunConfig) -> None:
 
     trainer = config.trainer
     by_norm = "trainer.gradient_clip_val by norm (use null, or trainer.gradient_clip_algorithm=value)"
-    with as_user_error(f"optimizer.{IN_BACKWARD}"):
+    with as_user_error(f"optimizer.{groups.IN_BACKWARD}"):
         refuse_in_backward(
             {
                 f"trainer={trainer.strategy}": trainer.strategy != "single",
@@ -172,16 +154,16 @@ def _check_in_backward(config: RunConfig) -> None:
                 "trainer.precision=16-mixed": trainer.precision == "16-mixed",
                 "a synthesis": config.synthesis is not None,
                 "backward.cuda_graph=true": config.backward.cuda_graph,
-                config.task.name: is_a(config.task, ERROR_DIFFUSION),
+                config.task.name: is_a(config.task, groups.ERROR_DIFFUSION),
             }
         )
 
 
 def check_trainer(trainer: ObjectConfig) -> None:
     """Raises a ValueError if a value is out of range, or options exclude each other."""
-    if not is_a(trainer, TRAINER):
+    if not is_a(trainer, groups.TRAINER):
         raise ValueError(f"{trainer.target} is not Lightning's Trainer")
-    trainer_options(**{name: trainer.arguments[name] for name in TRAINER_OPTIONS})
+    trainer_options(**{name: trainer.arguments[name] for name in groups.TRAINER_OPTIONS})
     if trainer.strategy in ("fsdp", "tp", "pipeline") and trainer.precision == "16-mixed":
         raise ValueError(f"precision=16-mixed: trainer={trainer.strategy} has no gradient scaling; use bf16-mixed")
     if trainer.strategy == "pipeline" and trainer.accumulate_grad_batches > 1:

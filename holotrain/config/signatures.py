@@ -23,14 +23,10 @@ import griffe
 from holotrain.arguments import descriptions
 from holotrain.errors import did_you_mean
 
-REQUIRED = object()
-"""The default of an option that has none."""
+REQUIRED, UNKNOWN = object(), object()
+"""The default of an option that has none, and one that is no literal."""
 
-UNKNOWN = object()
-"""A default that is no literal."""
-
-INFINITE = re.compile(r"-?(((math|np|numpy|torch)\.)?inf|float\('-?inf'\))")
-"""A default that is infinite, which has no literal; griffe writes 1e999 as ``inf``."""
+INFINITE = re.compile(r"-?(((math|np|numpy|torch)\.)?inf|float\('-?inf'\))")  # which has no literal; griffe writes 1e999 as inf
 
 
 @dataclass(frozen=True)
@@ -55,10 +51,9 @@ def defaults_of(options: dict[str, Option]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Signature:
-    """The options of a class or function.
+    """The options of a class or function, by name, in order.
 
     Args:
-        options: by name, in order.
         bases: full names of the class and its base classes; of a function none.
         takes_others: whether it accepts keywords that are not among the options.
         meaning: its docstring.
@@ -72,13 +67,7 @@ class Signature:
 
 @cache
 def signature(target: str) -> Signature:
-    """
-    Args:
-        target: full name of a class or function, such as ``torch.optim.AdamW``.
-
-    Raises:
-        ValueError: there is no such class or function, or its source cannot be read.
-    """
+    """Of a class or function, by its full name. Raises a ValueError if there is none, or its source cannot be read."""
     found = _found(target)
     if isinstance(found, griffe.Function):
         options, others = _parameters(found, found.docstring)
@@ -101,10 +90,8 @@ def signature(target: str) -> Signature:
 
 
 def _parameters(function: griffe.Function, *docstrings: griffe.Docstring | None) -> tuple[dict[str, Option], bool]:
-    meanings: dict[str, str] = {}
-    for docstring in filter(None, docstrings):
-        for name, lines in descriptions(docstring.value).items():
-            meanings[name] = " ".join(lines.partition(":")[2].split())
+    lines = {name: text for docstring in docstrings if docstring for name, text in descriptions(docstring.value).items()}
+    meanings = {name: " ".join(text.partition(":")[2].split()) for name, text in lines.items()}
     options, others = {}, False
     for parameter in function.parameters:
         if parameter.kind is griffe.ParameterKind.var_keyword:

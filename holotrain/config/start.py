@@ -15,19 +15,14 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from holotrain.config import composition as hydra
+from holotrain.config import option_groups as groups
 from holotrain.config.command_line import CONFIGURATION_ERRORS, Arguments, explained, explaining, parse
 from holotrain.config.command_options import RunConfig
-from holotrain.config.composition import LAST_CHECKPOINT, key_of, to_plain
-from holotrain.config.option_groups import (
-    GROUPS,
-    LOW_BIT_OPTIONS,
-    NAMED_GROUPS,
-    OBJECT_GROUPS,
-    PROCESS_OPTIONS,
-    default_backward,
-)
+from holotrain.config.composition import key_of, to_plain
+from holotrain.config.option_groups import default_backward
 from holotrain.config.structured import checked_config, with_defaults, without_replaced_options
 from holotrain.errors import UserError, did_you_mean
+from holotrain.folders import LAST_CHECKPOINT, checkpoint_path, run_folder
 from holotrain.targets import TARGET
 
 LOCAL_LOGGERS = ("tensorboard", "csv", "none")
@@ -53,7 +48,7 @@ def start_checkpoint(arguments: Arguments) -> dict[str, Any] | None:
     if arguments.resume:
         path = _last_checkpoint(arguments)
     elif named and named != "null":
-        path = hydra.checkpoint_path(named, arguments.command, arguments.value("output_dir") or "runs")
+        path = checkpoint_path(named, arguments.command, arguments.value("output_dir") or "runs")
     else:
         return None
     from holotrain.config.checkpointed import KEY, load, require_trusted  # imports torch
@@ -68,7 +63,7 @@ def _last_checkpoint(arguments: Arguments) -> Path:
     """The checkpoint that ``resume=true`` continues from."""
     folder = arguments.value("hydra.run.dir")
     if folder is None:
-        folder = hydra.run_folder(arguments.command, arguments.value("output_dir") or "runs", True)
+        folder = run_folder(arguments.command, arguments.value("output_dir") or "runs", True)
         others = (other for other in Path(folder).parent.glob("[0-9]*") if other.name > Path(folder).name)
         if later := max((other for other in others if not (other / LAST_CHECKPOINT).exists()), default=None):
             print(f"holotrain: resume=true: continuing {folder}; {later} is later, but has no checkpoint", file=sys.stderr)
@@ -92,18 +87,18 @@ def primary(arguments: Arguments, start: dict[str, Any]) -> str:
         raise UserError("data.root: data.download=true writes into it, so a checkpoint cannot name it; give data.root=...")
     plain, left_out = dict(start["config"]), {"max_restarts"}  # of old checkpoints
     if arguments.command != "fit" or "trainer" in keys:  # the number of processes may change; the other options stay
-        left_out |= {*PROCESS_OPTIONS}
+        left_out |= {*groups.PROCESS_OPTIONS}
     plain["trainer"] = {name: value for name, value in plain["trainer"].items() if name not in left_out}
     if "model.name" in keys and plain["model"]:  # the configuration of another network
         plain["model"] = {name: value for name, value in plain["model"].items() if name != "config"}
-    for group in ({*OBJECT_GROUPS, "callbacks"} - {"trainer"}) & keys:  # the option replaces what the checkpoint has
+    for group in ({*groups.OBJECT_GROUPS, "callbacks"} - {"trainer"}) & keys:  # the option replaces what the checkpoint has
         del plain[group]
     logger = "tensorboard"  # a file does not decide what is sent where
     if arguments.resume and start["choices"].get("logger") in LOCAL_LOGGERS:
         logger = start["choices"]["logger"]
-    groups = [group for group in GROUPS if group not in ("task", "trainer")]
-    groups += ["task", "experiment", "debug", "sweep"]  # last, since these may change the option of another group
-    chosen = [{group: logger if group == "logger" else None} for group in groups]
+    order = [group for group in groups.GROUPS if group not in ("task", "trainer")]
+    order += ["task", "experiment", "debug", "sweep"]  # last, since these may change the option of another group
+    chosen = [{group: logger if group == "logger" else None} for group in order]
     node = hydra.options(arguments.command, [{"trainer": "default"}, "_self_", *chosen])
     node.merge_with(_literally(plain))
     name = "_checkpoint"
@@ -137,7 +132,7 @@ class Start:
     def with_defaults(self, config: DictConfig, overrides: list[str]) -> DictConfig:
         """What Hydra composed, with the defaults of all options. Checks no values."""
         plain = without_replaced_options(to_plain(config), overrides, self.before)
-        for group in NAMED_GROUPS:
+        for group in groups.NAMED_GROUPS:
             self._check_left_out(group, plain[group])
         if self.before and plain["backward"] == self.before["backward"]:
             usual = [default_backward((each["model"] or {}).get(TARGET)) for each in (plain, self.before)]
@@ -167,7 +162,7 @@ class Start:
             raise explained(error, self.arguments) from None
         typed = checked_config(self.arguments.command, plain)
         if typed.ckpt_path is not None:
-            typed.ckpt_path = str(hydra.checkpoint_path(typed.ckpt_path, self.arguments.command, typed.output_dir))
+            typed.ckpt_path = str(checkpoint_path(typed.ckpt_path, self.arguments.command, typed.output_dir))
         typed.overrides, typed.choices = overrides, self._choices(typed, chosen or {}, overrides)
         return typed
 
@@ -179,7 +174,7 @@ class Start:
         for key in map(key_of, overrides):
             if key.endswith(f".{TARGET}"):
                 found.pop(key.removesuffix(f".{TARGET}"), None)
-        if config.optimizer is not None and found.get("optimizer") in LOW_BIT_OPTIONS:  # but optimizer.bits may be given too
+        if config.optimizer is not None and found.get("optimizer") in groups.LOW_BIT_OPTIONS:  # optimizer.bits may differ
             found["optimizer"] = f"adamw_{config.optimizer.bits}"
         return found
 
@@ -216,5 +211,5 @@ def compose(command: str = "fit", overrides: Collection[str] = (), config_dir: s
     check_values(config)
     config.folder = arguments.value("hydra.run.dir")
     if config.folder is None and arguments.resume:
-        config.folder = hydra.run_folder(command, config.output_dir, True)
+        config.folder = run_folder(command, config.output_dir, True)
     return config

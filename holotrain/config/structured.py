@@ -95,7 +95,7 @@ def without_replaced_options(
     """
     keys, before = {*map(key_of, overrides)}, before or {}
     result = deepcopy(plain)
-    places = [(group, result, before, group) for group in OBJECT_GROUPS if group != "trainer"]
+    places: list[tuple[str, Any, Any, str]] = [(group, result, before, group) for group in OBJECT_GROUPS if group != "trainer"]
     for group in NAMED_GROUPS:
         members = result.get(group)
         names = [*members] if isinstance(members, dict) else []

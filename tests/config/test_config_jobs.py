@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from holotrain.config.composition import run_folder
+from holotrain.folders import run_folder
 
 
 @pytest.mark.parametrize(
@@ -35,4 +35,4 @@ def test_a_sweep_without_a_job_is_not_resumed(tmp_path):
 def test_a_value_that_its_class_refuses_fails_its_job_alone(holotrain):
     words = ["trainer.max_steps=1", "trainer.limit_val_batches=1", "test=false", "logger=none"]
     status, out, err = holotrain("fit", "-m", "optimizer.lr=-1,1e-3", *words)
-    assert status == 2 and err.startswith("holotrain: optimizer.lr=-1.0: Invalid learning rate") and "completed" in out
+    assert status == 2 and err.startswith("holotrain: optimizer: Invalid learning rate") and "completed" in out

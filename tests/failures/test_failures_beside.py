@@ -9,7 +9,7 @@ import pytest
 from left_by_runs import assert_same_weights, summary
 from small_run import fit_and_kill, fit_apart
 
-from holotrain.config.composition import run_folder
+from holotrain.folders import run_folder
 
 TINY = ["model.dim=16", "model.depth=2", "model.heads=2", "model.dropout=0.2", "trainer.accelerator=cpu", "logger=none"]
 TINY += ["callbacks.progress=null", "trainer.max_epochs=2", "trainer.limit_train_batches=4", "trainer.limit_val_batches=1"]

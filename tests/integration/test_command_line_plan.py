@@ -10,9 +10,9 @@ from left_by_runs import only, rows, summary
 from omegaconf import OmegaConf
 from small_run import SMALL
 
+from holotrain.commands.planners import planner_of
 from holotrain.config.build import build_data
 from holotrain.config.composition import composed, register
-from holotrain.config.plans import planner_of
 from holotrain.config.structured import structured
 from holotrain.planning.choice import flops
 from holotrain.planning.tracker import Footprint

@@ -22,7 +22,7 @@ from made_once import made_once
 from torch.nn import functional
 
 from holotrain.callbacks import ExactResume
-from holotrain.config.composition import LAST_CHECKPOINT as LAST
+from holotrain.folders import LAST_CHECKPOINT as LAST
 from holotrain.models.checkpoint_files import load, read_weights
 from holotrain.models.layers.blocks import MLPBranch
 from holotrain.numeric import mixed_seed

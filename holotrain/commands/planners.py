@@ -1,4 +1,4 @@
-"""What planning asks of a configuration: how to build its training, its sizes, its memory budget."""
+"""What planning needs to know of a configuration: how to build its training, its sizes, its memory budget."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def planner_of(config: RunConfig, data: pl.LightningDataModule, device: str) -> 
     )
 
 
-TILE, BITS = 512, "4bit"
-"""Tile size and bits that the variants use."""
+TILE, BITS, CONTEXT_UNIT = 512, "4bit", 64
+"""Tile size and bits of the variants, and the step in which a context grows."""
 
 
 def variants_of(
@@ -74,7 +74,6 @@ def variants_of(
     blocks; both.
 
     Args:
-        planner: that of the training.
         inexact: also those that change gradients or the model; they may be chosen with ``backward.inexact``.
         begin: called with what is planned next.
     """
@@ -117,9 +116,6 @@ def with_variant(config: Config, tile: int | None, bits: str | None) -> Config:
     return replace(config, backward=backward, model=model)
 
 
-CONTEXT_UNIT = 64
-
-
 def longest_context(
     config: RunConfig,
     data: pl.LightningDataModule,
@@ -129,13 +125,8 @@ def longest_context(
     budget: int,
     begin: Callable[[str], object] = lambda what: None,
 ) -> Limit | None:
-    """The longest sequence, in steps of 64 tokens, with which a training fits; None: no option sets one length for all.
-
-    Args:
-        planner: that of the training.
-        variant: of the training, to look at in its place.
-        begin: called with what is planned next.
-    """
+    """The longest sequence, in steps of 64 tokens, with which a training, or a variant of it, fits; None: no option sets one
+    length for all. Calls ``begin`` with what is planned next."""
     if not isinstance(data, TextDataModule) or data.layout != "packed" or not is_a(config.model, *LANGUAGE_MODELS):
         return None
     if variant is not None:
@@ -227,8 +218,7 @@ def _step(
         held["hologram"] = list(map(torch.empty_like, synthesis.parameters)) if split and on_gpu else synthesis.state_tensors
         rewrites = split != on_gpu
 
-    def copied() -> list[Tensor]:
-        """On a GPU, and on a CPU with a split, synthesis works on a copy of all gradients."""
+    def copied() -> list[Tensor]:  # on a GPU, and on a CPU with a split, synthesis works on a copy of all gradients
         return [torch.empty_like(parameter.grad) for parameter in task.parameters() if parameter.grad is not None]
 
     return TrainingStep(
@@ -251,14 +241,8 @@ def smallest_batch(config: Config) -> Config:
 
 
 def budget_of(config: RunConfig, device: str, processes: int = 1) -> int:
-    """Bytes: the option ``memory``, else the free memory of the device; of a GPU's, a part is left to what no plan counts.
-
-    Args:
-        processes: number of processes that train on this machine; on a CPU each gets an equal share.
-
-    Raises:
-        UserError: ``memory`` is not set, and the free memory is not known.
-    """
+    """Bytes: the option ``memory``, else the free memory of the device; of a GPU's, a part is left to what no plan counts; of a
+    CPU's, each process that trains on this machine has an equal share."""
     if config.memory is not None:
         return parse_bytes(config.memory)
     free = free_memory(device)

@@ -5,8 +5,8 @@ from covering import slow
 from tracked_memory import check_plan
 
 from holotrain import compose
+from holotrain.commands.planners import planner_of
 from holotrain.config.build import build_data
-from holotrain.config.plans import planner_of
 from holotrain.data.example import example_batch
 
 SMALL = ["model.dim=96", "model.heads=3", "model.depth=2"]
