@@ -6,18 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from torch.utils.data import DataLoader
 
+from holotrain import data as datasets
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import described_model, in_int8, load_weights
 from holotrain.commands.evaluation import lightning_refusals, prepared
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import Summary
 from holotrain.commands.writing import write_table
-from holotrain.config.build import build_files_loader, description, task_of
+from holotrain.config.build import description, task_of
 from holotrain.config.build_trainer import build_trainer, check_device
-from holotrain.config.command_options import PredictConfig
+from holotrain.config.command_options import PredictConfig, RunConfig
 from holotrain.config.option_groups import CAUSAL_LM, IMAGES, TEXT, is_a
+from holotrain.data import tokenizer_from_json
+from holotrain.data.decoding import MEGAPIXELS
 from holotrain.data.image_folder import ImageFiles
+from holotrain.data.limits import EXPANSION
 from holotrain.data.text.sources import LooseFiles
 from holotrain.errors import UserError
 from holotrain.tasks.task import model_of
@@ -35,7 +40,7 @@ def run(config: PredictConfig, run: Run) -> int:
         check_device(config.trainer)
         model, described = described_model(path)
         task = task_of(model, config, described)
-        loader = build_files_loader(config, described, Path(files))
+        loader = _files_loader(config, described, Path(files))
     else:
         data, task = prepared("predict", config, run)
         load_weights(task, path)
@@ -67,6 +72,27 @@ def run(config: PredictConfig, run: Run) -> int:
     summary.write(run.folder)
     screen.show_end(summary, run.folder, predictions=run.folder / PREDICTIONS)
     return 0
+
+
+def _files_loader(config: RunConfig, described: dict[str, Any], path: Path) -> DataLoader:
+    """Batches of the user's files, prepared for the described model. Does not need the training data."""
+    loading = {"num_workers": getattr(config.data, "num_workers", 0)}
+    batch_size, facts = getattr(config.data, "batch_size", None) or 32, described["facts"]
+    if "tokenizer" in described:
+        return datasets.text_files(
+            path,
+            tokenizer_from_json(described["tokenizer"]),
+            facts["context"],
+            packed=is_a(config.task, CAUSAL_LM),
+            batch_size=batch_size,
+            text=getattr(config.data, "text", "text"),
+            expansion=getattr(config.data, "max_expansion", EXPANSION),
+            **loading,
+        )
+    if "statistics" not in described or "image_size" not in facts:
+        raise UserError(f"images: {config.data.name} does not tell how to prepare them; without images= the test set is used")
+    loading["megapixels"] = getattr(config.data, "max_megapixels", MEGAPIXELS)
+    return datasets.image_files(path, facts["channels"], facts["image_size"], described["statistics"], batch_size, **loading)
 
 
 class PathsRead(pl.Callback):

@@ -20,7 +20,7 @@ KINDS: dict[str, Any] = {
 }
 """The types in annotations of which a value is checked, by their names. Any value may be of another one."""
 
-WORDS = {
+DESCRIPTIONS = {
     **{int: "a whole number", float: "a number", bool: "true or false", str: "a word", Path: "a path", NoneType: "null"},
     **{list: "a list", tuple: "a list", dict: "a mapping"},
 }
@@ -44,7 +44,7 @@ def checked(where: str, annotation: str, value: Any) -> Any:
     choices = [str(choice) for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if isinstance(value, str) and all(get_origin(kind) is Literal or kind is NoneType for kind in kinds):
         raise UserError(f"{where}: {shown} is not one of {', '.join(choices)}.{did_you_mean(value, choices)}")
-    expected = " or ".join(dict.fromkeys(_in_words(kind) for kind in kinds if kind is not Never)) or "a tensor"
+    expected = " or ".join(dict.fromkeys(_described(kind) for kind in kinds if kind is not Never)) or "a tensor"
     raise UserError(f"{where}: {shown} is not {expected}.{did_you_mean(str(value), choices)}".removesuffix("."))
 
 
@@ -119,8 +119,8 @@ def _fitted(hint: Any, value: Any) -> list[Any]:
     return [[each[0] for each in fitted]] if len(kinds) == len(value) and all(fitted) else []
 
 
-def _in_words(hint: Any) -> str:
+def _described(hint: Any) -> str:
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind is Literal:
         return f"one of {', '.join(map(repr, inner))}"
-    return f"a list of {len(inner)} values" if kind is tuple and inner and ... not in inner else WORDS[kind]
+    return f"a list of {len(inner)} values" if kind is tuple and inner and ... not in inner else DESCRIPTIONS[kind]

@@ -3,7 +3,6 @@
 import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader
 
 from holotrain import data as datasets
 from holotrain.callbacks import SynthesisCallback
@@ -21,8 +19,6 @@ from holotrain.config.objects import PYTHON_OBJECT, ObjectConfig
 from holotrain.config.option_groups import default_backward, is_a, takes
 from holotrain.config.signatures import REQUIRED
 from holotrain.data import ByteTokenizer, tokenizer_from_json
-from holotrain.data.decoding import MEGAPIXELS
-from holotrain.data.limits import EXPANSION
 from holotrain.errors import UserError, as_user_error
 from holotrain.models import compile_blocks
 from holotrain.models.adapters import PEFT, add_adapters, add_peft, freeze
@@ -266,27 +262,6 @@ def class_names(config: RunConfig, data: pl.LightningDataModule) -> list[str] | 
     """The names of the classes; None if the task is not a classification, or the data do not tell them."""
     names = getattr(data, "class_names", None) if is_a(config.task, groups.CLASSIFIER) else None
     return None if names is None else list(names)
-
-
-def build_files_loader(config: RunConfig, described: dict[str, Any], path: Path) -> DataLoader:
-    """Batches of the user's files, prepared for the described model. Does not need the training data."""
-    loading = {"num_workers": getattr(config.data, "num_workers", 0)}
-    batch_size, facts = getattr(config.data, "batch_size", None) or 32, described["facts"]
-    if "tokenizer" in described:
-        return datasets.text_files(
-            path,
-            tokenizer_from_json(described["tokenizer"]),
-            facts["context"],
-            packed=is_a(config.task, groups.CAUSAL_LM),
-            batch_size=batch_size,
-            text=getattr(config.data, "text", "text"),
-            expansion=getattr(config.data, "max_expansion", EXPANSION),
-            **loading,
-        )
-    if "statistics" not in described or "image_size" not in facts:
-        raise UserError(f"images: {config.data.name} does not tell how to prepare them; without images= the test set is used")
-    loading["megapixels"] = getattr(config.data, "max_megapixels", MEGAPIXELS)
-    return datasets.image_files(path, facts["channels"], facts["image_size"], described["statistics"], batch_size, **loading)
 
 
 def synthesis_callback(chosen: ObjectConfig) -> SynthesisCallback:

@@ -59,11 +59,8 @@ def autocast_of(config: ObjectConfig, device: str | None = None) -> AbstractCont
 
 @contextmanager
 def matmul_precision(precision: str) -> Generator[None]:
-    """Inside, products and convolutions of float32 have this precision; torch alone computes convolutions in TF32.
-
-    Args:
-        precision: of ``torch.set_float32_matmul_precision``; with ``highest`` nothing is in TF32.
-    """
+    """Inside, products and convolutions of float32 have this precision, one of ``torch.set_float32_matmul_precision``; with
+    ``highest`` nothing is in TF32, in which torch alone computes convolutions."""
     backends: Any = torch.backends  # whose stubs lack fp32_precision
     convolutions = backends.cudnn.conv, backends.cudnn.rnn
     saved, wholes = [], (backends, backends.cudnn)
@@ -92,10 +89,7 @@ def matmul_precision(precision: str) -> Generator[None]:
 
 
 def check_device(config: ObjectConfig) -> None:
-    """
-    Raises:
-        UserError: the accelerator is missing or does not support the precision.
-    """
+    """Raises a UserError if the accelerator is missing or does not support the precision."""
     kind = device_kind(config.accelerator)
     if config.accelerator in ("gpu", "mps") and kind == "cpu":
         raise UserError(f"trainer.accelerator={config.accelerator}: there is none here; use trainer.accelerator=cpu")
@@ -108,10 +102,7 @@ def check_device(config: ObjectConfig) -> None:
 
 
 def check_training_device(config: RunConfig) -> None:
-    """
-    Raises:
-        UserError: the device is missing or does not support the configuration.
-    """
+    """Raises a UserError if the device is missing or does not support the configuration."""
     check_device(config.trainer)
     for group in ("backward", "synthesis"):
         if getattr(getattr(config, group), "cuda_graph", False) and device_kind(config.trainer.accelerator) != "cuda":
@@ -128,13 +119,8 @@ def processes_of(config: ObjectConfig) -> int:
 
 
 def check_processes(config: RunConfig, process: ProcessRank | None) -> None:
-    """
-    Args:
-        process: rank and size from a launcher, if any.
-
-    Raises:
-        UserError: there are too few devices, they cannot communicate, or the launcher started a different number of processes.
-    """
+    """Raises a UserError if there are too few devices, they cannot communicate, or the launcher, whose rank and size are
+    ``process``, started another number of processes."""
     trainer = config.trainer
     if trainer.strategy == "single":
         return
@@ -224,10 +210,7 @@ def unsharded_layers(config: ObjectConfig, process: ProcessRank, model: nn.Modul
 
 
 def check_division(config: ObjectConfig, process: ProcessRank | None, model: nn.Module) -> None:
-    """
-    Raises:
-        UserError: tensor parallelism cannot shard any layer of the model, or it cannot be divided into stages.
-    """
+    """Raises a UserError if tensor parallelism cannot shard any layer of the model, or it cannot be divided into stages."""
     if process is None or (ranks := model_parallel_size(config, process)) == 1:
         return
     try:
@@ -270,9 +253,6 @@ def build_trainer(
         batches: number of batches per epoch; only needed to train.
         profiler: name of the profiler.
         process: rank and size of this process, if several train together.
-
-    Raises:
-        UserError: the device is missing or does not support the precision.
     """
     check_device(config)
     own = {name: value for name, value in config.arguments.items() if name not in TRAINER_OPTIONS}

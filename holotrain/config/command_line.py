@@ -98,13 +98,12 @@ class Arguments:
         for word in reversed(self.words):
             name, equals, value = word.lstrip("+").partition("=")
             if equals and name == key:
-                return self._resolved(key) if "${" in value else value.strip("'\"")
+                if "${" not in value:
+                    return value.strip("'\"")
+                single = [word for word in self.overrides if "," not in word]
+                with explaining(self):
+                    return str(OmegaConf.select(composed(self.command, single, self.config_dir, with_hydra=True), key))
         return None
-
-    def _resolved(self, key: str) -> str:
-        single = [word for word in self.overrides if "," not in word]
-        with explaining(self):
-            return str(OmegaConf.select(composed(self.command, single, self.config_dir, with_hydra=True), key))
 
 
 def _verbatim(override: str) -> str:
@@ -126,11 +125,7 @@ def _verbatim(override: str) -> str:
 
 
 def parse(argv: list[str]) -> Arguments:
-    """Splits the command line.
-
-    Raises:
-        UserError: an unknown command or flag, a flag without its value, a word that is no override.
-    """
+    """Splits the command line. Raises a UserError if a flag or an override is not well-formed."""
     require_text(argv)
     command, *rest = argv
     if command not in COMMANDS:
@@ -265,10 +260,7 @@ def explained(error: Exception, arguments: Arguments) -> UserError:
 
 @contextmanager
 def explaining(arguments: Arguments) -> Generator[None]:
-    """
-    Raises:
-        UserError: Hydra or OmegaConf do not accept ``arguments``, which are composed inside.
-    """
+    """Raises a UserError if Hydra or OmegaConf do not accept ``arguments``, which are composed inside."""
     try:
         yield
     except CONFIGURATION_ERRORS as error:

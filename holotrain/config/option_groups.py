@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard, TypeVar
 
 from holotrain.config.objects import GroupSchema, ObjectConfig
-from holotrain.config.signatures import Option, signature
+from holotrain.config.signatures import Signature, signature
 from holotrain.errors import UserError, check_choice
 from holotrain.numeric import require_at_least, require_within
 from holotrain.targets import TARGET
@@ -154,12 +154,12 @@ def is_a(config: Named | None, *bases: str) -> TypeGuard[Named]:
 
 def takes(config: Named | None, parameter: str) -> TypeGuard[Named]:
     """Whether this, or the class of this name, has such a parameter."""
-    return parameter in _parameters(config)
+    return config is not None and parameter in _signature(config).options
 
 
 def default_backward(model: ObjectConfig | str | None) -> str | None:
     """The default of the model's parameter ``backward``; None if it has none."""
-    option = _parameters(model).get("backward")
+    option = None if model is None else _signature(model).options.get("backward")
     return option.default if option and isinstance(option.default, str) else None
 
 
@@ -168,9 +168,8 @@ def reversible(model: ObjectConfig | None) -> bool:
     return takes(model, "store")
 
 
-def _parameters(config: ObjectConfig | str | None) -> dict[str, Option]:
-    target = config.target if isinstance(config, ObjectConfig) else config
-    return {} if target is None else signature(target).options
+def _signature(config: ObjectConfig | str) -> Signature:
+    return signature(config if isinstance(config, str) else config.target)
 
 
 IN_BACKWARD = "in_backward"
