@@ -14,6 +14,7 @@ streams           standard streams that are closed, or whose reader leaves
 failures          what happens to a run from outside, in one line
 memory_limits     backward=auto and batch_size=auto, running out of memory, and overrides that need less of it
 tensorboard_tabs  HParams and Custom Scalars
+precision         that of float32
 planners          what planning needs to know of a configuration
 sweep             the table of a sweep
 writing           writes files so that none is ever half written

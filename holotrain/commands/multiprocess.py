@@ -20,6 +20,7 @@ from torch.distributed import Store
 
 from holotrain.commands.console import console, quieten
 from holotrain.commands.failures import machine_failures
+from holotrain.commands.precision import matmul_precision
 from holotrain.commands.run_folder import Run, alone_in
 from holotrain.commands.summary import completed, ended
 from holotrain.config.build_trainer import (
@@ -27,7 +28,6 @@ from holotrain.config.build_trainer import (
     check_processes,
     data_shard_of,
     device_of,
-    matmul_precision,
     nccl_options,
     processes_of,
 )

@@ -4,7 +4,6 @@ import copy
 import inspect
 import math
 from functools import cache
-from operator import attrgetter
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -22,7 +21,7 @@ from holotrain.callbacks import BestCheckpoint, MemoryMonitor, ThroughputMonitor
 from holotrain.config import option_groups
 from holotrain.config.build import build_data, build_task, check_values, synthesis_of
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
-from holotrain.config.build_trainer import build_trainer, check_device, check_training_device, matmul_precision, nccl_options
+from holotrain.config.build_trainer import build_trainer, check_device, check_training_device, nccl_options
 from holotrain.config.composition import composed, config_folder, option_names, register
 from holotrain.config.option_groups import SEQUENCE_CLASSIFIER, TASK_OPTIONS, is_a
 from holotrain.config.structured import structured, to_container, without_replaced_options
@@ -438,53 +437,6 @@ def test_nccl_takes_the_sms_and_the_priority_that_it_is_given():
     options = nccl_options(given.trainer)
     assert (options.config.min_ctas, options.config.max_ctas, options.is_high_priority_stream) == (1, 2, True)
     assert options._timeout.total_seconds() == 60
-
-
-BACKENDS = torch.backends
-PARTS = [BACKENDS.cuda.matmul, BACKENDS.mkldnn.matmul, BACKENDS.cudnn.conv, BACKENDS.cudnn.rnn]
-
-
-@pytest.fixture
-def precisions():
-    """The precision of float32 in the whole, in cuDNN and in each part; torch's own are put back."""
-    each = [BACKENDS, BACKENDS.cudnn, *PARTS]
-    usual = [one.fp32_precision for one in each]
-    yield lambda: [one.fp32_precision for one in each]
-    for one, was in zip(each, usual, strict=True):
-        one.fp32_precision = was
-
-
-@pytest.mark.parametrize("part", ["", "cuda.matmul", "cudnn.conv"])
-def test_float32_is_as_asked_for_whichever_of_torchs_names_the_caller_has_used(part, precisions):
-    """torch refuses to read its older names where the newer ones say something else."""
-    cudnn, matmul = BACKENDS.cudnn, BACKENDS.cuda.matmul
-    old = lambda: (torch.get_float32_matmul_precision(), cudnn.allow_tf32, matmul.allow_tf32)  # noqa: E731
-    for one, fresh in zip((BACKENDS, *PARTS), ("none", "none", "none", "tf32", "tf32"), strict=True):  # as torch begins:
-        one.fp32_precision = fresh  # an earlier set_float32_matmul_precision in this process has set the parts
-    (attrgetter(part)(BACKENDS) if part else BACKENDS).fp32_precision = "ieee" if part == "cudnn.conv" else "tf32"
-    before = precisions()
-    with pytest.raises(RuntimeError, match="mix of the legacy and new"):
-        old()
-    for precision, name in (("highest", "ieee"), ("high", "tf32")):
-        with matmul_precision(precision):
-            assert [matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision] == [name] * 3
-            assert old() == (precision, name == "tf32", name == "tf32")
-    assert precisions() == before
-
-
-@pytest.mark.parametrize("whole", [BACKENDS, BACKENDS.cudnn], ids=["all", "cudnn"])
-def test_after_a_run_what_followed_torchs_other_settings_of_float32_follows_them_again(whole, precisions):
-    seen = []
-    for one in (BACKENDS, BACKENDS.cudnn, *PARTS):
-        one.fp32_precision = "none"
-    whole.fp32_precision = "tf32"
-    for _ in range(2):
-        for precision in ("tf32", "ieee"):
-            whole.fp32_precision = precision
-            seen.append(precisions())
-        with matmul_precision("high"):
-            pass
-    assert seen[:2] == seen[2:] and seen[0].count("tf32") == seen[1].count("ieee") > 1
 
 
 def test_lists_that_help_and_checks_repeat_are_those_of_the_parts():
