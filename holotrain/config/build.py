@@ -1,5 +1,6 @@
 """Builds data, model, task, optimizer and synthesis from a configuration."""
 
+import copy
 import sys
 from dataclasses import replace
 from functools import partial
@@ -16,8 +17,8 @@ from holotrain.callbacks import SynthesisCallback
 from holotrain.config import option_groups as groups
 from holotrain.config.command_options import FitConfig, PlanConfig, RunConfig
 from holotrain.config.objects import PYTHON_OBJECT, ObjectConfig
-from holotrain.config.option_groups import default_backward, is_a, takes
-from holotrain.config.signatures import REQUIRED
+from holotrain.config.option_groups import default_backward, is_a, schema_of, takes
+from holotrain.config.signatures import REQUIRED, signature
 from holotrain.data import ByteTokenizer, tokenizer_from_json
 from holotrain.errors import UserError, as_user_error
 from holotrain.models import compile_blocks
@@ -30,8 +31,44 @@ from holotrain.models.pretrained import load_pretrained
 from holotrain.optimizers.stepping import InBackward
 from holotrain.reversible import checks_in
 from holotrain.synthesis import HolographicSynthesis
-from holotrain.targets import instantiate, is_of, needed
+from holotrain.targets import TARGET, instantiate, is_of, needed
 from holotrain.tasks.optimizer_functions import decay_groups
+
+
+def make(where: str, config: ObjectConfig, of: type, *positional: Any, **known: Any) -> Any:
+    """Calls what is configured, with what the program knows of those parameters that the configuration leaves open. All objects
+    of a configuration are made here.
+
+    Args:
+        where: the group, or a name in it, such as ``callbacks.memory``.
+        of: the class of what is made.
+
+    Raises:
+        UserError: it cannot be imported or called, refuses a value, or makes something else.
+    """
+    if config.object is not None:
+        return _on_default_device(config.object)
+    schema = schema_of(where)
+    own = {name: value for name, value in config.arguments.items() if value is not None or name not in schema.null_if_known}
+    parameters = {*signature(config.target).options, *config.arguments}
+    known = {name: value for name, value in known.items() if name in parameters and own.get(name) is None}
+    with as_user_error(where, schema.options(config.target), schema.elsewhere):
+        made = instantiate({TARGET: config.target, **own}, *positional, **known)
+        if not isinstance(made, of):
+            raise ValueError(f"{config.target} is not a {of.__name__}; calling it gives a {type(made).__name__}")
+    return made
+
+
+def _on_default_device(made: Any) -> Any:
+    """The object; while torch's default device is ``meta``, a copy of it that has shapes but no data."""
+    if torch.get_default_device().type != "meta" or not isinstance(made, torch.nn.Module):
+        return made
+    memo: dict[int, Any] = {id(getattr(made, "_trainer", None)): None}  # a copy belongs to no trainer
+    for tensor in made.buffers():
+        memo[id(tensor)] = torch.empty_like(tensor, device="meta")
+    for weight in made.parameters():
+        memo[id(weight)] = torch.nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
+    return copy.deepcopy(made, memo)
 
 
 def build_data(config: RunConfig, tokenizer: str | None = None) -> pl.LightningDataModule:
@@ -41,7 +78,7 @@ def build_data(config: RunConfig, tokenizer: str | None = None) -> pl.LightningD
         packed = is_a(config.task, groups.CAUSAL_LM)
         known |= {"layout": "packed" if packed else "documents", "tokenizer_json": tokenizer}
         known["labels"] = is_a(config.task, groups.SEQUENCE_CLASSIFIER)
-    return groups.OBJECT_GROUPS["data"].make("data", config.data, pl.LightningDataModule, **known)
+    return make("data", config.data, pl.LightningDataModule, **known)
 
 
 def data_properties(data: pl.LightningDataModule) -> dict[str, Any]:
@@ -64,7 +101,7 @@ def with_data_properties(group: str, chosen: ObjectConfig, facts: dict[str, Any]
     for name, value in facts.items():
         if takes(chosen, name) and arguments.setdefault(name, value) != value:
             raise UserError(f"{group}.{name}: {arguments[name]} does not fit the data, which have {value}; leave it out")
-    for name, option in groups.OBJECT_GROUPS[group].options(chosen.target).items():
+    for name, option in schema_of(group).options(chosen.target).items():
         if option.default is REQUIRED and name not in arguments:
             raise UserError(f"{group}.{name}: the data do not tell it; give {group}.{name}=...")
     return arguments
@@ -89,7 +126,7 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
     backward = config.backward
     with as_user_error("model"), limited():
         chosen = replace(config.model, arguments=model_arguments(config, facts))
-        model = groups.OBJECT_GROUPS["model"].make("model", chosen, nn.Module)
+        model = make("model", chosen, nn.Module)
     try:
         if backward.blocks:
             schedule_blocks(model, backward.blocks)
@@ -140,7 +177,7 @@ def task_of(model: nn.Module | None, config: RunConfig, described: dict[str, Any
         tokenizer = tokenizer_from_json(described["tokenizer"])
         known |= {"token_bytes": torch.from_numpy(tokenizer.byte_lengths), "mask_id": tokenizer.mask_id}
     chosen = replace(config.task, arguments=with_data_properties("task", config.task, described["facts"]))
-    task = groups.OBJECT_GROUPS["task"].make("task", chosen, pl.LightningModule, **known)
+    task = make("task", chosen, pl.LightningModule, **known)
     if config.backward.on_mismatch != groups.ON_MISMATCH[0]:
         for checks in checks_in(task):
             checks.on_mismatch = config.backward.on_mismatch
@@ -159,7 +196,7 @@ def make_optimizer(chosen: ObjectConfig, clip_value: float | None, model: nn.Mod
     arguments = {name: value for name, value in chosen.arguments.items() if name != groups.IN_BACKWARD}
     with as_user_error("optimizer", ["weight_decay"]):
         of = model if takes(chosen, "model") else decay_groups(model, arguments.get("weight_decay", 0.0))
-    optimizer = groups.OBJECT_GROUPS["optimizer"].make("optimizer", replace(chosen, arguments=arguments), Optimizer, of)
+    optimizer = make("optimizer", replace(chosen, arguments=arguments), Optimizer, of)
     if not chosen.arguments.get(groups.IN_BACKWARD, False):
         return optimizer
     with as_user_error(f"optimizer.{groups.IN_BACKWARD}"):
@@ -172,7 +209,7 @@ def make_scheduler(chosen: ObjectConfig, optimizer: Optimizer, steps: int) -> LR
     Args:
         steps: optimizer steps of the training; passed as ``steps`` or ``total_steps``, where the function or class takes it.
     """
-    return groups.OBJECT_GROUPS["scheduler"].make("scheduler", chosen, LRScheduler, optimizer, steps=steps, total_steps=steps)
+    return make("scheduler", chosen, LRScheduler, optimizer, steps=steps, total_steps=steps)
 
 
 def check_optimizer(config: RunConfig) -> None:
@@ -265,13 +302,13 @@ def class_names(config: RunConfig, data: pl.LightningDataModule) -> list[str] | 
 
 
 def synthesis_callback(chosen: ObjectConfig) -> SynthesisCallback:
-    return groups.OBJECT_GROUPS["synthesis"].make("synthesis", chosen, SynthesisCallback)
+    return make("synthesis", chosen, SynthesisCallback)
 
 
 def synthesis_of(chosen: ObjectConfig, task: nn.Module) -> HolographicSynthesis:
     """The synthesis of a task, which need not be on its device yet."""
     callback = synthesis_callback(chosen)
-    with as_user_error("synthesis", groups.OBJECT_GROUPS["synthesis"].options(chosen.target)):
+    with as_user_error("synthesis", schema_of("synthesis").options(chosen.target)):
         return callback.applied_to(task, on_device=False)
 
 

@@ -20,11 +20,11 @@ from holotrain.callbacks import (
     peak_flops,
     training_flops,
 )
-from holotrain.config.build import build_model, data_properties, synthesis_callback, synthesis_of
+from holotrain.config.build import build_model, data_properties, make, synthesis_callback, synthesis_of
 from holotrain.config.build_trainer import device_name
 from holotrain.config.command_options import RunConfig
 from holotrain.config.objects import ObjectConfig
-from holotrain.config.option_groups import NAMED_GROUPS, BackwardConfig, is_a, takes
+from holotrain.config.option_groups import BackwardConfig, is_a, takes
 from holotrain.config.signatures import REQUIRED, signature
 from holotrain.data import TextDataModule
 from holotrain.errors import UserError, check_choice
@@ -64,7 +64,7 @@ def build_matrices(config: RunConfig) -> list[ConfusionMatrix]:
 
 
 def _made(name: str, chosen: ObjectConfig, **known: Any) -> pl.Callback:
-    return NAMED_GROUPS["callbacks"].make(f"callbacks.{name}", chosen, pl.Callback, **known)
+    return make(f"callbacks.{name}", chosen, pl.Callback, **known)
 
 
 def _known(
@@ -132,7 +132,7 @@ def build_loggers(config: dict[str, ObjectConfig], folder: Path, sweep: str | No
     made, run = [], folder.name if sweep is None else f"{sweep}/{folder.name}"
     for name, chosen in config.items():
         known = _known_to_logger(name, chosen, folder, run)
-        made.append(NAMED_GROUPS["logger"].make(f"logger.{name}", chosen, Logger, group=sweep, **known))
+        made.append(make(f"logger.{name}", chosen, Logger, group=sweep, **known))
     return made
 
 

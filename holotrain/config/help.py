@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from holotrain.config.command_line import Arguments
 from holotrain.config.command_options import COMMANDS, WORD_COMMANDS, options_of
 from holotrain.config.composition import composed, option_names, to_plain
-from holotrain.config.option_groups import NAMED_GROUPS, OBJECT_GROUPS, BackwardConfig
+from holotrain.config.option_groups import NAMED_GROUPS, OBJECT_GROUPS, BackwardConfig, schema_of
 from holotrain.config.signatures import REQUIRED, Option, signature
 from holotrain.config.structured import with_defaults
 from holotrain.targets import TARGET
@@ -62,11 +62,10 @@ def _options(command: str, values: dict) -> Iterator[tuple[str, str, str]]:
         if name in NAMED_GROUPS:
             for member, options in value.items():
                 yield f"{name}.{member}.{TARGET}", options[TARGET], _first_sentence(signature(options[TARGET]).meaning)
-                yield from _arguments(f"{name}.{member}", options, NAMED_GROUPS[name].options(options[TARGET]))
+                yield from _arguments(f"{name}.{member}", options, schema_of(name).options(options[TARGET]))
         elif name in OBJECT_GROUPS:
             if value:
-                group = OBJECT_GROUPS[name]
-                yield from _arguments(name, value, group.options(value[TARGET]), group.known)
+                yield from _arguments(name, value, schema_of(name).options(value[TARGET]), schema_of(name).known)
         elif name == "backward":
             del value["kind"]  # which names the option of the group
             yield from _arguments(name, value, options_of(BackwardConfig))

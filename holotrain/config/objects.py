@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from holotrain.config.signatures import Option, signature
-from holotrain.errors import as_user_error
-from holotrain.targets import TARGET, instantiate
+from holotrain.targets import TARGET
 
 PYTHON_OBJECT = "holotrain.config.objects.python_object"
 """What a configuration, and so a checkpoint, names in place of an object that Python code passed to a run."""
@@ -96,38 +94,3 @@ class GroupSchema:
             elif name in self.or_auto:
                 found[name] = replace(option, type=option.type and f'{option.type} | Literal["auto"]')
         return found
-
-    def make(self, where: str, config: ObjectConfig, of: type, *positional: Any, **known: Any) -> Any:
-        """Calls what is configured, with what the program knows of those parameters that the configuration leaves open.
-
-        Args:
-            where: the group, or a name in it.
-            of: the class of what is made.
-
-        Raises:
-            UserError: it cannot be imported or called, refuses a value, or makes something else.
-        """
-        if config.object is not None:
-            return _on_default_device(config.object)
-        own = {name: value for name, value in config.arguments.items() if value is not None or name not in self.null_if_known}
-        parameters = {*signature(config.target).options, *config.arguments}
-        known = {name: value for name, value in known.items() if name in parameters and own.get(name) is None}
-        with as_user_error(where, self.options(config.target), self.elsewhere):
-            made = instantiate({TARGET: config.target, **own}, *positional, **known)
-            if not isinstance(made, of):
-                raise ValueError(f"{config.target} is not a {of.__name__}; calling it gives a {type(made).__name__}")
-        return made
-
-
-def _on_default_device(made: Any) -> Any:
-    """The object; while torch's default device is ``meta``, a copy of it that has shapes but no data."""
-    import torch
-
-    if torch.get_default_device().type != "meta" or not isinstance(made, torch.nn.Module):
-        return made
-    memo: dict[int, Any] = {id(getattr(made, "_trainer", None)): None}  # a copy belongs to no trainer
-    for tensor in made.buffers():
-        memo[id(tensor)] = torch.empty_like(tensor, device="meta")
-    for weight in made.parameters():
-        memo[id(weight)] = torch.nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
-    return copy.deepcopy(made, memo)

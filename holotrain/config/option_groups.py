@@ -327,3 +327,8 @@ NAMED_GROUPS = {
 """The groups that are mappings from a name to a class or function, in the same way."""
 
 GROUPS = (*OBJECT_GROUPS, *NAMED_GROUPS, "backward")
+
+
+def schema_of(where: str) -> GroupSchema:
+    """That of a group, or of a name in a group, such as ``callbacks.memory``."""
+    return (OBJECT_GROUPS | NAMED_GROUPS)[where.partition(".")[0]]

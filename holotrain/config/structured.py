@@ -6,14 +6,15 @@ from copy import deepcopy
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
+from holotrain.config import option_groups as groups
 from holotrain.config.annotations import checked
 from holotrain.config.command_options import COMMANDS, RunConfig, options_of
 from holotrain.config.composition import key_of
-from holotrain.config.objects import PYTHON_OBJECT, GroupSchema, ObjectConfig
-from holotrain.config.option_groups import NAMED_GROUPS, OBJECT_GROUPS, OF_THE_TASK, BackwardConfig, default_backward, takes
+from holotrain.config.objects import PYTHON_OBJECT, ObjectConfig
+from holotrain.config.option_groups import BackwardConfig, default_backward, schema_of, takes
 from holotrain.config.signatures import REQUIRED, Option, defaults_of, signature
 from holotrain.errors import UserError, as_user_error, did_you_mean
-from holotrain.targets import TARGET
+from holotrain.targets import TARGET, targets
 
 
 def structured(command: str, plain: dict[str, Any]) -> RunConfig:
@@ -28,10 +29,10 @@ def structured(command: str, plain: dict[str, Any]) -> RunConfig:
 def checked_config(command: str, values: dict[str, Any]) -> RunConfig:
     """:func:`structured`, of a configuration that has all defaults."""
     values = dict(values)
-    for group, schema in OBJECT_GROUPS.items():
-        values[group] = values[group] and object_config(group, values[group], schema)
-    for group, schema in NAMED_GROUPS.items():
-        values[group] = {name: object_config(f"{group}.{name}", each, schema) for name, each in values[group].items()}
+    for group in groups.OBJECT_GROUPS:
+        values[group] = values[group] and object_config(group, values[group])
+    for group in groups.NAMED_GROUPS:
+        values[group] = {name: object_config(f"{group}.{name}", each) for name, each in values[group].items()}
     with as_user_error("backward"):
         values["backward"] = BackwardConfig(**_checked_options("backward", options_of(BackwardConfig), values["backward"]))
     try:
@@ -47,7 +48,7 @@ def to_container(config: RunConfig) -> dict[str, Any]:
         return value.plain() if isinstance(value, ObjectConfig) else asdict(value) if is_dataclass(value) else value
 
     found = {option.name: plain(getattr(config, option.name)) for option in fields(config)}
-    return found | {group: {name: plain(each) for name, each in found[group].items()} for group in NAMED_GROUPS}
+    return found | {group: {name: plain(each) for name, each in found[group].items()} for group in groups.NAMED_GROUPS}
 
 
 def with_defaults(command: str, plain: dict[str, Any], overrides: Iterable[str] = ()) -> dict[str, Any]:
@@ -58,17 +59,17 @@ def with_defaults(command: str, plain: dict[str, Any], overrides: Iterable[str] 
     """
     options = options_of(COMMANDS[command])
     found = defaults_of(options) | plain
-    for group, schema in OBJECT_GROUPS.items():
+    for group in groups.OBJECT_GROUPS:
         chosen = plain.get(group) or None
-        if group in OF_THE_TASK and not takes(found["task"][TARGET], group):
+        if group in groups.OF_THE_TASK and not takes(found["task"][TARGET], group):
             _check_unused(group, found["task"][TARGET], overrides)
             chosen = None
         elif chosen or group != "synthesis":
-            chosen = group_defaults(group, chosen or {}, schema)
+            chosen = group_defaults(group, chosen or {})
         found[group] = chosen
-    for group, schema in NAMED_GROUPS.items():
+    for group in groups.NAMED_GROUPS:
         members = _members(group, plain.get(group) or {})
-        found[group] = {name: group_defaults(f"{group}.{name}", each, schema) for name, each in members.items()}
+        found[group] = {name: group_defaults(f"{group}.{name}", each) for name, each in members.items()}
     if not isinstance(chosen := plain.get("backward") or {}, dict):
         raise UserError(f"backward: {chosen!r} is not a mapping")
     of_model = {"kind": default_backward((found["model"] or {}).get(TARGET))}
@@ -93,17 +94,11 @@ def without_replaced_options(
     Args:
         before: the configuration of a checkpoint. Its options go where a file or an override names another class.
     """
-    keys, before = {*map(key_of, overrides)}, before or {}
-    result = deepcopy(plain)
-    places: list[tuple[str, Any, Any, str]] = [(group, result, before, group) for group in OBJECT_GROUPS if group != "trainer"]
-    for group in NAMED_GROUPS:
-        members = result.get(group)
-        names = [*members] if isinstance(members, dict) else []
-        places += [(f"{group}.{name}", members, before.get(group, {}), name) for name in names]
-    for where, parent, old_parent, name in places:
-        node, old = parent.get(name), old_parent.get(name) or {}
-        replaces = f"{where}.{TARGET}" in keys
-        if not isinstance(node, dict) or node.get(TARGET) == old.get(TARGET, "") or not (replaces or old):
+    keys, result = {*map(key_of, overrides)}, deepcopy(plain)
+    for where, target in targets(plain):
+        node, old = _mapping(result, where), _mapping(before, where)
+        replaces = f"{where}.{TARGET}" in keys and where != "trainer"
+        if target == old.get(TARGET, "") or not (replaces or old):
             continue
         for option, value in [*node.items()]:
             is_given = any(f"{key}.".startswith(f"{where}.{option}.") for key in keys)
@@ -112,8 +107,16 @@ def without_replaced_options(
     return result
 
 
-def group_defaults(group: str, plain: dict[str, Any], schema: GroupSchema) -> dict[str, Any]:
+def _mapping(config: Any, where: str) -> dict[str, Any]:
+    """What a configuration holds there; {}: no mapping."""
+    for part in where.split("."):
+        config = config.get(part) if isinstance(config, dict) else None
+    return config if isinstance(config, dict) else {}
+
+
+def group_defaults(group: str, plain: dict[str, Any]) -> dict[str, Any]:
     """The options of a group as composed, after the defaults of its target's signature."""
+    schema = schema_of(group)
     target = plain.get(TARGET) if isinstance(plain, dict) else None
     if not isinstance(target, str):
         raise UserError(f"{group}: an option is needed; give {group}=... or {group}.{TARGET}=package.Class")
@@ -125,9 +128,10 @@ def group_defaults(group: str, plain: dict[str, Any], schema: GroupSchema) -> di
     return {TARGET: target, **defaults, **plain}
 
 
-def object_config(group: str, plain: dict[str, Any], schema: GroupSchema) -> ObjectConfig:
+def object_config(group: str, plain: dict[str, Any]) -> ObjectConfig:
     """Checks the options of a group, with defaults, against the signature of its target."""
-    target, options = plain[TARGET], schema.options(plain[TARGET])
+    schema, target = schema_of(group), plain[TARGET]
+    options = schema.options(target)
     values = {name: value for name, value in plain.items() if name != TARGET}
     free = values.keys() - options.keys() - {*schema.names, *schema.elsewhere} if signature(target).takes_others else {}
     arguments = {name: values.pop(name) for name in plain if name in free} | _checked_options(group, options, values)

@@ -4,13 +4,12 @@ import pytest
 
 from holotrain.config.build_trainer import validation
 from holotrain.config.objects import ObjectConfig
-from holotrain.config.option_groups import OBJECT_GROUPS
 from holotrain.config.structured import group_defaults, object_config
 
 
 def trainer_of(**options) -> ObjectConfig:
     plain = {"_target_": "lightning.pytorch.Trainer", "max_epochs": 16, **options}
-    return object_config("trainer", group_defaults("trainer", plain, OBJECT_GROUPS["trainer"]), OBJECT_GROUPS["trainer"])
+    return object_config("trainer", group_defaults("trainer", plain))
 
 
 @pytest.mark.parametrize(
