@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from holotrain.checkpoints.exact_resume import gradients_pending, validation_follows, wait_for_whole_steps
-from holotrain.models.checkpoint_files import written
+from holotrain.models.checkpoint_files import CHECKPOINT
 from holotrain.numeric import require_at_least, require_within
 
 
@@ -74,6 +74,12 @@ class ExactCheckpoint(ModelCheckpoint):
     def _save_all(self) -> None:
         while self._waiting:
             self._waiting.pop(0)()
+
+
+def written(path: Path) -> int | None:
+    """When a checkpoint was completed; None: it does not exist. (A folder changes as soon as a save begins.)"""
+    file = path / CHECKPOINT if path.is_dir() else path
+    return file.stat().st_mtime_ns if file.exists() else None
 
 
 OF_THE_BEST = re.compile(r"best-epoch\d+-step\d+(-v\d+)?\.ckpt")
