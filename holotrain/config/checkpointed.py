@@ -177,9 +177,13 @@ def _checked_description(plain: Any, config: dict[str, Any]) -> dict[str, Any]:
     """The description of the model that the configuration names."""
     description = _typed(checked("its description", "dict", plain), DESCRIPTION)
     trained, data, task = config["model"] or config["task"], config["data"][TARGET], config["task"][TARGET]
-    needed = {"target", "arguments", "facts"}
-    needed |= {"tokenizer"} if is_a(data, TEXT) else {"statistics"} if is_a(data, IMAGES) else set()
-    needed |= {"class_names"} if is_a(data, TEXT, IMAGES) and is_a(task, CLASSIFIER) else set()
+    needed = ["target", "arguments", "facts"]
+    if is_a(data, TEXT):
+        needed.append("tokenizer")
+    if is_a(data, IMAGES):
+        needed.append("statistics")
+    if is_a(data, TEXT, IMAGES) and is_a(task, CLASSIFIER):
+        needed.append("class_names")
     for key in (*needed, *description):
         if key not in description or key not in DESCRIPTION:
             raise ValueError(f"{key!r} in its description is {'unknown' if key in description else 'missing'}")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import KeyPath, tree_leaves, tree_leaves_with_path, tree_map_with_path
 
-from holotrain.files import is_inside, read_json, require_shallow
+from holotrain.files import is_inside, read_json, require_inside, require_shallow
 from holotrain.targets import first_line
 
 CHECKPOINT = "checkpoint.pt"
@@ -67,7 +67,7 @@ def load(path: str | Path) -> Any:
             checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
         require_shallow(checkpoint)
     except Exception as error:  # zipfile and torch raise many kinds of errors for damaged files
-        raise ValueError(f"{file} is not a readable checkpoint: it is damaged, of another kind, or holds more than tensors") from error
+        raise ValueError(f"{file} is not a readable checkpoint: it is damaged, or holds more than tensors") from error
     for keys, leaf in tree_leaves_with_path(checkpoint):
         if isinstance(leaf, Tensor) and (flaw := _flaw(leaf)):
             raise ValueError(f"{file} is damaged, or of another program: the tensor {named(keys)[:200]!r} {flaw}")
@@ -75,6 +75,8 @@ def load(path: str | Path) -> Any:
         name = checkpoint.get(TENSORS) if isinstance(checkpoint, dict) else None
         if name not in [folder.name for folder in numbered(path).values()]:
             raise ValueError(f"{path} needs the folder {str(name)!r} of its tensors, which is missing")
+        for part in (path / name).iterdir():  # DCP would wait for a pipe
+            require_inside(path / name, part)
     return checkpoint
 
 
