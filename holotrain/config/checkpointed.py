@@ -41,6 +41,9 @@ COMMAND_LINE_ONLY = (
 )
 """Options that decide what is run, what is written, and where: a file does not set them."""
 
+REMOVED = ("max_restarts",)
+"""Options of the trainer that only checkpoints of older versions have."""
+
 DESCRIPTION = {
     **{"target": "str", "arguments": "dict", "facts": "dict[str, int | float | str | None]"},
     **{"tokenizer": "str", "statistics": "tuple[list[float], list[float]]", "class_names": "list[str]"},
@@ -166,7 +169,9 @@ def _require_packages(config: Any, path: Path) -> None:
 def _checked_config(plain: Any) -> dict[str, Any]:
     """The configuration of a file in plain containers, less what a file must not decide."""
     json.dumps(checked("its options", "dict", plain))  # a TypeError of what is no plain value
-    config = _kept(structured("fit", {name: value for name, value in plain.items() if name not in NEVER_KEPT}))
+    values = {name: value for name, value in plain.items() if name not in NEVER_KEPT}
+    values["trainer"] = {name: value for name, value in values["trainer"].items() if name not in REMOVED}
+    config = _kept(structured("fit", values))
     for group, _, name in (option.partition(".") for option in COMMAND_LINE_ONLY):
         if (config.get(group) or {}).pop(name, None) is not None and name == "download":
             config[group][name] = False  # which is not its default

@@ -85,7 +85,6 @@ def primary(arguments: Arguments, start: dict[str, Any]) -> str:
     groups = [group for group in GROUPS if group not in ("task", "trainer")]
     groups += ["task", "experiment", "debug", "sweep"]  # last, since these may change the option of another group
     kept, logger = dict(start["config"]), "tensorboard"
-    kept["trainer"] = {name: value for name, value in kept["trainer"].items() if name != "max_restarts"}  # of old checkpoints
     # A file does not decide what is sent where.
     if arguments.resume and start["choices"].get("logger") in LOCAL_LOGGERS:
         logger = start["choices"]["logger"]

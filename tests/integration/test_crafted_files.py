@@ -357,6 +357,7 @@ STATES = {
 def test_what_a_training_takes_over(tmp_path, trained, case):
     change, line = STATES[case]
     checkpoint = copy.deepcopy(trained)
+    callback("BestCheckpoint", "dirpath", str(tmp_path))(checkpoint)  # else its scores are not taken over
     change(checkpoint)
     torch.save(checkpoint, tmp_path / "crafted.ckpt")
     if line is None:
