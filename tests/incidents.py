@@ -2,10 +2,8 @@
 
 import os
 import signal
-from pathlib import Path
 
 import lightning.pytorch as pl
-from left_by_runs import flip_a_bit
 
 from holotrain.errors import UserError
 
@@ -14,8 +12,7 @@ class Incident(pl.Callback):
     """
     Args:
         what: what process ``rank`` does at the start of batch ``step``, if it was never restarted: ``error`` or ``mistake``
-            (it raises one), the name of a signal (it sends that to itself), ``parent SIGINT`` (to what started it), or
-            ``damage`` (it flips a bit of the last checkpoint and kills itself).
+            (it raises one), the name of a signal (it sends that to itself), or ``parent SIGINT`` (to what started it).
     """
 
     def __init__(self, what: str, rank: int = 1, step: int = 4) -> None:
@@ -29,9 +26,5 @@ class Incident(pl.Callback):
             raise RuntimeError("the disk is full")
         if self.what == "mistake":
             raise UserError("give another disk")
-        if self.what == "damage":
-            last = Path("run/checkpoints/last.ckpt")
-            flip_a_bit(last if last.is_file() else next(last.glob("tensors-*/*")))
         to, _, name = self.what.rpartition(" ")
-        signum = signal.SIGKILL if self.what == "damage" else getattr(signal, name)
-        os.kill(os.getppid() if to == "parent" else os.getpid(), signum)
+        os.kill(os.getppid() if to == "parent" else os.getpid(), getattr(signal, name))

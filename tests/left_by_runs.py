@@ -43,10 +43,3 @@ def assert_same_weights(left: Path, right: Path) -> None:
     one, other = weights(left), weights(right)
     assert list(one) == list(other)
     assert_equal(other, one)
-
-
-def flip_a_bit(path: Path) -> None:
-    """In the middle of a file."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from holotrain.callbacks.monitor import Monitor, log_scalars
 from holotrain.clock import Clock
+from holotrain.errors import as_user_error
 from holotrain.optimizers import InBackward
 from holotrain.optimizers.stepping import refuse_in_backward
 from holotrain.synthesis import HolographicSynthesis, SynthesisOptions
@@ -153,7 +154,7 @@ class SynthesisCallback(Monitor):
         self._clock = Clock(pl_module.device)
         state, self._to_load = self._to_load, {}
         if state:
-            self.synthesis.load_state_dict(state)
+            self.load_state_dict(state)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
         synthesis = self.synthesis
@@ -197,7 +198,8 @@ class SynthesisCallback(Monitor):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.synthesis is None:
             self._to_load = self._left = state_dict  # the parameters are not on their device yet
-        else:  # a strategy that restores checkpoints after its setup does so after on_fit_start
+            return
+        with as_user_error("synthesis"):  # a strategy that restores checkpoints after its setup does so after on_fit_start
             self.synthesis.load_state_dict(state_dict)
 
     def _log(self, trainer: pl.Trainer, wait: bool) -> None:

@@ -32,18 +32,7 @@ from torch.utils._pytree import KeyPath, tree_leaves_with_path, tree_map_only, t
 
 from holotrain.errors import UserError, as_user_error
 from holotrain.files import replacing
-from holotrain.models.checkpoint_files import (
-    CHECKPOINT,
-    TENSORS,
-    cause,
-    is_folder,
-    load,
-    named,
-    numbered,
-    partial,
-    read,
-    remove_tensors,
-)
+from holotrain.models.checkpoint_files import CHECKPOINT, TENSORS, cause, is_folder, load, named, numbered, read
 from holotrain.optimizers import CombinedOptimizer
 from holotrain.synthesis.hook import EACH
 
@@ -201,7 +190,7 @@ def save_in_parts(checkpoint: dict[str, Any], path: Path) -> None:
     Args:
         path: the path of the first process is used.
     """
-    folder = path if path.is_dir() else partial(path)
+    folder = path if path.is_dir() else path.with_name(f".{path.name}.partial")
     agreed = [(folder, f"{TENSORS}-{max(numbered(folder), default=0) + 1}")]
     dist.broadcast_object_list(agreed, src=0)
     folder, name = agreed[0]
@@ -220,7 +209,9 @@ def save_in_parts(checkpoint: dict[str, Any], path: Path) -> None:
         if dist.get_rank() != 0:
             return
         write(rest | {TENSORS: name}, folder / CHECKPOINT)
-        remove_tensors(folder, but=name)
+        for replaced in numbered(folder).values():
+            if replaced.name != name:
+                shutil.rmtree(replaced, ignore_errors=True)  # or the next save removes it
         if folder != path:
             path.unlink(missing_ok=True)
             folder.rename(path)

@@ -11,8 +11,8 @@ from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
 from lightning.pytorch.loops.loop import _Loop as Loop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
 
+from holotrain.checkpoints.comparison import FreshState, compare_callbacks, compare_loops, require_counts
 from holotrain.numeric import mixed_seed
-from holotrain.optimizers.restored import Fresh
 from holotrain.reversible import stacks_in
 
 KEY = "exact_resume"
@@ -40,7 +40,7 @@ class ExactResume(pl.Callback):
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self._to_restore: dict[str, Any] | None = None
-        self._fresh: Fresh | None = None
+        self._fresh: FreshState | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         wait_for_whole_steps(trainer)
@@ -52,35 +52,41 @@ class ExactResume(pl.Callback):
         checkpoint[KEY] = {"random": _of_all_ranks(states), "shares": shard_of(trainer)[1]}
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        compare_loops(checkpoint, trainer)
+        compare_callbacks(checkpoint, trainer.callbacks)  # ty: ignore[unresolved-attribute]
         self._to_restore = checkpoint.get(KEY)
         if self._to_restore is not None:
-            _reopen_epoch(checkpoint["loops"]["fit_loop"], trained=0 <= trainer.max_steps <= checkpoint["global_step"])
+            loops = checkpoint["loops"]["fit_loop"]
+            loops["state_dict"].pop("combined_loader", None)  # the positions of loaders, which are restored below
+            _reopen_epoch(loops, trained=0 <= trainer.max_steps <= checkpoint["global_step"])
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._fresh = Fresh(trainer.optimizers, [each.scheduler for each in trainer.lr_scheduler_configs])
+        self._fresh = FreshState(trainer.optimizers, [each.scheduler for each in trainer.lr_scheduler_configs])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.ckpt_path is not None and self._fresh is not None:
             self._fresh.compare(trainer.optimizers)
-        kept, self._to_restore, self._fresh = self._to_restore, None, None
-        if kept is not None:
-            self._restore(kept, trainer, pl_module)
+        saved, self._to_restore, self._fresh = self._to_restore, None, None
+        if saved is not None:
+            self._restore(saved, trainer, pl_module)
         elif trainer.world_size > 1:
             self._begin(trainer)
 
-    def _restore(self, kept: dict[str, Any], trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        states = kept["random"]
+    def _restore(self, saved: dict[str, Any], trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        states = saved["random"]
         for stack, grid in zip(stacks_in(pl_module), states[trainer.global_rank % len(states)]["grids"], strict=True):
             if grid is not None:
                 stack.load_grid_state(grid)
         # Processes with the same share of the data need the same state, so the same number of processes is not enough.
-        if len(states) == trainer.world_size and kept["shares"] == shard_of(trainer)[1]:
+        if len(states) == trainer.world_size and saved["shares"] == shard_of(trainer)[1]:
             restore_random_states(states[trainer.global_rank])
         else:
             self._begin(trainer)
         _end_epoch(trainer.fit_loop)
         position = _position([state["loader"] for state in states], trainer)
         if position is not None and hasattr(trainer.train_dataloader, "load_state_dict"):
+            for name in ("epoch", "batches"):  # of ours; those of others have other names
+                require_counts(f"the position's {name}", position.get(name, 0), 0)
             trainer.train_dataloader.load_state_dict(position)
 
     def _begin(self, trainer: pl.Trainer) -> None:

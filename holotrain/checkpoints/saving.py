@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from torch import Tensor
 
 from holotrain.checkpoints.exact_resume import gradients_pending, validation_follows, wait_for_whole_steps
-from holotrain.models.checkpoint_files import written
+from holotrain.models.checkpoint_files import CHECKPOINT
 from holotrain.numeric import require_at_least, require_within
 
 
@@ -31,6 +32,9 @@ class ExactCheckpoint(ModelCheckpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        for score in (self.best_model_score, self.current_score, *self.best_k_models.values()):
+            if score is not None and not isinstance(score, Tensor):
+                raise ValueError(f"the score {score!r:.60} of a checkpoint is not a tensor")
         best = {path: score for path, score in self.best_k_models.items() if self._is_own(path)}
         worst = max if self.mode == "min" else min
         while len(best) > self.save_top_k >= 0:  # save_top_k may be another than before
@@ -74,6 +78,12 @@ class ExactCheckpoint(ModelCheckpoint):
     def _save_all(self) -> None:
         while self._waiting:
             self._waiting.pop(0)()
+
+
+def written(path: Path) -> int | None:
+    """When a checkpoint was completed; None: it does not exist. (A folder changes as soon as a save begins.)"""
+    file = path / CHECKPOINT if path.is_dir() else path
+    return file.stat().st_mtime_ns if file.exists() else None
 
 
 OF_THE_BEST = re.compile(r"best-epoch\d+-step\d+(-v\d+)?\.ckpt")

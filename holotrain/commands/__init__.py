@@ -5,7 +5,6 @@ evaluation        validate and test
 run_folder        one run: its folder, overrides and processes
 multiprocess      runs a command in one process or in several
 checkpoint        loading and saving checkpoints
-taken_over        what a trainer takes over from a checkpoint: counts and states of callbacks
 summary           summary.json
 measured          what a training has measured, in its checkpoints and in its summary
 shared_data       the data of a run, which all of its processes have to find alike

@@ -10,18 +10,16 @@ import lightning.pytorch as pl
 from torch import nn
 
 from holotrain.config import checkpointed
-from holotrain.config.build import class_names, synthesis_of, with_adapters
+from holotrain.config.build import class_names, with_adapters
 from holotrain.config.command_options import Config, FitConfig, RunConfig
 from holotrain.config.objects import PYTHON_OBJECT
 from holotrain.config.option_groups import HUGGING_FACE, TEXT, is_a, takes
 from holotrain.data.tokenizers import tokenizer_text
 from holotrain.errors import UserError, as_user_error
-from holotrain.models import building, saved
-from holotrain.models.building import limited
-from holotrain.models.checkpoint_files import warn_of_non_finite
+from holotrain.models import building, checkpoint_files, saved
+from holotrain.models.building import allocated
 from holotrain.models.huggingface_files import tokenizer_of
 from holotrain.models.int8 import is_quantised, quantise
-from holotrain.models.plain_tensors import require_same
 from holotrain.numeric import counted
 from holotrain.targets import TARGET, first_line, targets
 from holotrain.tasks.task import model_of
@@ -39,32 +37,30 @@ class KeepConfiguration(pl.Callback):
 
 def check_origin(config: RunConfig, path: Path) -> None:
     """Raises a UserError if the checkpoint and the configuration are of different tasks."""
-    kept = checkpointed.load(path)[checkpointed.KEY]["config"]
-    if kept["task"][TARGET] != config.task.target:
-        raise UserError(f"task: {path} was trained with {kept['task'][TARGET]}, not with {config.task.target}")
+    trained = checkpointed.metadata(path)["config"]["task"][TARGET]
+    if trained != config.task.target:
+        raise UserError(f"task: {path} was trained with {trained}, not with {config.task.target}")
 
 
 def chosen_before(config: Config, path: Path) -> Config:
     """The configuration of a resumed run. What was chosen automatically keeps the values that were chosen at the start."""
-    kept = checkpointed.load(path)[checkpointed.KEY]["config"]
+    before = checkpointed.metadata(path)["config"]
     if config.batch_is_open:
-        config = config.with_batch(kept["data"][config.batch_option[0].removeprefix("data.")])
-    if config.backward.open:
-        blocks, model = list(kept["backward"]["blocks"]), kept["model"] or {}
-        if blocks:  # chosen together with these
-            backward = replace(config.backward, blocks=blocks, tile=kept["backward"].get("tile"))
-            config = replace(config, backward=backward)
-            if takes(config.model, "reversible") and model.get(TARGET) == config.model.target:
-                config = replace(config, model=config.model.with_arguments(reversible=model.get("reversible")))
+        config = config.with_batch(before["data"][config.batch_option[0].removeprefix("data.")])
+    blocks = list(before["backward"]["blocks"])
+    if config.backward.open and blocks:  # the tile and the model's reversible= were chosen with them
+        backward = replace(config.backward, blocks=blocks, tile=before["backward"].get("tile"))
+        config, model = replace(config, backward=backward), before["model"] or {}
+        if takes(config.model, "reversible") and model.get(TARGET) == config.model.target:
+            config = replace(config, model=config.model.with_arguments(reversible=model.get("reversible")))
     return config
 
 
 def check_classes(config: RunConfig, data: pl.LightningDataModule, path: Path) -> None:
     """Raises a UserError if the classes of the data are not those of the checkpoint."""
-    described = checkpointed.load(path)[checkpointed.KEY]["description"]
-    there, here = described.get("class_names"), class_names(config, data)
-    if there != here:
-        unlike = next(((a, b) for a, b in zip_longest(there or (), here or ()) if a != b), (there, here))
+    before, now = checkpointed.metadata(path)["description"].get("class_names"), class_names(config, data)
+    if before != now:
+        unlike = next(((a, b) for a, b in zip_longest(before or (), now or ()) if a != b), (before, now))
         one, other = ("no more" if name is None else repr(name) for name in unlike)
         raise UserError(f"data: {path} was trained on other classes: {one} there, {other} in these data")
 
@@ -79,11 +75,11 @@ def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:
     if not is_a(config.data, TEXT) or config.data.target == PYTHON_OBJECT:
         return None
     if path is not None:
-        kept = checkpointed.load(path)[checkpointed.KEY]
-        asked, there = config.data.tokenizer, kept["config"]["data"]["tokenizer"]
-        if asked != there:
-            raise UserError(f"data.tokenizer={asked}: {path} was trained with {there or 'byte'}; leave the option out")
-        return kept["description"]["tokenizer"]
+        metadata, name = checkpointed.metadata(path), config.data.tokenizer
+        before = metadata["config"]["data"]["tokenizer"]
+        if name != before:
+            raise UserError(f"data.tokenizer={name}: {path} was trained with {before or 'byte'}; leave the option out")
+        return metadata["description"]["tokenizer"]
     if config.data.tokenizer is not None:
         return None
     if is_a(config.model, HUGGING_FACE):
@@ -92,11 +88,10 @@ def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:
     pretrained = getattr(config.model, "pretrained", None)
     if not pretrained:
         return None
-    begun_with = Path(pretrained)
-    if (begun_with / "tokenizer.json").is_file():
-        return tokenizer_text(begun_with / "tokenizer.json")
+    if (Path(pretrained) / saved.TOKENIZER).is_file():
+        return tokenizer_text(Path(pretrained) / saved.TOKENIZER)
     try:
-        return checkpointed.load(begun_with)[checkpointed.KEY]["description"].get("tokenizer")
+        return checkpointed.metadata(Path(pretrained))["description"].get("tokenizer")
     except UserError:  # weights of other programs have no tokenizer
         return None
 
@@ -114,44 +109,40 @@ def described_model(
     Raises:
         UserError: it cannot be read, or names a class that is not trusted.
     """
-    checkpoint = checkpointed.load(path)
-    kept = checkpoint[checkpointed.KEY]
-    described = kept["description"]
-    vouched = checked_names(described) if trust is None else ()
+    metadata = checkpointed.metadata(path)
+    description = metadata["description"]
+    vouched = checked_names(description) if trust is None else ()
     if checkpointed.is_exported(path):
         with as_user_error("ckpt_path"):
-            return saved.load(path, trust or (), vouched), described
-    if model is None:
-        model = _built(kept, path, trust or (), vouched, checkpoint["state_dict"])
-    prefix = "" if kept["config"]["model"] is None else "model."
-    weights = {name.removeprefix(prefix): w for name, w in checkpointed.weights(path).items() if name.startswith(prefix)}
-    check_weights(model, weights, path)
-    warn_of_non_finite(weights, path)
-    model.load_state_dict(weights)
-    return model, described
-
-
-def _built(
-    kept: dict[str, Any], path: Path, trust: Collection[str], vouched: Collection[tuple[str, str]], weights: dict[str, Any]
-) -> nn.Module:
-    described = kept["description"]
-    if described["target"] == PYTHON_OBJECT:
+            return saved.load(path, trust or (), vouched), description
+    if description["target"] == PYTHON_OBJECT and model is None:
         raise UserError(
-            f"ckpt_path: {path} holds the weights of a {described['arguments'].get('kind')} that Python code made; give one to "
-            "holotrain.load(..., model=...)"
+            f"ckpt_path: {path} holds the weights of a {description['arguments'].get('kind')} that Python code made; give one "
+            "to holotrain.load(..., model=...)"
         )
-    try:
-        model = building.build(described["target"], described["arguments"], trust, vouched, weights)
-        with limited():
-            with_adapters(model, (kept["config"]["model"] or {}).get("adapters", 0))
-    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-        raise UserError(f"ckpt_path: {path} describes no model that can be built: {first_line(error)}") from error
-    return model
+    trained = metadata["config"]["model"]  # None: the task has no model
+    if model is None:
+        try:
+            model = building.build(description["target"], description["arguments"], trust or (), vouched)
+            with allocated():
+                with_adapters(model, (trained or {}).get("adapters", 0))
+        except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+            raise UserError(f"ckpt_path: {path} describes no model that can be built: {first_line(error)}") from error
+    prefix, weights = "" if trained is None else "model.", checkpointed.weights(path)
+    _load(model, {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}, path)
+    return model, description
 
 
-def checked_names(described: dict[str, Any]) -> set[tuple[str, str]]:
+def checked_names(description: dict[str, Any]) -> set[tuple[str, str]]:
     """The classes that a description names, with their places: those of the configuration, which are trusted."""
-    return {*targets({TARGET: described["target"], **described["arguments"]})}
+    return {*targets({TARGET: description["target"], **description["arguments"]})}
+
+
+def _load(module: nn.Module, weights: dict[str, Any], path: Path) -> None:
+    try:
+        checkpoint_files.load_weights(module, weights, path)
+    except ValueError as error:
+        raise UserError(f"ckpt_path: {path} holds another model: {error}") from error
 
 
 def in_int8(model: nn.Module, wanted: bool) -> None:
@@ -171,71 +162,52 @@ def load_weights(task: pl.LightningModule, path: Path) -> None:
     Raises:
         UserError: the checkpoint cannot be read, or holds another model.
     """
-    if checkpointed.is_exported(path):
-        with as_user_error("ckpt_path"):
-            model = saved.load(path, vouched=checked_names(checkpointed.load(path)[checkpointed.KEY]["description"]))
-            if is_quantised(model):
-                quantise(model_of(task))
-        check_weights(model_of(task), model.state_dict(), path)
-        model_of(task).load_state_dict(model.state_dict())
+    if not checkpointed.is_exported(path):
+        _load(task, checkpointed.weights(path), path)
         return
-    weights = checkpointed.weights(path)
-    check_weights(task, weights, path)
-    warn_of_non_finite(weights, path)
-    task.load_state_dict(weights)
+    with as_user_error("ckpt_path"):
+        model = saved.load(path, vouched=checked_names(checkpointed.metadata(path)["description"]))
+        if is_quantised(model):
+            quantise(model_of(task))
+    _load(model_of(task), model.state_dict(), path)
 
 
-def check_continuable(task: pl.LightningModule, config: FitConfig, path: Path, processes: int = 1) -> None:
-    """Raises a UserError if training cannot continue from the checkpoint, such as that of another model or optimizer.
-
-    Args:
-        processes: their number, if FSDP2 shards the model.
-    """
+def check_continuable(task: pl.LightningModule, config: FitConfig, path: Path) -> None:
+    """Raises a UserError if training cannot continue from the checkpoint, such as that of another model or optimizer."""
     if checkpointed.is_exported(path):
         raise UserError(f"ckpt_path: {path} holds only weights; start from them with model.pretrained={path}")
     checkpoint = checkpointed.load(path)
     if missing := sorted(checkpointed.STATE.keys() - checkpoint.keys()):
         raise UserError(f"ckpt_path: {path} has no {', '.join(missing)}; training cannot continue from it")
-    model = checkpoint[checkpointed.KEY]["config"]["model"]
-    for option in ("trained", "adapters") if model and config.model else ():
-        kept, wanted = model[option], getattr(config.model, option)
-        if kept != wanted:
+    trained = checkpoint[checkpointed.KEY]["config"]
+    for option in ("trained", "adapters") if trained["model"] and config.model else ():
+        before, now = trained["model"][option], getattr(config.model, option)
+        if before != now:
             raise UserError(
-                f"model.{option}={wanted}: {path} was trained with {kept}; start a new training with model.pretrained={path}"
+                f"model.{option}={now}: {path} was trained with {before}; start a new training with model.pretrained={path}"
             )
     for part in checkpointed.WEIGHTS:
         if part in checkpoint:
-            check_weights(task, checkpoint[part], path)
-    for group in ("optimizer", "scheduler"):
-        kept, wanted = checkpoint[checkpointed.KEY]["config"][group], getattr(config, group)
-        kept, wanted = kept and kept[TARGET], wanted and wanted.target
-        if kept != wanted:
-            raise UserError(f"{group}: {path} was trained with {kept} and can only continue with it, not with {wanted}")
-    kept = checkpoint[checkpointed.KEY]["config"]["synthesis"] or {}
-    kept, wanted = kept.get("mode", "none"), getattr(config.synthesis, "mode", "none")
-    if kept != wanted:
-        raise UserError(f"synthesis={wanted}: {path} was trained with synthesis={kept} and can only continue with it")
-    if config.synthesis is not None:
-        synthesis = synthesis_of(config.synthesis, task)
-        with as_user_error("synthesis"):
-            for name, state in checkpoint["callbacks"].items():
-                if name.startswith(config.synthesis.name):
-                    synthesis.load_state_dict(state) if processes == 1 else synthesis.check_state(state, processes)
-        synthesis.remove()
+            try:
+                checkpoint_files.require_same(task.state_dict(), checkpoint[part])
+            except ValueError as error:
+                raise UserError(f"ckpt_path: {path} holds another model: {error}") from error
+    for group, option in (("optimizer", TARGET), ("scheduler", TARGET), ("synthesis", "mode")):
+        chosen = getattr(config, group)
+        now = None if chosen is None else chosen.plain().get(option)
+        before = (trained[group] or {}).get(option)
+        if before != now:
+            raise UserError(f"{group}: {path} was trained with {before} and can only continue with it, not with {now}")
+    _check_epochs(checkpoint["loops"], config, path)
+
+
+def _check_epochs(loops: dict[str, Any], config: FitConfig, path: Path) -> None:
     try:
-        loops, most = checkpoint["loops"]["fit_loop"], config.trainer.max_epochs or -1
-        done = loops["epoch_progress"]["current"]["processed"]  # counts an epoch that max_steps has cut short
-        whole = loops["epoch_loop.batch_progress"]["is_last_batch"]
-        trained = done > most > 0 or (done == most and whole and not config.resume)
+        most, loop = config.trainer.max_epochs or -1, loops["fit_loop"]
+        done = loop["epoch_progress"]["current"]["processed"]  # counts an epoch that max_steps has cut short
+        whole = loop["epoch_loop.batch_progress"]["is_last_batch"]
+        is_trained = done > most > 0 or (done == most and whole and not config.resume)
     except (KeyError, TypeError) as error:
         raise UserError(f"ckpt_path: {path} does not say how far its training is; it cannot continue from it") from error
-    if trained:
+    if is_trained:
         raise UserError(f"trainer.max_epochs={most}: {path} has trained {counted(done, 'epoch')}; to train on, give more")
-
-
-def check_weights(module: nn.Module, weights: dict[str, Any], path: Path) -> None:
-    """Raises a UserError that names the first of the weights whose name, shape or kind of numbers does not match."""
-    try:
-        require_same(module.state_dict(), weights)
-    except ValueError as error:
-        raise UserError(f"ckpt_path: {path} holds another model: {error}") from error

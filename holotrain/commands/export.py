@@ -41,7 +41,7 @@ def run(config: ExportConfig, run: Run) -> int:
     target, arguments, tokenizer = (described.pop(key, None) for key in ("target", "arguments", "tokenizer"))
     if tokenizer is not None:
         tokenizer_from_json(tokenizer, str(path))  # what is no tokenizer is not handed on
-    extra = described | {checkpointed.KEY: checkpointed.load(path)[checkpointed.KEY]}
+    extra = described | {checkpointed.KEY: checkpointed.metadata(path)}
     try:
         for program in (PROGRAM, ONNX):  # left by an earlier export
             (folder / program).unlink(missing_ok=True)

@@ -29,7 +29,6 @@ from holotrain.commands.planners import smallest_batch
 from holotrain.commands.run_folder import Run
 from holotrain.commands.shared_data import shared_data
 from holotrain.commands.summary import SUMMARY, Summary
-from holotrain.commands.taken_over import check_taken_over
 from holotrain.commands.tensorboard_tabs import BestValue, log_end, log_start
 from holotrain.commands.writing import write_whole
 from holotrain.config.build import build_task, description
@@ -65,9 +64,7 @@ def run(config: FitConfig, run: Run) -> int:
         task.double()  # Lightning (2.6) does so after it has loaded the checkpoint, whose weights would be rounded
     check_division(config.trainer, run.process, model_of(task))
     if start_checkpoint is not None:
-        check_continuable(
-            task, config, start_checkpoint, run.process.size if run.process and config.trainer.strategy == "fsdp" else 1
-        )
+        check_continuable(task, config, start_checkpoint)
         check_classes(config, data, start_checkpoint)
 
     place = SameFolder(run.folder)
@@ -87,8 +84,6 @@ def run(config: FitConfig, run: Run) -> int:
     if config.steps_in_backward:  # and clips there; Lightning would look for gradients after it
         options = options.with_arguments(gradient_clip_val=None)
     trainer = build_trainer(options, run.folder, callbacks, loggers, batches, config.profiler, run.process)
-    if start_checkpoint is not None:
-        check_taken_over(trainer, start_checkpoint)
     resolved = yaml.safe_dump(to_container(config), sort_keys=False)
     if run.is_main:
         write_whole(run.folder / "config.yaml", resolved)

@@ -24,7 +24,7 @@ from holotrain.errors import UserError, as_user_error
 from holotrain.models import compile_blocks
 from holotrain.models.adapters import PEFT, add_adapters, add_peft, freeze
 from holotrain.models.block_schedules import schedule_blocks, set_backward, set_tile
-from holotrain.models.building import limited
+from holotrain.models.building import allocated
 from holotrain.models.checkpoint_files import read_weights
 from holotrain.models.external import ExternalModel
 from holotrain.models.pretrained import load_pretrained
@@ -124,7 +124,7 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
     """The model, without pretrained weights and adapters; ``facts``: from :func:`data_properties`."""
     assert config.model is not None
     backward = config.backward
-    with as_user_error("model"), limited():
+    with as_user_error("model"), allocated():
         chosen = replace(config.model, arguments=model_arguments(config, facts))
         model = make("model", chosen, nn.Module)
     try:
@@ -156,9 +156,6 @@ def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = Fa
         raise UserError(f"data.label: the texts have {classes} classes; at least 2 are needed")
     if config.model is None:
         return task_of(None, config, described)
-    # What a checkpoint names has not been checked.
-    if not begin and config.model.target != PYTHON_OBJECT and is_of(config.model.target, ["holotrain"]):
-        _on_meta(config, described["facts"])
     model = build_model(config, described["facts"])
     prepare_weights(model, config.model, begin)
     if config.compile:
@@ -323,7 +320,7 @@ def prepare_weights(model: nn.Module, config: ObjectConfig, read: bool) -> None:
         with as_user_error("model.pretrained"):
             print(load_pretrained(model, read_weights(config.pretrained)), file=sys.stderr)
     with as_user_error("model"):
-        with limited():
+        with allocated():
             with_adapters(model, config.adapters)
         if config.trained != "all" and not isinstance(config.adapters, dict):  # peft has frozen the others
             freeze(model, config.trained)

@@ -4,6 +4,7 @@ A checkpoint is a file that anybody may have written, so all of it is checked be
 """
 
 import itertools
+import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
@@ -26,7 +27,6 @@ from holotrain.config.structured import structured, to_container
 from holotrain.errors import UserError, as_user_error, did_you_mean
 from holotrain.models import checkpoint_files
 from holotrain.models.saved import read_config
-from holotrain.optimizers.restored import MOST_COUNTED
 from holotrain.targets import TARGET, first_line, is_defined_in, missing_package, targets
 
 KEY = "holotrain"
@@ -41,7 +41,8 @@ COMMAND_LINE_ONLY = (
 )
 """Options that decide what is run, what is written, and where: a file does not set them."""
 
-KEPT = [field.name for field in fields(RunConfig) if field.name not in NEVER_KEPT]
+REMOVED = ("max_restarts",)
+"""Options of the trainer that only checkpoints of older versions have."""
 
 DESCRIPTION = {
     **{"target": "str", "arguments": "dict", "facts": "dict[str, int | float | str | None]"},
@@ -70,7 +71,8 @@ def run_metadata(config: RunConfig, choices: dict[str, str], description: dict[s
 
 
 def _kept(config: RunConfig) -> dict[str, Any]:
-    return {key: value for key, value in to_container(config).items() if key in KEPT}
+    values, names = to_container(config), [field.name for field in fields(RunConfig)]
+    return {name: value for name, value in values.items() if name in names and name not in NEVER_KEPT}
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -85,17 +87,18 @@ def load(path: Path) -> dict[str, Any]:
         return _exported(path)
     if not path.exists():
         raise UserError(f"ckpt_path: there is no file {path}.{did_you_mean(str(path), ('best', 'last'))}")
-    if not path.is_file() and not path.is_dir():  # a pipe would wait for a writer
-        raise UserError(f"ckpt_path: {path} is neither a file nor a folder")
-    try:
+    with as_user_error("ckpt_path"):
         checkpoint = checkpoint_files.load(path)
-    except ValueError as error:
-        raise UserError(f"ckpt_path: {error}") from error
     if not isinstance(checkpoint, dict) or KEY not in checkpoint:
         raise UserError(f"ckpt_path: {path} was not written by holotrain: it holds no configuration of a run")
     if "state_dict" not in checkpoint:
         raise UserError(f"ckpt_path: {path} holds no weights")
-    return _described(checkpoint, path)
+    return _checked(checkpoint, path)
+
+
+def metadata(path: Path) -> dict[str, Any]:
+    """What :func:`run_metadata` returned for the run of a checkpoint or an export, checked. Raises as :func:`load`."""
+    return load(path)[KEY]
 
 
 def weights(path: Path) -> dict[str, Any]:
@@ -118,44 +121,40 @@ def _exported(folder: Path) -> dict[str, Any]:
         config = read_config(folder)
     if KEY not in config:
         raise UserError(f"ckpt_path: {folder} was not exported by the command line: it holds no configuration of a run")
-    found = _described({KEY: config[KEY]}, folder)
-    described = found[KEY]["description"]
-    if any(config[key] != described[key] for key in ("target", "arguments")):
+    found = _checked({KEY: config[KEY]}, folder)
+    description = found[KEY]["description"]
+    if any(config[key] != description[key] for key in ("target", "arguments")):
         raise UserError(f"ckpt_path: {folder} is damaged: its config.json describes two models")
     return found
 
 
-def _described(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
+def _checked(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
     """The checkpoint, unless a part of what it says of itself is missing, unknown or of another type."""
-    kept = checkpoint[KEY]
-    if not isinstance(kept, dict) or not {"config", "choices", "description"} <= kept.keys():
+    entry = checkpoint[KEY]
+    if not isinstance(entry, dict) or not {"config", "choices", "description"} <= entry.keys():
         raise UserError(f"ckpt_path: {path} is of an older holotrain, or damaged: it does not say what was trained")
     try:
-        config = _checked_config(kept["config"])
-        for group, option in _typed_parts("its choices", kept["choices"], {}).items():
+        config = _checked_config(entry["config"])
+        for group, option in checked("its choices", "dict[str, str]", entry["choices"]).items():
             if not re.fullmatch(r"\w[\w-]*=[^=\n]+", f"{group}={option}"):
                 raise ValueError(f"{group!r}: {option!r} among its choices is not a group with its option")
-        description = _typed_parts("its parts", kept["description"], DESCRIPTION)
-        _check_description(description, config)
-        checkpoint = _typed_parts("its parts", checkpoint, STATE | dict.fromkeys(WEIGHTS, "dict"))
+        description = _checked_description(entry["description"], config)
+        checkpoint = _typed(checkpoint, STATE | dict.fromkeys(WEIGHTS, "dict[str, Any]"))
         for part in WEIGHTS:
-            for name, weight in checkpoint.get(part, {}).items():
-                if not isinstance(name, str) or not isinstance(weight, Tensor):
-                    raise ValueError(f"{name!r} in {part} is not a tensor")
-        for count in ("epoch", "global_step"):
-            if not 0 <= checkpoint.get(count, 0) <= MOST_COUNTED:
-                raise ValueError(f"{count} is {checkpoint[count]}, which is not a count")
+            if unfit := [name for name, weight in checkpoint.get(part, {}).items() if not isinstance(weight, Tensor)]:
+                raise ValueError(f"{unfit[0]!r} in {part} is not a tensor")
+        if min(checkpoint.get("epoch", 0), checkpoint.get("global_step", 0)) < 0:
+            raise ValueError("its epoch or its global_step is below 0")
         if not re.fullmatch(r"[2-9](\.\w+)*", checkpoint.get("pytorch-lightning_version", "2")):
             raise ValueError(f"it was written by Lightning {checkpoint['pytorch-lightning_version']!r}")
     except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:  # the last of what lacks a part
-        _require_packages(kept["config"], path)
+        _require_packages(entry["config"], path)
         raise UserError(f"ckpt_path: {path} is damaged, or of another version of holotrain: {first_line(error)}") from error
-    return checkpoint | {KEY: kept | {"config": config, "description": description}}
+    return checkpoint | {KEY: entry | {"config": config, "description": description}}
 
 
-def _typed_parts(what: str, parts: Any, kinds: dict[str, str]) -> dict[str, Any]:
+def _typed(parts: dict[str, Any], kinds: dict[str, str]) -> dict[str, Any]:
     """A mapping, with its values as these types take them."""
-    checked(what, "dict", parts)
     return parts | {key: checked(key, kind, parts[key]) for key, kind in kinds.items() if key in parts}
 
 
@@ -169,40 +168,38 @@ def _require_packages(config: Any, path: Path) -> None:
 
 def _checked_config(plain: Any) -> dict[str, Any]:
     """The configuration of a file in plain containers, less what a file must not decide."""
-    for key in _typed_parts("its options", plain, {}):
-        if key not in (*KEPT, *NEVER_KEPT):
-            raise ValueError(f"there is no option {key!r}")
-    if not _is_plain(plain):
-        raise ValueError("its configuration holds more than values, lists and mappings")
-    kept = _kept(structured("fit", {key: value for key, value in plain.items() if key in KEPT}))
+    json.dumps(checked("its options", "dict", plain))  # a TypeError of what is no plain value
+    values = {name: value for name, value in plain.items() if name not in NEVER_KEPT}
+    values["trainer"] = {name: value for name, value in values["trainer"].items() if name not in REMOVED}
+    config = _kept(structured("fit", values))
     for group, _, name in (option.partition(".") for option in COMMAND_LINE_ONLY):
-        if (kept.get(group) or {}).pop(name, None) is not None and name == "download":
-            kept[group][name] = False  # which is not its default
-    return kept
+        if (config.get(group) or {}).pop(name, None) is not None and name == "download":
+            config[group][name] = False  # which is not its default
+    return config
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, str | int | float)
-
-
-def _check_description(described: dict[str, Any], config: dict[str, Any]) -> None:
+def _checked_description(plain: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """The description of the model that the configuration names."""
+    description = _typed(checked("its description", "dict", plain), DESCRIPTION)
     trained, data, task = config["model"] or config["task"], config["data"][TARGET], config["task"][TARGET]
-    needed = {"tokenizer": is_a(data, TEXT), "statistics": is_a(data, IMAGES)}
-    needed["class_names"] = is_a(data, TEXT, IMAGES) and is_a(task, CLASSIFIER)
-    for key in ("target", "arguments", "facts", *(key for key, is_needed in needed.items() if is_needed)):
-        if key not in described:
-            raise ValueError(f"its description lacks {key!r}")
-    if unknown := [key for key in described if key not in DESCRIPTION]:
-        raise ValueError(f"{unknown[0]!r} in its description is unknown")
-    if described["target"] != trained[TARGET] or TARGET in described["arguments"] or not _is_plain(described["arguments"]):
+    needed = ["target", "arguments", "facts"]
+    if is_a(data, TEXT):
+        needed.append("tokenizer")
+    if is_a(data, IMAGES):
+        needed.append("statistics")
+    if is_a(data, TEXT, IMAGES) and is_a(task, CLASSIFIER):
+        needed.append("class_names")
+    for key in (*needed, *description):
+        if key not in description or key not in DESCRIPTION:
+            raise ValueError(f"{key!r} in its description is {'unknown' if key in description else 'missing'}")
+    arguments = description["arguments"]
+    json.dumps(arguments)
+    if description["target"] != trained[TARGET] or TARGET in arguments:
         raise ValueError("its description is of another model than its configuration")
     trusted = list(targets(trained))
-    if unlike := [target for where, target in targets(described["arguments"]) if (where, target) not in trusted]:
+    if unlike := [target for where, target in targets(arguments) if (where, target) not in trusted]:
         raise ValueError(f"its description names {unlike[0]!r}, and its configuration does not")
+    return description
 
 
 COMPUTING = {
@@ -228,8 +225,8 @@ def require_trusted(
         UserError: it names a class that nobody vouches for.
     """
     given = (word.lstrip("+").partition("=") for word in words)
-    by_words = {(key.removesuffix(f".{TARGET}"), name) for key, _, name in given if key.endswith(f".{TARGET}")}
-    named = cache(lambda group: {*by_words, *_named_in_files(config_dir, group)})
+    on_command_line = {(key.removesuffix(f".{TARGET}"), name) for key, _, name in given if key.endswith(f".{TARGET}")}
+    named_in = cache(lambda group: {*on_command_line, *_named_in_files(config_dir, group)})
     for where, target in targets(config):
         if not isinstance(target, str):
             raise UserError(f"ckpt_path: {path} is damaged: the name of the class in {where} is not a string")
@@ -237,7 +234,7 @@ def require_trusted(
         if package == "holotrain" and target != PYTHON_OBJECT and not is_defined_in(target, [package]):
             raise UserError(f"ckpt_path: {path} is of another version of holotrain: there is no {target!r}, its {where}")
         trusted = _only_computes(where, target) or is_defined_in(target, packages)
-        if trusted or (where, target) in named(where.partition(".")[0]):
+        if trusted or (where, target) in named_in(where.partition(".")[0]):
             continue
         if target == PYTHON_OBJECT:
             raise UserError(

@@ -85,10 +85,9 @@ def primary(arguments: Arguments, start: dict[str, Any]) -> str:
     keys = {*map(key_of, arguments.overrides)}
     if "data.download" in keys and not {"data.root", "data"} & keys:
         raise UserError("data.root: data.download=true writes into it, so a checkpoint cannot name it; give data.root=...")
-    plain, left_out = dict(start["config"]), {"max_restarts"}  # of old checkpoints
+    plain = dict(start["config"])
     if arguments.command != "fit" or "trainer" in keys:  # the number of processes may change; the other options stay
-        left_out |= {*groups.PROCESS_OPTIONS}
-    plain["trainer"] = {name: value for name, value in plain["trainer"].items() if name not in left_out}
+        plain["trainer"] = {name: value for name, value in plain["trainer"].items() if name not in groups.PROCESS_OPTIONS}
     if "model.name" in keys and plain["model"]:  # the configuration of another network
         plain["model"] = {name: value for name, value in plain["model"].items() if name != "config"}
     for group in ({*groups.OBJECT_GROUPS, "callbacks"} - {"trainer"}) & keys:  # the option replaces what the checkpoint has

@@ -1,29 +1,26 @@
-"""Reads checkpoints: a file, or a folder to which several processes wrote their parts.
+"""Reads checkpoints and weights as data: a file, or a folder to which several processes wrote their parts.
 
 A folder has ``checkpoint.pt``, in which the model's and the optimizer's tensors are meta tensors (shape and dtype), and
 ``tensors-<n>/``, the safetensors files that torch.distributed.checkpoint (DCP) writes and reads. No file can run code.
-
-torch.save writes a CRC-32 of each record, which torch.load (2.15) does not compare; it is compared here. A safetensors file
-that is cut short does not match its header.
 """
 
 from __future__ import annotations
 
 import re
-import shutil
 import warnings
 import zipfile
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import KeyPath, tree_leaves, tree_leaves_with_path, tree_map_with_path
 
-from holotrain.files import is_inside, read_json, require_shallow
-from holotrain.models.plain_tensors import named, require_plain
+from holotrain.files import is_inside, read_json, require_inside, require_shallow
+from holotrain.targets import first_line
 
 CHECKPOINT = "checkpoint.pt"
 
@@ -48,29 +45,11 @@ def numbered(folder: Path) -> dict[int, Path]:
     return {int(match[1]): path for match, path in found.items() if match}
 
 
-def remove_tensors(folder: Path, but: str | None = None) -> None:
-    """Removes the tensors of replaced checkpoints; the next call removes what cannot be removed now."""
-    for path in numbered(folder).values():
-        if path.name != but:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def partial(path: Path) -> Path:
-    """The temporary name of a checkpoint's folder, until its first checkpoint is complete."""
-    return path.with_name(f".{path.name}.partial")
-
-
-def written(path: Path) -> int | None:
-    """When a checkpoint was completed; None: it does not exist. (A folder changes as soon as a save begins.)"""
-    file = path / CHECKPOINT if path.is_dir() else path
-    return file.stat().st_mtime_ns if file.exists() else None
-
-
 def load(path: str | Path) -> Any:
     """Reads a checkpoint on the CPU; a file's tensors are mapped into memory, those of a folder stay meta tensors.
 
     Raises:
-        ValueError: the checkpoint is damaged or incomplete, or holds tensors that are not plain.
+        ValueError: the checkpoint is damaged or incomplete, or holds tensors that are not dense.
     """
     path = Path(path)
     file = path / CHECKPOINT if path.is_dir() else path
@@ -79,51 +58,58 @@ def load(path: str | Path) -> Any:
     if not file.is_file():  # a pipe would wait for a writer, and a device may never end
         raise ValueError(f"{file} is neither a file nor a folder")
     try:
-        damage = find_damage(file)
-        checkpoint = None if damage else _torch_load(file, mmap=True)
+        is_zip = zipfile.is_zipfile(file)
+        if is_zip:
+            status = file.stat()
+            _check_records(file, (status.st_ino, status.st_size, status.st_mtime_ns))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of kinds of tensors that are refused below
+            checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
         require_shallow(checkpoint)
     except Exception as error:  # zipfile and torch raise many kinds of errors for damaged files
-        raise ValueError(f"{file} is not a readable checkpoint: it is damaged, truncated or another kind of file") from error
-    if damage:
-        raise ValueError(f"{file} is damaged ({damage})")
-    require_plain(checkpoint, file, meta=True)
+        raise ValueError(f"{file} is not a readable checkpoint: it is damaged, or holds more than tensors") from error
+    for keys, leaf in tree_leaves_with_path(checkpoint):
+        if isinstance(leaf, Tensor) and (flaw := _flaw(leaf)):
+            raise ValueError(f"{file} is damaged, or of another program: the tensor {named(keys)[:200]!r} {flaw}")
     if any(map(_is_meta, tree_leaves(checkpoint))):
-        folder = _tensor_folder(checkpoint, path)
-        claimed = sum(leaf.nbytes for leaf in tree_leaves(checkpoint) if _is_meta(leaf))
-        stored = sum(part.stat().st_size for part in folder.iterdir() if is_inside(folder, part))
-        if claimed > stored:
-            raise ValueError(f"{folder} does not have all tensors of the checkpoint: they claim {claimed} bytes of {stored}")
+        name = checkpoint.get(TENSORS) if isinstance(checkpoint, dict) else None
+        if name not in [folder.name for folder in numbered(path).values()]:
+            raise ValueError(f"{path} needs the folder {str(name)!r} of its tensors, which is missing")
+        for part in (path / name).iterdir():  # DCP would wait for a pipe
+            require_inside(path / name, part)
     return checkpoint
 
 
-def _tensor_folder(checkpoint: Any, path: Path) -> Path:
-    name = checkpoint.get(TENSORS) if isinstance(checkpoint, dict) else None
-    for folder in numbered(path).values():
-        if folder.name == name:
-            return folder
-    raise ValueError(f"{path} needs the folder {str(name)!r} of its tensors, which is missing")
-
-
-def _torch_load(file: Path, mmap: bool = False) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of kinds of tensors that are refused
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-
-
-def find_damage(file: Path) -> str | None:
-    """How the content of a zip file differs from its checksums; None: it does not. An unchanged file is read only once."""
-    stat = file.stat()
-    return _find_damage(file, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
-
-
 @lru_cache
-def _find_damage(file: Path, version: tuple[int, ...]) -> str | None:
+def _check_records(file: Path, version: tuple[int, ...]) -> None:
+    """Compares the CRC-32 of each record in a zip, which torch.load (2.15) does not. An unchanged file is read only once."""
     with zipfile.ZipFile(file) as container:
-        records = container.infolist()
-        if sum(record.file_size for record in records) > file.stat().st_size:
-            return "it claims to hold more than its size"  # torch compresses nothing; this could be without end
-        without = not any(record.CRC for record in records)  # set_crc32_options(False)
-        return None if without or container.testzip() is None else "its checksum differs"
+        if any(record.compress_type != zipfile.ZIP_STORED for record in container.infolist()):
+            raise ValueError("torch.save compresses nothing, and compressed records cannot be mapped into memory")
+        without = not any(record.CRC for record in container.infolist())  # set_crc32_options(False)
+        if not without and container.testzip() is not None:
+            raise ValueError("the checksum of a record differs")
+
+
+def _flaw(tensor: Tensor) -> str | None:
+    """Why a tensor is not one of plain numbers that the file holds: a few bytes can claim 10^13 of them."""
+    if type(tensor).__module__.startswith("torchao."):  # the state of an optimizer, whose parts are tensors
+        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])  # ty: ignore[missing-attribute]
+        return next(filter(None, map(_flaw, parts)), None)
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_nested and not tensor.is_quantized
+    if not is_plain or tensor.layout is not torch.strided:
+        return "is not dense"
+    claimed, stored = prod(tensor.shape) * tensor.itemsize, tensor.untyped_storage().nbytes()
+    return f"claims {claimed} bytes and has {stored}" if claimed > stored else None  # a stride of 0 repeats one number
+
+
+def _is_meta(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_meta
+
+
+def named(keys: KeyPath) -> str:
+    """The name of a tensor: the keys on the way to it."""
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in keys)
 
 
 def read(path: str | Path, only: Iterable[str] | None = None, like: Mapping[KeyPath, Tensor] | None = None) -> Any:
@@ -137,47 +123,33 @@ def read(path: str | Path, only: Iterable[str] | None = None, like: Mapping[KeyP
     Raises:
         ValueError: the checkpoint is damaged or incomplete.
     """
-    held, like = load(path), like or {}
-    folder = held.pop(TENSORS, None) if isinstance(held, dict) else None
+    checkpoint, like = load(path), like or {}
+    folder = checkpoint.pop(TENSORS, None) if isinstance(checkpoint, dict) else None
     if only is not None:
-        held = {key: held[key] for key in only if key in held}
-    wanted = {keys: leaf for keys, leaf in tree_leaves_with_path(held) if _is_meta(leaf)}
+        checkpoint = {key: checkpoint[key] for key in only if key in checkpoint}
+    wanted = {keys: leaf for keys, leaf in tree_leaves_with_path(checkpoint) if _is_meta(leaf)}
     if not wanted:
-        return held
+        return checkpoint
     import torch.distributed.checkpoint as dcp  # imported here, so that models only need torch and safetensors
 
-    reader = dcp.HuggingFaceStorageReader(str(Path(path) / str(folder)))
+    folder = Path(path) / str(folder)
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
     try:
-        places = {
-            named(keys): like[keys] if keys in like else torch.zeros_like(leaf, device="cpu") for keys, leaf in wanted.items()
-        }
+        tensors = {}
+        for keys, leaf in wanted.items():
+            tensors[named(keys)] = like[keys] if keys in like else torch.zeros_like(leaf, device="cpu")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # each process reads its own parts, which torch warns of
-            dcp.load(places, storage_reader=reader, planner=planner, no_dist=True)
+            dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), planner=planner, no_dist=True)
         metadata: Any = planner.metadata
-        for keys, leaf in wanted.items():
-            written = metadata.state_dict_metadata[named(keys)].chunks
-            if sum(chunk.sizes.numel() for chunk in written) != leaf.numel():
+        for keys, leaf in wanted.items():  # torch does not notice that a part is missing
+            chunks = metadata.state_dict_metadata[named(keys)].chunks
+            if sum(chunk.sizes.numel() for chunk in chunks) != leaf.numel():
                 raise ValueError(f"parts of {named(keys)} are missing")
     except (Exception, dcp.CheckpointException) as error:  # the second is not an Exception
-        said = str(cause(error)).strip().partition("\n")[0]
-        raise ValueError(
-            f"{Path(path) / str(folder)} does not have all tensors of the checkpoint, or is damaged: {said}"
-        ) from error
-    return tree_map_with_path(lambda keys, leaf: places[named(keys)] if keys in wanted else leaf, held)
-
-
-def warn_of_non_finite(weights: Mapping[str, Tensor], path: str | Path) -> None:
-    """Warns, by its name, of the first tensor with a NaN or an infinity."""
-    for name, tensor in weights.items():
-        if tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.isfinite().all():  # torch does not tell of 8 bits
-            warnings.warn(f"{path}: {name} holds NaN or infinity", stacklevel=3)
-            return
-
-
-def _is_meta(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_meta
+        reason = first_line(cause(error))
+        raise ValueError(f"{folder} does not have all tensors of the checkpoint, or is damaged: {reason}") from error
+    return tree_map_with_path(lambda keys, leaf: tensors[named(keys)] if keys in wanted else leaf, checkpoint)
 
 
 def cause(error: BaseException) -> BaseException:
@@ -197,31 +169,52 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     Warns of weights that are not finite.
 
     Raises:
-        ValueError: there is no such file, it cannot be read as weights, or its tensors are not plain.
+        ValueError: there is no such file, it cannot be read as weights, or its tensors are not dense.
     """
-    weights = _read(Path(path))
-    require_plain(weights, Path(path))
+    path = Path(path)
+    weights: dict[str, Tensor] = {}
+    if is_folder(path):
+        weights = _weights(read(path, WITHIN), path)
+    else:
+        for file in _files(path):
+            weights |= _safetensors(file) if file.suffix == ".safetensors" else _weights(load(file), file)
     warn_of_non_finite(weights, path)
     return weights
 
 
-def _read(path: Path) -> dict[str, Tensor]:
-    if is_folder(path):
-        return _weights(read(path, WITHIN), path)
+def _files(path: Path) -> list[Path]:
+    """The files of weights at a path: itself, that of a folder, or those that an index names beside itself."""
     if path.is_dir():
-        found = [path / name for name in IN_A_FOLDER if (path / name).is_file()]
-        if not found:
-            raise ValueError(f"{path} holds none of {', '.join(IN_A_FOLDER)}")
-        path = found[0]
-        if not is_inside(path.parent, path):
+        folder = path
+        path = next((folder / name for name in IN_A_FOLDER if (folder / name).is_file()), folder)
+        if path == folder:
+            raise ValueError(f"{folder} holds none of {', '.join(IN_A_FOLDER)}")
+        if not is_inside(folder, path):
             raise ValueError(f"{path} is a link that leads out of its folder")
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
-    return _sharded(path) if path.name.endswith(".index.json") else _whole(path)
+    if not path.name.endswith(".index.json"):
+        return [path]
+    try:
+        names = sorted({*read_json(path)["weight_map"].values()}, key=str)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not an index of weights: it does not map names to files") from error
+    beside = {each.name for each in path.parent.iterdir() if each.is_file()}
+    for name in names:
+        if name not in beside or not is_inside(path.parent, path.parent / name):
+            raise ValueError(f"{path} names {name!r}, which is not in the same folder")
+    return [path.parent / name for name in names]
 
 
-def _whole(path: Path) -> dict[str, Tensor]:
-    return _safetensors(path) if path.suffix == ".safetensors" else _torch_file(path)
+def _weights(checkpoint: Any, path: Path) -> dict[str, Tensor]:
+    for key in WITHIN:
+        if isinstance(checkpoint, dict) and isinstance(checkpoint.get(key), dict):
+            checkpoint = checkpoint[key]
+    entries = checkpoint.items() if isinstance(checkpoint, dict) else ()
+    weights = {name: value for name, value in entries if isinstance(value, Tensor)}
+    if not weights:
+        raise ValueError(f"{path} is not a mapping from names to weights")
+    return weights
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
@@ -254,41 +247,46 @@ def save_tensors(
         raise ValueError(f"cannot write {path} ({error})") from error
 
 
-def _sharded(path: Path) -> dict[str, Tensor]:
-    weights = {}
-    for shard in _shards(path):
-        weights |= _whole(path.parent / shard)
-    return weights
+def require_same(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """
+    Args:
+        expected: a model's ``state_dict``.
+        weights: what is to be loaded into it.
+
+    Raises:
+        ValueError: a name, a shape or the dtype differs; floating-point dtypes may have another width.
+    """
+    for name in [*expected, *weights]:
+        here, there = (_kind(tensors, name) for tensors in (expected, weights))
+        if here != there:
+            raise ValueError(f"{name} is {there}, not {here}")
 
 
-def _shards(path: Path) -> list[str]:
-    """The names of the files beside an index that hold its weights. Raises a ValueError if it names a file elsewhere."""
+def _kind(tensors: Mapping[str, Tensor], name: str) -> str:
+    if name not in tensors:
+        return "missing"
+    tensor = tensors[name]
+    return f"{tuple(tensor.shape)}" if tensor.is_floating_point() else f"{tuple(tensor.shape)} {tensor.dtype}"
+
+
+def load_weights(module: nn.Module, weights: Mapping[str, Tensor], path: str | Path) -> None:
+    """Loads weights that were read from a file, if names, shapes and dtypes are those of the module. Warns as
+    :func:`read_weights`.
+
+    Raises:
+        ValueError: they are those of another model.
+    """
+    require_same(module.state_dict(), weights)
     try:
-        shards = sorted({*read_json(path)["weight_map"].values()}, key=str)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not an index of weights: it does not map names to files") from error
-    beside = {each.name for each in path.parent.iterdir() if each.is_file()}
-    for shard in shards:
-        if shard not in beside or not is_inside(path.parent, path.parent / shard):
-            raise ValueError(f"{path} names {shard!r}, which is not in the same folder")
-    return shards
+        module.load_state_dict(weights)
+    except RuntimeError as error:  # numbers that torch cannot convert
+        raise ValueError(str(error).strip().splitlines()[-1].strip()) from error
+    warn_of_non_finite(weights, path)
 
 
-def _torch_file(path: Path) -> dict[str, Tensor]:
-    try:
-        if zipfile.is_zipfile(path) and (damage := find_damage(path)):
-            raise ValueError(damage)
-        held = _torch_load(path)
-    except Exception as error:  # zipfile and torch raise many kinds of exceptions for damaged files
-        raise ValueError(f"{path} cannot be read as weights: it is damaged, or holds more than tensors") from error
-    return _weights(held, path)
-
-
-def _weights(held: Any, path: Path) -> dict[str, Tensor]:
-    for key in WITHIN:
-        if isinstance(held, dict) and isinstance(held.get(key), dict):
-            held = held[key]
-    weights = {name: x for name, x in held.items() if isinstance(x, Tensor)} if isinstance(held, dict) else {}
-    if not weights:
-        raise ValueError(f"{path} is not a mapping from names to weights")
-    return weights
+def warn_of_non_finite(weights: Mapping[str, Tensor], path: str | Path) -> None:
+    """Warns, by its name, of the first tensor with a NaN or an infinity."""
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.isfinite().all():  # torch does not tell of 8 bits
+            warnings.warn(f"{path}: {name} holds NaN or infinity", stacklevel=3)
+            return

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from holotrain.files import read_json, replacing
 from holotrain.models.adapters import adapter_width, add_adapters
-from holotrain.models.building import build, limited
-from holotrain.models.checkpoint_files import CONFIG, WEIGHTS, read_weights, save_tensors
+from holotrain.models.building import build
+from holotrain.models.checkpoint_files import CONFIG, WEIGHTS, read_weights, require_same, save_tensors
 from holotrain.models.int8 import is_quantised, packed, quantise, unpacked
-from holotrain.models.plain_tensors import require_same
 from holotrain.reversible import ReversibleSequence
 from holotrain.targets import first_line
 
@@ -51,18 +50,13 @@ def save(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    says = {
-        "format": FORMAT,
-        "target": target,
-        "arguments": arguments,
-        "int8": is_quantised(model),
-        "adapters": adapter_width(model),
-    }
-    json.dumps(config := (extra or {}) | says)  # before anything is written
+    config = (extra or {}) | {"format": FORMAT, "target": target, "arguments": arguments}
+    config |= {"int8": is_quantised(model), "adapters": adapter_width(model)}
+    content = json.dumps(config, indent=2) + "\n"  # before anything is written
     with ExitStack() as files:  # which puts all in their places at the end
         at = {name: files.enter_context(replacing(folder / name, alone=True)) for name in (CONFIG, WEIGHTS)}
         save_tensors(unpacked(model.state_dict()), folder / WEIGHTS, at[WEIGHTS])
-        at[CONFIG].write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        at[CONFIG].write_text(content, encoding="utf-8")
         at[WEIGHTS].chmod(at[CONFIG].stat().st_mode)  # safetensors would keep it from other users
         if tokenizer is None:
             (folder / TOKENIZER).unlink(missing_ok=True)
@@ -83,10 +77,9 @@ def load(folder: str | Path, trust: Collection[str] = (), vouched: Collection[tu
     config = read_config(folder)
     weights = read_weights(folder / WEIGHTS)
     try:
-        model = build(config["target"], config["arguments"], trust, vouched, weights)
+        model = build(config["target"], config["arguments"], trust, vouched)
         if config["adapters"] is not None:
-            with limited():
-                add_adapters(model, config["adapters"])
+            add_adapters(model, config["adapters"])
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"{folder / CONFIG} describes no model that can be built: {first_line(error)}") from error
     if config["int8"]:

@@ -160,23 +160,21 @@ class HolographicSynthesis:
             EACH if self._processes > 1 else "tensors": tensors,
         }
 
-    def check_state(self, state: dict[str, Any], processes: int) -> None:
-        """
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over a state.
+
         Raises:
-            ValueError: the state belongs to other parameters, to other options, or to another number of processes under FSDP2.
+            ValueError: the state belongs to other parameters, to other options, or to another number of processes under FSDP2;
+                or its tensors or counts are not valid.
         """
         if not isinstance(state.get("geometry"), dict):
             raise ValueError("this is not the state of a HolographicSynthesis")
         missing = {each.name: each.default for each in fields(SynthesisOptions)} | {"processes": 1, "key_ema": False}
-        for name, value in (self._geometry() | {"processes": processes}).items():
+        for name, value in self._geometry().items():
             other = state["geometry"].get(name, missing.get(name))
             if other != value:
                 saved, expected = (shorten(repr(each), 80) for each in (other, value))
                 raise ValueError(f"the state belongs to another synthesis: {name} is {saved} there, not {expected}")
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over a state; raises as :meth:`check_state`, and a ValueError if its tensors or counts are not valid."""
-        self.check_state(state, self._processes)
         counts = [state.get(name) for name in ("steps", "skipped")]
         if any(type(count) is not int or count < 0 for count in counts):
             raise ValueError(f"the state is damaged: it has made {counts[0]} steps and skipped {counts[1]}")

@@ -210,15 +210,6 @@ def test_a_signal_within_an_accumulated_batch(tmp_path, accumulated, at, hook):
     assert_a_signal_loses_nothing(tmp_path, accumulated, at, hook, **ACCUMULATED)
 
 
-@pytest.mark.slow
-def test_a_signal_at_twenty_random_moments(tmp_path, accumulated):
-    draw = random.Random(0)
-    for _ in range(20):
-        hook = draw.choice(["on_train_batch_start", "on_before_backward", "on_after_backward", "on_validation_batch_start"])
-        at = draw.choice([4, 9, 11, 16, 21, 23, 28]) if "validation" in hook else draw.randrange(35)
-        assert_a_signal_loses_nothing(tmp_path, accumulated, at, hook, **ACCUMULATED)
-
-
 def test_no_checkpoint_holds_half_an_accumulated_batch(tmp_path, accumulated):
     """Those that follow a step, a validation, or a request to stop, each in a first and in a resumed training."""
     best = ExactCheckpoint(tmp_path, filename="best-{step}", monitor="val/loss", save_top_k=-1)
@@ -240,8 +231,7 @@ def test_a_request_to_stop_waits_for_the_optimizer_step(tmp_path, accumulated):
     assert_resumed(fit(checkpoint=tmp_path / "last.ckpt", **ACCUMULATED), accumulated, 10)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("step", [4, 7])
+@pytest.mark.parametrize(("signum", "step"), [(signal.SIGTERM, 4), (signal.SIGINT, 7)])
 def test_a_signal_saves_and_ends_and_the_rest_follows(tmp_path, signum, step):
     """In the middle of an epoch the checkpoint follows at once; at its last batch, after the epoch. Afterwards, and after a
     training without a signal, signals do what they did before."""
@@ -281,10 +271,9 @@ def best_in(folder):
     return sorted(path.name for path in folder.glob("best-epoch*"))
 
 
-@pytest.mark.parametrize("removed", [True, False])
 @pytest.mark.parametrize(
-    ("options", "count", "save_top_k"),
-    [({}, 1, 1), ({}, 2, 1), ({"val_check_interval": 2}, 2, 1), ({"val_check_interval": 2}, 3, 1), ({}, 1, 2)],
+    ("removed", "options", "count", "save_top_k"),
+    [(True, {}, 1, 1), (False, {}, 2, 1), (False, {"val_check_interval": 2}, 3, 1), (False, {}, 1, 2)],
 )
 def test_a_killed_training_leaves_as_many_best_files_as_another(tmp_path, monkeypatch, removed, options, count, save_top_k):
     """Killed when a new file is there, before or after the old one is removed, and before the last checkpoint is written."""

@@ -14,7 +14,6 @@ from failures.wrong_command_lines import LONG, WRONG
 from small_run import SMALL
 
 from holotrain.commands.multiprocess import MultiprocessRunner
-from holotrain.models import building
 
 TWICE = ["model=vit_tiny seed=1 model=vit_small", "callbacks=ema +callbacks=ema", "-m seed=1,2 ++seed=2"]
 
@@ -24,7 +23,6 @@ OWN = Path(__file__).parents[1] / "own_classes"
 @pytest.fixture
 def typed(holotrain, image_run, monkeypatch):
     """Runs a command line in this process, in the folder that ``wrong_command_lines`` describes."""
-    monkeypatch.setattr(building, "MOST_TENSORS", 1000)  # so that they are soon counted
     Path("run").symlink_to(image_run)
     Path("occupied").write_text("a file")
     Path("text.ckpt").write_text("no checkpoint")

@@ -73,7 +73,6 @@ TABLES = {
             "backward.keep: takes attention, matmul or operators such as aten.mm.default, not 'atention'",
         ),
         ("test ckpt_path=bes", "ckpt_path: there is no file bes. Did you mean 'best'?"),
-        ("fit model.depth=4611686018427387904", "model: it has more than 1000 tensors of parameters; give it fewer blocks"),
         ("fit model.dim=4611686018427387904", "model: its weights do not fit into memory"),
         ("fit callbacks.throughput.peak_flops=-1", "callbacks.throughput.peak_flops: -1.0 must be above 0"),
         ("fit callbacks.checkpoint.monitor=val/acuracy", "Did you mean 'val/accuracy'?"),

@@ -264,7 +264,7 @@ def test_checkpoints_that_do_not_fit_are_refused(holotrain, trained):
             ["fit", f"ckpt_path={checkpoint}", "optimizer=adamw"],
             "trained with holotrain.tasks.optimizer_functions.sgd and can only",
         ),
-        (["fit", f"ckpt_path={checkpoint}", "synthesis=none"], "trained with synthesis=associative"),
+        (["fit", f"ckpt_path={checkpoint}", "synthesis=none"], "trained with associative and can only"),
         (["fit", f"ckpt_path={checkpoint}", "synthesis.ema=0.5"], "synthesis: the state belongs to another synthesis: ema"),
         (["fit", f"ckpt_path={checkpoint}", "synthesis.exclude=['*norm*']"], "another synthesis: parameters is"),
         (["fit", f"ckpt_path={folder}"], "checkpoints/last.ckpt has trained 2 epochs; to train on, give more"),

@@ -10,9 +10,9 @@ from covering import paired
 from torch import nn
 from torch.optim import lr_scheduler
 
+from holotrain.checkpoints.comparison import FreshState
 from holotrain.optimizers import CombinedOptimizer, InBackward, low_bit
 from holotrain.optimizers.low_bit import UnfitState
-from holotrain.optimizers.restored import Fresh
 
 TORCHS = {
     name: each
@@ -102,7 +102,7 @@ def restored(make, schedule=None, change=lambda state, schedule: None):
     states = torch.load(file, weights_only=True)
     change(*states)
     model, optimizer, schedules = training(make, schedule)
-    fresh = Fresh([optimizer], [schedules] if schedules else [])
+    fresh = FreshState([optimizer], [schedules] if schedules else [])
     optimizer.load_state_dict(states[0])
     if schedules:
         schedules.load_state_dict(states[1])
