@@ -260,7 +260,6 @@ class TextDataModule(LoadingModule):
     def _trained(self, rows: list[Rows]) -> Tokenizer:
         """A BPE trained on the training part, from the cache after the first time."""
         from datasets import Value
-        from datasets.fingerprint import Hasher
 
         training = [each for each in rows if each.may_be_in("train")]
 
@@ -269,7 +268,7 @@ class TextDataModule(LoadingModule):
             yield {"json": SubwordTokenizer.trained(texts, self.trained_size).to_json()}
 
         known = [(each.dataset._fingerprint, asdict(each.rules)) for each in training]
-        found = cached(trained, {"json": Value("string")}, self.cache, Hasher.hash(["bpe", known, self.trained_size]))
+        found = cached(trained, {"json": Value("string")}, self.cache, "bpe", known, self.trained_size)
         return tokenizer_from_json(found[0]["json"])
 
 
