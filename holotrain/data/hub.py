@@ -157,7 +157,7 @@ def files_read(
         for path in paths:
             open_regular(path).close() if kind == "imagefolder" else require_uncompressed(path)
         named = {group: [escape(str(path.absolute())) for path in paths] for group, paths in files.items()}
-        builder = load_dataset_builder(kind, data_files=named, cache_dir=str(cache), **options)
+        builder: Any = load_dataset_builder(kind, data_files=named, cache_dir=str(cache), **options)
         refusal = f"data: {paths[0]}{others} becomes larger than data.max_expansion={expansion:g} times its size"
         tables = "_read_metadata" if kind == "imagefolder" else "_generate_tables"
         setattr(builder, tables, partial(limited, most_of(paths, expansion), refusal, getattr(builder, tables)))

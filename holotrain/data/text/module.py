@@ -12,8 +12,17 @@ import torch
 from holotrain.data.hub import cached
 from holotrain.data.loader import Loader, LoadingModule, ResumableLoader, StreamLoader, digest, in_places
 from holotrain.data.sampler import FixedBatches
-from holotrain.data.text.documents import BucketBatchSampler, Pieces, by_length, padded, padding
-from holotrain.data.text.packed import PackedBlocks, PackedInOrder, PackedStream, held_out_of
+from holotrain.data.text.batches import (
+    BucketBatchSampler,
+    PackedBlocks,
+    PackedInOrder,
+    PackedStream,
+    Pieces,
+    by_length,
+    held_out_of,
+    padded,
+    padding,
+)
 from holotrain.data.text.tokenise import PARTS, Batch, Corpus, DocumentRules, OnCPU, Rows, as_it_is
 from holotrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer, known_tokenizer, tokenizer_from_json
 from holotrain.errors import UserError
