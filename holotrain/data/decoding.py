@@ -24,10 +24,7 @@ MEGAPIXELS = 89.5
 
 
 def read_image(path: Path, megapixels: float = MEGAPIXELS) -> Image.Image:
-    """
-    Raises:
-        UserError: it cannot be read, or is damaged, truncated or larger than ``megapixels``.
-    """
+    """The image in a file. Raises a UserError if it cannot be read, is damaged, or is larger than ``megapixels``."""
     try:
         with open_regular(path) as file:
             return decoded(file, megapixels)

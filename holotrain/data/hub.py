@@ -45,7 +45,7 @@ SPLITS |= dict.fromkeys(("test", "testing", "eval", "evaluation"), "test")
 """Words in the names of files and folders, and the splits that they stand for, as for the library."""
 
 SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")
-"""How a file is called that is one of several of a split; the library looks for it before those words."""
+"""The name of one of several files of a split; the library looks for it before those words."""
 
 NO_ROWS = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json")
 """Files that describe others."""
@@ -71,12 +71,10 @@ CHUNK = 2**20
 
 @contextmanager
 def library_errors(what: str) -> Generator[None]:
-    """Turns the library's errors inside into a UserError of one line. Its progress bars are shown on a terminal only.
+    """Turns the library's errors inside into a UserError of one line that names ``what`` is read. Progress bars are shown on
+    a terminal only.
 
     Put calls of the library into it, and no ``yield``: meanwhile, the library logs nothing.
-
-    Args:
-        what: what is read, for messages.
     """
     import datasets.config
     from datasets.exceptions import DatasetsError
@@ -108,27 +106,25 @@ def library_errors(what: str) -> Generator[None]:
             datasets.enable_progress_bars()
 
 
-def cached(rows: Callable[[], Iterable[dict[str, Any]]], features: dict[str, Any], cache: Path, key: str) -> "Dataset":
+def cached(rows: Callable[[], Iterable[dict[str, Any]]], features: dict[str, Any], cache: Path, *key: Any) -> "Dataset":
     """The rows that a function returns, from the library's cache after the first time.
 
     Args:
         features: the type of each column.
-        key: a hash of everything that the rows depend on.
-
-    Raises:
-        UserError: the cache cannot be written or is damaged.
+        key: everything that the rows depend on.
     """
     from datasets import Dataset, Features
+    from datasets.fingerprint import Hasher
 
     with library_errors(f"the text or its cache; if {cache} is damaged, delete it"):
-        found = Dataset.from_generator(rows, Features(features), cache_dir=str(cache), fingerprint=key)
+        found = Dataset.from_generator(rows, Features(features), cache_dir=str(cache), fingerprint=Hasher.hash(key))
         found.data.validate(full=True)  # else a damaged offset is followed out of the file
     return found
 
 
 def files_read(
     kind: str,
-    files: Mapping[str, Sequence[Path | str]],
+    files: Mapping[str, Sequence[Path]],
     cache: Path,
     streaming: bool = False,
     num_proc: int | None = None,
@@ -136,6 +132,8 @@ def files_read(
     **options: Any,
 ) -> "dict[str, Dataset | IterableDataset]":
     """Groups of files, read with a builder of the library's, such as ``json``, or as ``tsv``, into Arrow files in ``cache``.
+
+    Their names are not patterns, and nothing beside them is looked at.
 
     Args:
         streaming: read them as they are asked for instead.
@@ -145,25 +143,28 @@ def files_read(
     Raises:
         UserError: one cannot be read, or they become too large.
     """
-    from datasets.fingerprint import Hasher
+    from datasets import load_dataset_builder
 
-    paths = [Path(each) for group in files.values() for each in group]
+    paths = [path for group in files.values() for path in group]
     others = f" or one of {len(paths) - 1} other files" if len(paths) > 1 else ""
+    if kind == "tsv":
+        kind, options["sep"] = "csv", "\t"
+    if kind == "parquet":
+        options["batch_size"] = ROWS
+    if streaming and kind in ("json", "text"):
+        options["chunksize"] = CHUNK
     with library_errors(f"{paths[0]}{others}"):
         for path in paths:
             open_regular(path).close() if kind == "imagefolder" else require_uncompressed(path)
-        version = fingerprint_of(paths)
-        builder = _builder(kind, files, cache / version, streaming, **options)
+        named = {group: [escape(str(path.absolute())) for path in paths] for group, paths in files.items()}
+        builder: Any = load_dataset_builder(kind, data_files=named, cache_dir=str(cache), **options)
         refusal = f"data: {paths[0]}{others} becomes larger than data.max_expansion={expansion:g} times its size"
         tables = "_read_metadata" if kind == "imagefolder" else "_generate_tables"
         setattr(builder, tables, partial(limited, most_of(paths, expansion), refusal, getattr(builder, tables)))
         if streaming:
             return {group: resolved(dataset) for group, dataset in builder.as_streaming_dataset().items()}
         builder.download_and_prepare(num_proc=num_proc)
-        found = builder.as_dataset()
-        for dataset in found.values():  # the library's own fingerprint has rounded times and no sizes
-            dataset._fingerprint = Hasher.hash([dataset._fingerprint, version])
-        return found
+        return builder.as_dataset()
 
 
 def require_uncompressed(path: Path) -> None:
@@ -175,28 +176,6 @@ def require_uncompressed(path: Path) -> None:
         packed = Extractor.infer_extractor_format(path)
     if packed:
         raise UserError(f"data: {path} is compressed; unpack it")
-
-
-def _builder(kind: str, files: Mapping[str, Sequence[Path | str]], cache: Path, streaming: bool, **options: Any) -> Any:
-    """The library's reader of local files. Their names are not patterns, and nothing beside them is looked at."""
-    from datasets import load_dataset_builder
-
-    if kind == "tsv":
-        kind, options["sep"] = "csv", "\t"
-    if kind == "parquet":
-        options["batch_size"] = ROWS
-    if streaming and kind in ("json", "text"):
-        options["chunksize"] = CHUNK
-    named = {group: [escape(str(Path(each).absolute())) for each in paths] for group, paths in files.items()}
-    return load_dataset_builder(kind, data_files=named, cache_dir=str(cache), **options)
-
-
-def fingerprint_of(paths: Iterable[Path], *settings: str) -> str:
-    """A hash of files' paths, sizes and times, and of settings."""
-    from datasets.fingerprint import Hasher
-
-    files = [(str(path.absolute()), path.stat()) for path in paths]
-    return Hasher.hash([*((path, stat.st_size, stat.st_mtime_ns) for path, stat in files), *settings])
 
 
 def rows_without(dataset: "Dataset | IterableDataset", columns: Sequence[str]) -> list[int]:
@@ -274,27 +253,30 @@ class FromHub(Expanding):
         from datasets import load_dataset
 
         name, folder, files = self.name, Path(self.name).expanduser(), self._files()
-        if self.config is not None and (files or folder.exists()):
+        if not files and not folder.exists():
+            return load_dataset(name, self.config, split=split, cache_dir=str(self.cache), streaming=streaming)
+        if self.config is not None:
             raise UserError(f"data.config: {name} has no configurations; only the Hub has")
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
             splits = saved(folder)
             check_choice("data.split", split, splits)
             return splits[split].to_iterable_dataset(min(SHARDS, len(splits[split]))) if streaming else splits[split]
         if files:
-            check_choice("data.split", split, ["train"])
-            kinds = {OF_ROWS.get(suffix, "text"): suffix for suffix in sorted({each.suffix for each in files})}
-            if len(kinds) > 1:
-                raise UserError(
-                    f"data.name: {name} matches files of several kinds, {' and '.join(kinds.values())}; name one of them"
-                )
-            return files_read(next(iter(kinds)), {split: files}, self.cache, streaming, expansion=self.expansion)[split]
-        if folder.is_dir():
+            kind, parts = kind_of(name, files), {"train": files}
+        elif folder.is_dir():
             kind, parts = files_within(folder, self.cache)
-            check_choice("data.split", split, parts)
-            return files_read(kind, parts, self.cache, streaming, expansion=self.expansion)[split]
-        if folder.exists():
+        else:
             raise UserError(f"data.name: {name} is neither a file nor a folder")
-        return load_dataset(name, self.config, split=split, cache_dir=str(self.cache), streaming=streaming)
+        check_choice("data.split", split, parts)
+        return files_read(kind, parts, self.cache, streaming, expansion=self.expansion)[split]
+
+
+def kind_of(name: str, files: Sequence[Path]) -> str:
+    """How the files that a glob matches are read. Raises a UserError if they are of several kinds."""
+    kinds = {OF_ROWS.get(suffix, "text"): suffix for suffix in sorted({each.suffix for each in files})}
+    if len(kinds) > 1:
+        raise UserError(f"data.name: {name} matches files of several kinds, {' and '.join(kinds.values())}; name one of them")
+    return next(iter(kinds))
 
 
 def saved(folder: Path) -> "dict[str, Dataset]":
@@ -331,13 +313,14 @@ def files_within(folder: Path, cache: Path) -> tuple[str, dict[str, list[Path]]]
     """
     root, own = folder.resolve(), cache.resolve()
     shown = [path for path in sorted(root.rglob("*")) if not (path.is_relative_to(own) or _is_hidden(path.relative_to(root)))]
-    found = [path for path in shown if _kind(path) and path.is_file()]
+    kinds = {path: OF_FOLDERS.get(path.suffix.lower()) for path in shown if path.name not in NO_ROWS and path.is_file()}
+    found = {path: kind for path, kind in kinds.items() if kind}
     if not found:
         raise UserError(f"data.name: {folder} has no files of {', '.join(sorted(OF_FOLDERS))}")
-    kind = Counter(map(_kind, found)).most_common(1)[0][0]
+    kind = Counter(found.values()).most_common(1)[0][0]
     parts: dict[str, list[Path]] = defaultdict(list)
     for path in found:
-        if _kind(path) == kind or (kind == "imagefolder" and path.name in METADATA):
+        if found[path] == kind or (kind == "imagefolder" and path.name in METADATA):
             require_inside(root, path)
             parts[_split_of(path.relative_to(root))].append(path)
     splits = {split: files for split, files in parts.items() if split} or {"train": parts[""]}
@@ -350,10 +333,6 @@ def files_within(folder: Path, cache: Path) -> tuple[str, dict[str, list[Path]]]
 
 def _is_hidden(path: Path) -> bool:
     return any(part.startswith((".", "__")) for part in path.parts)
-
-
-def _kind(path: Path) -> str:
-    return "" if path.name in NO_ROWS else OF_FOLDERS.get(path.suffix.lower(), "")
 
 
 def _split_of(path: Path) -> str:

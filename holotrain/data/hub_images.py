@@ -39,10 +39,6 @@ class HubImages(FromHub, ChosenClasses, SizedImages):
         self.cache = Path(cache_dir).expanduser()
 
     def prepare_data(self) -> None:
-        """
-        Raises:
-            UserError: there is no such data set, split or column, or it cannot be read.
-        """
         self.opened()
 
     def setup(self, stage: str | None = None) -> None:
@@ -73,12 +69,6 @@ class HubRows(Dataset):
         numbers: the number of each label's class; -1 for labels that mean none.
         folders: where the images lie that are files of their own. Their paths begin in the first one.
         megapixels: the largest image.
-
-    Attributes:
-        labels: (N,) the number of each row's class.
-
-    Raises:
-        UserError: an image is damaged or elsewhere, or a label is none of the training split's.
     """
 
     def __init__(

@@ -18,11 +18,8 @@ from holotrain.numeric import require_one_of
 
 
 def read_or_warn(path: Path, on_corrupt: str, megapixels: float, remedy: str) -> Image.Image | None:
-    """The image in a file. If it cannot be read and ``on_corrupt`` is ``"skip"``: None, and a warning that names ``remedy``.
-
-    Raises:
-        UserError: it cannot be read, and ``on_corrupt`` is ``"error"``.
-    """
+    """The image in a file. If it cannot be read: with ``on_corrupt="skip"`` None, and a warning that names ``remedy``; else a
+    UserError."""
     try:
         return read_image(path, megapixels)
     except UserError as error:
@@ -33,24 +30,14 @@ def read_or_warn(path: Path, on_corrupt: str, megapixels: float, remedy: str) ->
 
 
 def image_paths(folder: Path) -> list[Path]:
-    """The image files below a folder, sorted by name, without hidden ones."""
+    """The image files below a folder, sorted by name, without hidden ones, such as the ``._1.jpg`` of macOS."""
     files = (path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS and path.is_file())
-    return sorted(path for path in files if not any(map(is_hidden, path.relative_to(folder).parts)))
-
-
-def is_hidden(name: str) -> bool:
-    """Such as the ``.ipynb_checkpoints`` of notebooks and the ``._1.jpg`` of macOS."""
-    return name.startswith(".")
+    return sorted(path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts))
 
 
 class ImageFiles(Dataset):
-    """Image files as (transformed image, path).
-
-    Args:
-        on_corrupt: what to do with a file that cannot be read: ``"error"`` or ``"skip"``, which gives a blank image without a
-            path.
-        megapixels: the largest image.
-    """
+    """Image files as (transformed image, path). With ``on_corrupt="skip"``, a file that cannot be read gives a blank image
+    without a path."""
 
     def __init__(
         self,
@@ -85,7 +72,7 @@ def image_files(
     (images, paths).
 
     Args:
-        megapixels: the largest image.
+        megapixels: the largest image, in millions of pixels.
         loading: options of DataLoader, such as ``num_workers``.
 
     Raises:
@@ -101,14 +88,8 @@ def image_files(
 
 
 class LabelledFiles(Dataset):
-    """Image files with labels, for training: (image, label).
-
-    Args:
-        samples: path and label of each.
-        on_corrupt: ``"error"`` raises a UserError that names the file. ``"skip"`` warns and returns the next readable image
-            and its label instead (after the last, the first), so that the length does not change and resuming still works.
-        megapixels: the largest image.
-    """
+    """Image files with labels, for training: (image, label). With ``on_corrupt="skip"``, the next readable image and its label
+    (after the last, the first) replace one that cannot be read: the length does not change, and resuming still works."""
 
     def __init__(self, samples: list[tuple[Path, int]], on_corrupt: str = "error", megapixels: float = MEGAPIXELS) -> None:
         self.samples, self.on_corrupt, self.megapixels = samples, on_corrupt, megapixels
@@ -157,9 +138,6 @@ class ImageFolder(SizedImages):
         on_corrupt: what to do with an unreadable image: error (end the run) or skip (warn, leave it out; train on the next)
         classes: classes to keep, by name or number, such as [0, 1]; []: all
 
-    Raises:
-        UserError: a folder is missing, a class is empty, there is only one class, or
-            val or test has a class that train does not have.
     """
 
     def __init__(
@@ -198,7 +176,7 @@ class ImageFolder(SizedImages):
         return Loader(EvaluatedFiles(files, self.eval_transform()), self.batch_size, **self.loading)
 
     def _classes(self, part: str) -> list[Path]:
-        folders = sorted(path for path in (self.root / part).glob("*") if path.is_dir() and not is_hidden(path.name))
+        folders = sorted(path for path in (self.root / part).glob("*") if path.is_dir() and not path.name.startswith("."))
         if not folders:
             raise UserError(f"data.root: there is no folder {self.root / part}/<class>; put images into such folders")
         return folders

@@ -58,10 +58,6 @@ class TorchvisionData(ChosenClasses, ImageDataModule):
         self.root, self.download = root, download
 
     def prepare_data(self) -> None:
-        """
-        Raises:
-            UserError: the files are damaged, or missing and cannot be downloaded.
-        """
         for train in (True, False):
             self._load(train, self.download)
 

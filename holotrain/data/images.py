@@ -1,8 +1,9 @@
 """What all image data sets share: transforms, loaders, augmentation, mixing, some of the classes."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ def scaled(image: torch.Tensor) -> torch.Tensor:
 
 
 def cropped_at_random(image_size: int, *, flip: bool = True) -> list[v2.Transform]:
-    """The usual crops and flips for training: small images are padded and cropped, others are cropped at random and resized."""
+    """The usual crops and flips for training."""
     small = image_size <= SMALL
     crop = v2.RandomCrop(image_size, padding=image_size // 8) if small else v2.RandomResizedCrop(image_size, antialias=True)
     return [crop, v2.RandomHorizontalFlip()] if flip else [crop]
@@ -60,20 +61,6 @@ def coloured(channels: int) -> list[v2.Transform]:
     return [v2.ToImage(), v2.Grayscale(1) if channels == 1 else v2.RGB()]
 
 
-def batch_mixing(classes: int, mixup_alpha: float, cutmix_alpha: float) -> v2.Transform | None:
-    """MixUp (Zhang et al., 2018), CutMix (Yun et al., 2019), a random choice between the two, or None for alphas of 0."""
-    kinds = {v2.MixUp: mixup_alpha, v2.CutMix: cutmix_alpha}
-    mixings = [kind(num_classes=classes, alpha=alpha) for kind, alpha in kinds.items() if alpha]
-    return v2.RandomChoice(mixings) if mixings else None
-
-
-FILES = ("preprocessor_config.json", "config.json")
-"""Of Hugging Face, and of timm."""
-
-SINGLE = torch.finfo(torch.float32)
-"""The numbers with which images are normalised."""
-
-
 def statistics_of(processor: str) -> Statistics:
     """Mean and standard deviation of the channels.
 
@@ -85,21 +72,19 @@ def statistics_of(processor: str) -> Statistics:
     """
     folder = Path(processor).expanduser()
     found = _of_folder(folder) if folder.is_dir() else _of_timm(processor)
-    mean, std = (found.get(name) or found.get(f"image_{name}") for name in ("mean", "std"))
-    if not (_three(mean) and _three(std) and min(std) >= SINGLE.tiny):
-        raise UserError(f"data.processor: {processor} does not say a mean and a deviation above 0 for three channels")
-    return tuple(map(float, mean)), tuple(map(float, std))
-
-
-def _three(values: Any) -> TypeGuard[Sequence[float]]:
-    numbers = isinstance(values, list | tuple) and {*map(type, values)} <= {int, float} and len(values) == 3
-    return numbers and all(abs(value) <= SINGLE.max for value in values)
+    both: list[Any] = [found.get(name) or found.get(f"image_{name}") for name in ("mean", "std")]
+    with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+        single = torch.tensor(both, dtype=torch.float32)
+        if single.shape == (2, 3) and single.isfinite().all() and (single[1] > 0).all():
+            return tuple(map(float, both[0])), tuple(map(float, both[1]))
+    raise UserError(f"data.processor: {processor} does not say a mean and a deviation above 0 for three channels")
 
 
 def _of_folder(folder: Path) -> dict[str, Any]:
-    path = next((folder / name for name in FILES if (folder / name).is_file()), None)
+    names = ("preprocessor_config.json", "config.json")  # of Hugging Face, and of timm
+    path = next((folder / name for name in names if (folder / name).is_file()), None)
     if path is None:
-        raise UserError(f"data.processor: {folder} holds neither {' nor '.join(FILES)}")
+        raise UserError(f"data.processor: {folder} holds neither {' nor '.join(names)}")
     try:
         found = read_json(path)
         return dict(found.get("pretrained_cfg", found))
@@ -116,11 +101,7 @@ def _of_timm(name: str) -> dict[str, Any]:
 
 
 def chosen_classes(classes: Sequence[str | int], names: Sequence[str]) -> list[int]:
-    """The indices of the requested classes, given by name, or by number if no class has that name. An empty list means all.
-
-    Raises:
-        UserError: a class does not exist or is given twice, or only one is given.
-    """
+    """The indices of the requested classes, given by name, or by number if no class has that name. An empty list means all."""
     if not classes:
         return list(range(len(names)))
     found: list[int] = []
@@ -257,10 +238,11 @@ class ImageDataModule(LoadingModule):
         return self.test_dataloader()
 
     def on_after_batch_transfer(self, batch: tuple[Tensor, Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:
-        mixing = batch_mixing(self.num_classes, *self.alphas)
-        if mixing is not None and self.trainer is not None and self.trainer.training:
-            return mixing(*batch)
-        return batch
+        """Mixes training batches: MixUp (Zhang et al., 2018), CutMix (Yun et al., 2019), or one of the two."""
+        if not any(self.alphas) or self.trainer is None or not self.trainer.training:
+            return batch
+        kinds = zip((v2.MixUp, v2.CutMix), self.alphas, strict=True)
+        return v2.RandomChoice([kind(num_classes=self.num_classes, alpha=alpha) for kind, alpha in kinds if alpha])(*batch)
 
     def _in_order(self, part: str) -> Loader:
         return Loader(TransformedDataset(self.split(part), self.eval_transform()), self.batch_size, **self.loading)
@@ -274,8 +256,6 @@ class SizedImages(ImageDataModule):
         processor: normalise as a published model does: its folder, with preprocessor_config.json or timm's config.json, or its
             name in timm; null: as for ImageNet
 
-    Raises:
-        UserError: the processor says no mean and deviation.
     """
 
     statistics = IMAGENET

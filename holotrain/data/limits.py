@@ -75,8 +75,7 @@ def memory_up_to(more: int) -> Generator[None]:
     import resource
 
     soft, hard = _limits()
-    page, used = resource.getpagesize(), int(Path("/proc/self/statm").read_text().split()[5])
-    limit = used * page + more + SPARE
+    limit = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize() + more + SPARE
     resource.setrlimit(resource.RLIMIT_DATA, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
     try:
         yield

@@ -1,20 +1,17 @@
 """Loaders that leave the global random state alone and can be resumed in mid-epoch, and augmentation that is seeded."""
 
-import hashlib
 import random
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
-from PIL.Image import Image
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -84,9 +81,8 @@ class ResumableLoader(OwnGenerator, StatefulDataLoader):
 
     Args:
         dataset: takes keys ``(epoch, index)``, or the keys that the batch sampler gives.
-        batch_size: samples in a batch.
-        seed: for the order of each epoch.
         batch_sampler: draws the batches; None: samples are shuffled into batches of ``batch_size``.
+        seed: for the order of each epoch.
         options: other options of DataLoader, such as ``num_workers`` and ``pin_memory``.
     """
 
@@ -126,10 +122,6 @@ class ResumableLoader(OwnGenerator, StatefulDataLoader):
         self.batch_sampler.load_state_dict(state_dict)
 
 
-READINGS = 3
-"""Readings of a sample that show whether it is always the same."""
-
-
 class LoadingModule(ShowsInherited, pl.LightningDataModule):
     """What the loaders of a data module take.
 
@@ -137,9 +129,6 @@ class LoadingModule(ShowsInherited, pl.LightningDataModule):
         num_workers: worker processes that load data; 0: load in the training process
         pin_memory: pin batches in host memory for faster copies to a GPU; null: if a GPU is used
         seed: seed of the order of batches and of augmentation
-
-    Raises:
-        ValueError: a value out of range.
     """
 
     def __init__(self, num_workers: int = 0, pin_memory: bool | None = None, seed: int = 0) -> None:
@@ -160,26 +149,10 @@ def in_places(size: int) -> list[int]:
 
 
 def digest(value: Any) -> str:
-    """A short hash of the arrays, images, numbers and texts in lists, tuples and mappings. Other objects are passed over."""
-    found = hashlib.sha256()
-    for leaf in _leaves(value):
-        found.update(leaf)
-    return found.hexdigest()[:12]
+    """A short hash of any value, by the datasets library: equal in all processes."""
+    from datasets.fingerprint import Hasher
 
-
-def _leaves(value: Any) -> Iterator[bytes]:
-    if isinstance(value, dict | list | tuple):
-        for each in chain(value, value.values()) if isinstance(value, dict) else value:
-            yield from _leaves(each)
-        yield b";"
-    elif isinstance(value, str | bytes | int | float | complex):
-        yield f"{value!r},".encode(errors="replace")
-    elif isinstance(value, Tensor):
-        yield f"{[*value.shape]}{value.dtype},".encode()
-        yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, np.ndarray | np.generic | Image):
-        array = np.asarray(value)
-        yield f"{array.shape}{array.dtype},".encode() + (b"" if array.dtype.hasobject else array.tobytes())
+    return Hasher.hash(value)[:12]
 
 
 def digest_of_samples(dataset: Any) -> str:
@@ -189,7 +162,7 @@ def digest_of_samples(dataset: Any) -> str:
     """
     readings = []
     with isolate_rng(include_cuda=False):
-        for _ in range(READINGS):
+        for _ in range(3):
             random.seed(0)
             np.random.seed(0)
             torch.random.default_generator.manual_seed(0)
@@ -202,8 +175,7 @@ def digest_of_samples(dataset: Any) -> str:
 class StreamLoader:
     """An endless stream, in epochs of ``length`` batches. Each epoch continues where the one before it ended.
 
-    The position of the stream in its files is saved for each worker and each process, so training continues with the same
-    number of both.
+    The position of the stream in its files belongs to each worker and process: training continues with as many of both.
     """
 
     def __init__(self, dataset: IterableDataset, length: int, **options: Any) -> None:
@@ -287,15 +259,10 @@ class TransformedDataset(Dataset):
 
 
 class SeededDataset(TransformedDataset):
-    """Applies a random transform under a random state seeded by (seed, epoch, index); indexed by ``(epoch, index)``.
+    """Applies a random transform to the image of (image, label); indexed by ``(epoch, index)``.
 
-    A sample's augmentation therefore does not depend on the number of workers, on the order of computation or on where a run
-    was resumed, and the global random state does not change.
-
-    Args:
-        dataset: gives (image, label) by index.
-        transform: for the image; draws from torch's global generator.
-        seed: the run's.
+    The transform draws from torch's global generator, which is seeded by (seed, epoch, index) and then put back. So a sample's
+    augmentation does not depend on the number of workers, on the order of computation or on where a run was resumed.
     """
 
     def __init__(self, dataset: Dataset, transform: Callable[[Any], Any], seed: int) -> None:

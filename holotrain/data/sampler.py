@@ -91,8 +91,6 @@ class EpochBatchSampler(ResumableBatchSampler):
         batch_size: keys in a batch; a smaller last batch is dropped, unless it is the only one.
         seed, shard: see :class:`ResumableBatchSampler`.
 
-    Raises:
-        UserError: there are fewer samples than processes.
     """
 
     def __init__(self, size: int, batch_size: int, seed: int = 0, shard: tuple[int, int] | None = None) -> None:
@@ -123,9 +121,6 @@ class FixedBatches(list[list[int]]):
     Args:
         batches: the indices of each batch.
         shard: see :class:`ResumableBatchSampler`.
-
-    Raises:
-        UserError: there are fewer samples than processes.
     """
 
     def __init__(self, batches: Sequence[np.ndarray], shard: tuple[int, int] | None = None) -> None:

@@ -151,9 +151,6 @@ class SubwordTokenizer(Tokenizer):
         Args:
             texts: read once, one after another.
             vocab_size: number of ids, including special tokens; fewer if the texts do not have enough pairs to merge.
-
-        Raises:
-            ValueError: ``vocab_size`` is smaller than the number of bytes and special tokens.
         """
         require_at_least(ByteTokenizer.vocab_size, vocab_size=vocab_size)
         encoder = Encoder(models.BPE())
@@ -211,7 +208,7 @@ class SubwordTokenizer(Tokenizer):
 
 def spelled(token: str) -> str:
     """The text of a token that is not byte-level: WordPiece (##), SentencePiece (U+2581 for a space, <0x0A>)."""
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+    if len(token) == 6 and token.startswith("<0x"):
         return "?"  # one byte
     return token.removeprefix("##").replace("\u2581", " ")
 
@@ -219,11 +216,8 @@ def spelled(token: str) -> str:
 def tokenizer_from_json(text: str, where: str = "tokenizer.json") -> Tokenizer:
     """The tokenizer of :meth:`Tokenizer.to_json`, or of any tokenizer.json. Nothing in the text is executed.
 
-    Args:
-        where: the origin of the text, for messages.
-
     Raises:
-        UserError: the text is not a tokenizer.
+        UserError: the text is not a tokenizer; the message names ``where`` it is from.
     """
     try:
         content = from_json(text)
@@ -254,9 +248,6 @@ def tokenizer_text(path: Path) -> str:
     """The content of a tokenizer.json. Raises a UserError if it cannot be read."""
     try:
         return read_text(path)
-    except UnicodeDecodeError as error:
-        raise UserError(f"data.tokenizer: {path} is not a tokenizer.json (not UTF-8 at byte {error.start})") from error
-    except OSError as error:
-        raise UserError(f"data.tokenizer: cannot read {path} ({error.strerror or error})") from error
-    except ValueError as error:
-        raise UserError(f"data.tokenizer: {path} is not a tokenizer.json ({error})") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"data.tokenizer: cannot read {path} ({reason})") from error

@@ -22,7 +22,7 @@ from holotrain.checkpoints.exact_resume import KEY
 from holotrain.data import HubImages, HubText, hub
 from holotrain.data.decoding import upright
 from holotrain.data.sampler import set_data_shard
-from holotrain.data.text import packed
+from holotrain.data.text import batches
 from holotrain.errors import UserError
 
 datasets.disable_progress_bars()
@@ -110,8 +110,8 @@ def test_files_of_one_kind_are_read_together(tmp_path, name):
 
 @pytest.fixture
 def small_windows(monkeypatch):
-    monkeypatch.setattr(packed, "WINDOW", 4000)
-    monkeypatch.setattr(packed, "BATCHES", 1)
+    monkeypatch.setattr(batches, "WINDOW", 4000)
+    monkeypatch.setattr(batches, "BATCHES", 1)
 
 
 def streamed(saved, **options):

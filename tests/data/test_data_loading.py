@@ -150,9 +150,7 @@ def test_other_pictures_have_another_digest():
     assert digest_of_samples(Drawn(lambda: 0.5)) != digest_of_samples(Drawn(lambda: 0.25))
     pictures = [Image.new("RGB", (2, 2), colour) for colour in ("red", "blue")]
     assert digest(pictures[0]) != digest(pictures[1])
-    assert digest([None, object(), {"a"}]) == digest([]) != digest([["a"]])
     assert digest(torch.zeros(2, dtype=torch.bfloat16)) != digest(torch.ones(2, dtype=torch.bfloat16))
-    assert digest([1, 23]) != digest([12, 3])
 
 
 class TwoParts(ImageDataModule):

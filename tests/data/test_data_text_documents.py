@@ -10,7 +10,7 @@ import torch
 from small_trainings import quiet_trainer
 
 from holotrain.data import ByteTokenizer, StdlibText, TextFiles, text_files
-from holotrain.data.text.documents import BucketBatchSampler, by_length, padded, padding
+from holotrain.data.text.batches import BucketBatchSampler, by_length, padded, padding
 from holotrain.errors import UserError
 
 LENGTHS = np.random.default_rng(0).geometric(0.01, 3001).clip(3, 512)

@@ -1,10 +1,10 @@
 """Text: from files to batches of token ids. A file takes these steps:
 
-sources    files -> rows: which files, the rows in them, which are held out; StdlibText, TextFiles, HubText
-tokenise   rows -> documents -> tokens of a part, in memory-mapped Arrow files
-packed     tokens -> blocks of equal length, for causal language models, also while the text is read
-documents  tokens -> single documents, in batches of similar length, for masked language models and classification
-module     the LightningDataModule that takes the steps: options, cache, loaders
+sources   files -> rows: which files, the rows in them, which are held out; StdlibText, TextFiles, HubText
+tokenise  rows -> documents -> tokens of a part, in memory-mapped Arrow files
+batches   tokens -> blocks of equal length for causal language models, also while the text is read; or single documents, in
+          batches of similar length, for masked language models and classification
+module    the LightningDataModule that takes the steps: options, cache, loaders
 """
 
 from holotrain.data.text.module import TextDataModule

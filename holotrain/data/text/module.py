@@ -12,8 +12,17 @@ import torch
 from holotrain.data.hub import cached
 from holotrain.data.loader import Loader, LoadingModule, ResumableLoader, StreamLoader, digest, in_places
 from holotrain.data.sampler import FixedBatches
-from holotrain.data.text.documents import BucketBatchSampler, Pieces, by_length, padded, padding
-from holotrain.data.text.packed import PackedBlocks, PackedInOrder, PackedStream, held_out_of
+from holotrain.data.text.batches import (
+    BucketBatchSampler,
+    PackedBlocks,
+    PackedInOrder,
+    PackedStream,
+    Pieces,
+    by_length,
+    held_out_of,
+    padded,
+    padding,
+)
 from holotrain.data.text.tokenise import PARTS, Batch, Corpus, DocumentRules, OnCPU, Rows, as_it_is
 from holotrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer, known_tokenizer, tokenizer_from_json
 from holotrain.errors import UserError
@@ -260,7 +269,6 @@ class TextDataModule(LoadingModule):
     def _trained(self, rows: list[Rows]) -> Tokenizer:
         """A BPE trained on the training part, from the cache after the first time."""
         from datasets import Value
-        from datasets.fingerprint import Hasher
 
         training = [each for each in rows if each.may_be_in("train")]
 
@@ -269,7 +277,7 @@ class TextDataModule(LoadingModule):
             yield {"json": SubwordTokenizer.trained(texts, self.trained_size).to_json()}
 
         known = [(each.dataset._fingerprint, asdict(each.rules)) for each in training]
-        found = cached(trained, {"json": Value("string")}, self.cache, Hasher.hash(["bpe", known, self.trained_size]))
+        found = cached(trained, {"json": Value("string")}, self.cache, "bpe", known, self.trained_size)
         return tokenizer_from_json(found[0]["json"])
 
 

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from holotrain.data import hub
-from holotrain.data.hub import KINDS, FromHub, cached, files_read, fingerprint_of, rows_without, warn_of_left_out
+from holotrain.data.hub import KINDS, FromHub, cached, files_read, rows_without, warn_of_left_out
 from holotrain.data.limits import EXPANSION, Expanding
 from holotrain.data.loader import Loader
 from holotrain.data.text.module import TextDataModule
@@ -150,8 +150,8 @@ def searched(
                 raise found  # not the file is damaged, but the disk or the network failed
             yield {"empty": None if isinstance(found, UserError) else found}
 
-    key = fingerprint_of((file.path for file in readable), "empty rows", str(expansion), *columns)
-    empty = cached(rows, {"empty": List(Value("int64"))}, cache, key)["empty"][:]
+    times = [(str(file.path.absolute()), file.path.stat().st_mtime_ns) for file in readable]
+    empty = cached(rows, {"empty": List(Value("int64"))}, cache, "empty rows", times, columns, expansion)["empty"][:]
     return dict.fromkeys(files) | dict(zip(readable, empty, strict=True))
 
 

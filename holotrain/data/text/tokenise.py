@@ -1,10 +1,9 @@
 """From rows of a data set to documents and their tokens, which the datasets library keeps in memory-mapped Arrow files."""
 
 import hashlib
-import json
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -128,11 +127,9 @@ class Rows:
         from datasets import Features, LargeList, Value
         from datasets.fingerprint import Hasher
 
-        settings = json.dumps([FORMAT, asdict(self.rules), part, tokenizer.fingerprint])
-        key = Hasher.hash([self.dataset._fingerprint, settings])
-        _remove_damaged(cache.glob(f"tokens-{key}*.arrow"), tokenizer)
-        with library_errors("the text"):
-            return self.dataset.map(
+        key = Hasher.hash([FORMAT, self.dataset._fingerprint, asdict(self.rules), part, tokenizer.fingerprint])
+        with library_errors(f"the text or its cache; if {cache} is damaged, delete it"):
+            found = self.dataset.map(
                 self.rules.tokens,
                 batched=True,
                 batch_size=BATCH,
@@ -144,21 +141,8 @@ class Rows:
                 new_fingerprint=key,
                 desc=f"tokenising {part}",
             )
-
-
-def _remove_damaged(paths: Iterable[Path], tokenizer: Tokenizer) -> None:
-    """Removes files of tokens that do not check out, so that they are made again. Offsets that point out of a file would be
-    followed by whoever reads it."""
-    kinds = {"tokens": pa.large_list(pa.from_numpy_dtype(tokenizer.dtype)), "label": pa.string()}
-    for path in paths:
-        try:
-            with pa.memory_map(str(path)) as file:
-                stored = pa.ipc.open_stream(file).read_all()
-            if {column.name: column.type for column in stored.schema} != kinds:
-                raise ValueError("other columns")
-            stored.validate(full=True)
-        except (OSError, ValueError, pa.ArrowException):
-            path.unlink(missing_ok=True)
+            found.data.validate(full=True)  # else a damaged offset is followed out of the file
+        return found
 
 
 def table(tokens: np.ndarray, lengths: np.ndarray, labels: Sequence[str | None]) -> pa.Table:
