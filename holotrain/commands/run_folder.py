@@ -7,10 +7,10 @@ import shlex
 import sys
 import time
 from collections.abc import Generator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from holotrain.config.checkpointed import COMMAND_LINE_ONLY
 from holotrain.config.command_options import FitConfig, RunConfig
@@ -19,7 +19,6 @@ from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.start import LOCAL_LOGGERS
 from holotrain.errors import UserError
 from holotrain.files import WITHOUT_LINKS
-from holotrain.parallel.process_group import Processes
 from holotrain.parallel.rank import ProcessRank
 from holotrain.targets import TARGET
 
@@ -41,7 +40,7 @@ class Run:
         varied: the options and groups that a sweep varies; empty without a sweep.
         direction: ``maximize`` or ``minimize``, what the sweeper does with the monitored metric; None: it does not optimise.
         config_dir: the user's folder of options; None: there is none.
-        processes: the processes of the run; None: only this process.
+        process: rank of this process among those of the run; None: it is the only one.
         errors: what went wrong in several processes, in one line.
         started: when, by the clock of this machine.
     """
@@ -53,7 +52,7 @@ class Run:
     varied: list[str] = field(default_factory=list)
     direction: str | None = None
     config_dir: str | None = None
-    processes: Processes | None = None
+    process: ProcessRank | None = None
     errors: list[str] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
 
@@ -90,25 +89,9 @@ class Run:
         return f"; {self.how_to_resume}" if self.last_checkpoint.exists() else ""
 
     @property
-    def process(self) -> ProcessRank | None:
-        return None if self.processes is None else self.processes.process
-
-    @property
     def is_main(self) -> bool:
         """Whether this process prints and writes files."""
-        return self.processes is None or self.processes.process.is_main
-
-    def agreed(self, name: str, value: Any) -> Any:
-        """The main process's value, in all processes. Plain containers only."""
-        return value if self.processes is None else self.processes.agreed(name, value)
-
-    def local_rank_zero_first(self, name: str) -> AbstractContextManager[None]:
-        """Runs the block in one process per machine, and after that in the others."""
-        return nullcontext() if self.processes is None else self.processes.local_rank_zero_first(name)
-
-    def together(self, name: str) -> AbstractContextManager[None]:
-        """What fails inside in one process fails in all of them with a UserError."""
-        return nullcontext() if self.processes is None else self.processes.together(name)
+        return self.process is None or self.process.is_main
 
 
 LOCK = ".lock"

@@ -1,4 +1,4 @@
-"""Starts the other processes of a job on this machine, with Lightning's launcher."""
+"""Starts the other processes of a job on this machine."""
 
 from __future__ import annotations
 
@@ -8,66 +8,66 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from unittest.mock import patch
 
 import torch
-from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from torch.distributed import Store, TCPStore
+from lightning.fabric.strategies.launchers.subprocess_script import _launch_process_observer
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from torch.distributed import TCPStore
 
-import __main__
-from holotrain.errors import UserError
-from holotrain.parallel.process_group import PATIENCE
+from holotrain.errors import MachineFailure, UserError
 
 LOOPBACK = "127.0.0.1"
 
 
-class ProcessDied(Exception):
-    """A process was killed by a signal, which may be the system's for lack of memory."""
-
-
 @contextmanager
-def started_processes(command: str, size: int) -> Generator[Store]:
+def started_processes(command: str, size: int, hint: Callable[[], str]) -> Generator[None]:
     """Inside, this process is the first of ``size``. The others run ``python -m holotrain COMMAND`` and follow it.
 
-    If the block raises, they are killed. If one of them fails and this process goes on, Lightning kills all after some seconds.
+    If the block raises, they are killed. If one of them fails and this process does not notice, Lightning kills all after some
+    seconds: NCCL may wait for a dead process.
+
+    Args:
+        hint: returns what to add to the message about a process that was killed.
 
     Raises:
-        ProcessDied: the block failed because one of them was killed.
+        MachineFailure: the block failed because one of them was killed.
     """
     # torch alone would let the store listen on every address.
     listener = socket.create_server((LOOPBACK, 0))
     port, threads = listener.getsockname()[1], torch.get_num_threads()
-    variables = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    variables = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "RANK": "0", "LOCAL_RANK": "0"}
+    # As in torchrun's processes, rank 0 does not host the store.
+    variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     # Modules are found as here; without PYTHONSAFEPATH those of the working directory would come first.
     variables |= {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONSAFEPATH": "1"}
     if sys.platform == "linux":
         variables["GLOO_SOCKET_IFNAME"] = "lo"
+    children: list[subprocess.Popen] = []
+    observed: list[subprocess.Popen] = []
     # `datasets` (4.4) puts a copy in place of os.environ when it reads in several processes.
     with patch.object(os, "environ", os.environ), patch.dict(os.environ, variables):
-        store = TCPStore(LOOPBACK, port, None, True, PATIENCE, False, master_listen_fd=listener.detach())
-        launcher = _SubprocessScriptLauncher(LightningEnvironment(), size, 1)
-        # The launcher starts again what runs here, which may be a script, a notebook or a sweep.
-        program = patch.object(__main__, "__spec__", find_spec("holotrain.__main__"))
-        with program, patch.object(sys, "argv", ["holotrain", command]):
-            launcher.launch(lambda: None)
-        os.environ["RANK"] = "0"
-        children = list(launcher.procs)
+        _store = TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+        _set_num_threads_if_needed(size)
         try:
-            yield store
-            launcher.procs.clear()  # Lightning's observer kills this process if it sees that one of them has failed
+            for rank in map(str, range(1, size)):
+                program = [sys.executable, "-m", "holotrain", command]
+                children.append(subprocess.Popen(program, env=os.environ | {"RANK": rank, "LOCAL_RANK": rank}))
+            observed += children
+            _launch_process_observer(observed)
+            yield
+            observed.clear()
             with suppress(subprocess.TimeoutExpired):
                 for child in children:
-                    child.wait(PATIENCE.total_seconds())
+                    child.wait(60)
         except Exception as error:
             if not isinstance(error, UserError) and (death := _death_among(children)):
-                raise ProcessDied(death) from error
+                raise MachineFailure(f"{death}{hint()}") from error
             raise
         finally:
-            launcher.procs.clear()
+            observed.clear()  # Lightning's observer kills this process if it sees that one of them has failed
             for child in children:
                 child.kill()
                 child.wait()

@@ -1,128 +1,70 @@
-"""The processes of a job: messages between them through torch's store, and their process group."""
+"""The processes of a launcher: jobs that the main one sends to the others, and the process group of each job."""
 
 from __future__ import annotations
 
 import gc
 import json
 import os
-import re
 import traceback
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store
+from torch.distributed.elastic.utils.store import barrier
 from torch.distributed.rendezvous import rendezvous
 
-from holotrain.errors import MachineFailure, UserError
+from holotrain.errors import UserError
 from holotrain.parallel.rank import ProcessRank
 
-PATIENCE = timedelta(seconds=120)
-"""How long a process may take to start."""
-
 FOREVER = timedelta(days=365)
-"""Some messages take as long as a training; a process that waits for one is ended by the launcher if the sender dies."""
-
-ERRORS = {kind.__name__: kind for kind in (MachineFailure, UserError, RuntimeError)}
+"""For what takes as long as a training, or as the preparation of data. The launcher ends processes that wait in vain."""
 
 
 class Processes:
     """
     Args:
         process: rank of this process.
-        store: a store of this job alone.
+
+    Raises:
+        UserError: the main process cannot be reached, or its port is in use.
     """
 
-    def __init__(self, process: ProcessRank, store: Store) -> None:
-        self.process, self.store = process, store
-
-    def post(self, name: str, value: Any) -> None:
-        """Publishes a value for all processes, as JSON."""
-        self.store.set(name, json.dumps(value))
-
-    def read(self, name: str) -> Any:
-        """Waits for the value of a name and returns it."""
-        self.store.wait([name], FOREVER)
-        return json.loads(self.store.get(name))
-
-    def agreed(self, name: str, value: Any = None) -> Any:
-        """The main process's value, in all processes. Plain containers only."""
-        if self.process.is_main:
-            self.post(name, value)
-            return value
-        return self.read(name)
-
-    @contextmanager
-    def local_rank_zero_first(self, name: str) -> Generator[None]:
-        """Runs the block in one process per machine, and after that in the others. These fail if the first one did."""
-        name = f"{name}/{self.process.node}"
-        if self.process.local_rank:
-            _raise(self.read(name))
-            yield
-            return
+    def __init__(self, process: ProcessRank) -> None:
+        self.process, self._jobs = process, 0
         try:
-            yield
-        except Exception as error:
-            self.post(name, self._described(error))
-            raise
-        self.post(name, None)
+            self._store = next(rendezvous("env://"))[0]
+        except RuntimeError as error:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise UserError(f"rank {process.rank} cannot meet the others at {where}: {str(error).splitlines()[0]}") from error
 
-    @contextmanager
-    def together(self, name: str) -> Generator[None]:
-        """What fails inside in one process fails in all of them, so that none waits for it in vain.
+    def send_job(self, job: Any) -> None:
+        """Sends the next job, as JSON, from the main process to all others."""
+        self._start_job()
+        self.store.set("job", json.dumps(job))
 
-        Raises:
-            UserError: a mistake in another process.
-            RuntimeError: another error in another process.
-        """
+    def receive_job(self) -> Any:
+        """Waits for the next job; None: there is none, and the main process may have ended."""
+        self._start_job()
         try:
-            yield
-        except Exception as error:
-            self._first_failure(name, self._described(error))
-            raise
-        _raise(self._first_failure(name, None))
+            self.store.wait(["job"], FOREVER)
+            return json.loads(self.store.get("job"))
+        except RuntimeError:
+            return None
 
-    def _first_failure(self, name: str, own: list[str] | None) -> list[str] | None:
-        """The main process asks all others, unless it has failed itself; each of those asks the main one alone."""
-        if not self.process.is_main:
-            self.post(f"{name}/of {self.process.rank}", own)
-            return own or self.read(name)
-        others = (self.read(f"{name}/of {rank}") for rank in range(1, self.process.size))
-        failed = own or next(filter(None, others), None)
-        self.post(name, failed)
-        return failed
+    def close(self) -> None:
+        """Releases the other processes, whether or not they received a job, and destroys the process group."""
+        with suppress(RuntimeError):
+            self.send_job(None)
+        destroy_group()
 
-    @contextmanager
-    def first_failure_raised(self) -> Generator[None]:
-        """The first error of any process takes the place of those that others have because it is gone."""
-        try:
-            yield
-        except Exception as error:
-            first = None
-            with suppress(RuntimeError):  # the store's process may have ended
-                if self.store.check(["failure"]):
-                    first = self.read("failure")
-                else:
-                    self.post("failure", self._described(error))
-                    if not isinstance(error, UserError) and not self.process.is_main:
-                        traceback.print_exc()
-            if first and not isinstance(error, UserError):
-                raise ERRORS[first[0]](first[1]) from error
-            raise
-
-    def _described(self, error: Exception) -> list[str]:
-        """The kind of an error, and a line that names this process. A file that a process lacks is a mistake."""
-        kind, text = type(error).__name__, str(error)
-        if isinstance(error, OSError):
-            kind = "UserError"
-        elif not isinstance(error, UserError):
-            kind, text = "RuntimeError", f"{kind}: {error}".splitlines()[0]
-        return [kind, text if re.search(r"\brank \d+", text) else f"rank {self.process.rank}: {text}"]
+    def _start_job(self) -> None:
+        self._jobs += 1
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives a restart
+        self.store = dist.PrefixStore(f"holotrain/{attempt}/{self._jobs}", self._store)
 
     def join(
         self,
@@ -142,34 +84,61 @@ class Processes:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "1")
         os.environ["TORCH_FR_DUMP_TEMP_FILE"] = os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = f"{folder}/flight_recorder_"
-        self.timeout = timedelta(seconds=timeout)
-        self.wait_for_all("begun", PATIENCE)  # starting takes longer than a short timeout
+        self._timeout = timeout
+        barrier(self.store, self.process.size, "started")  # starting takes longer than a short timeout
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(
             backend,
-            store=PrefixStore("group", self.store),
+            store=dist.PrefixStore("group", self.store),
             rank=self.process.rank,
             world_size=self.process.size,
-            timeout=self.timeout,
+            timeout=timedelta(seconds=timeout),
             pg_options=options,
             device_id=device if device.type == "cuda" else None,
         )
 
+    @contextmanager
+    def shared_mistakes(self) -> Generator[None]:
+        """Prints the error of another process than the main one, which it may end.
+
+        Raises:
+            UserError: a mistake in this process; or in another one, which led to an error in this one.
+        """
+        try:
+            yield
+        except UserError as error:
+            text = str(error) if f"rank {self.process.rank}" in str(error) else f"rank {self.process.rank}: {error}"
+            with suppress(RuntimeError):  # the store's process may have ended
+                self.store.set("mistake", text)
+            raise
+        except Exception as error:
+            with suppress(RuntimeError):
+                if self.store.check(["mistake"]):
+                    raise UserError(self.store.get("mistake").decode()) from error
+                if not self.process.is_main:
+                    traceback.print_exc()
+            raise
+
     def leave(self) -> None:
-        """Destroys the process group, when all processes call this: a connection may still carry another one's last message."""
-        with suppress(dist.DistNetworkError):  # the main process, which may host the store, has finished
-            self.wait_for_all("through", self.timeout)
+        """Destroys the process group when all processes call this: a connection may still carry another one's last message."""
+        with suppress(RuntimeError):  # the main process, which may host the store, has finished
+            barrier(self.store, self.process.size, "finished", self._timeout)
         destroy_group()
 
-    def wait_for_all(self, name: str, timeout: timedelta) -> None:
-        self.post(f"{name}/{self.process.rank}", True)
-        self.store.wait([f"{name}/{rank}" for rank in range(self.process.size)], timeout)
 
-
-def _raise(failure: list[str] | None) -> None:
-    if failure:
-        raise ERRORS[failure[0]](failure[1])
+@contextmanager
+def local_rank_zero_first(process: ProcessRank | None) -> Generator[None]:
+    """Runs the block in one process per machine, and after that in the others. None: there is one process."""
+    if process is None:
+        yield
+        return
+    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=FOREVER))
+    if process.local_rank:
+        dist.barrier(group)
+    yield
+    if not process.local_rank:
+        dist.barrier(group)
 
 
 def destroy_group() -> None:
@@ -179,22 +148,3 @@ def destroy_group() -> None:
             dist.destroy_process_group()
     # The group's threads end when the last reference is gone; one that outlives Python (torch 2.15) aborts the process.
     gc.collect()
-
-
-def processes_of_jobs(process: ProcessRank, store: Store | None = None) -> Iterator[Processes]:
-    """One for each job of the processes that a launcher started.
-
-    Args:
-        store: where they meet; None: its environment variables say where.
-
-    Raises:
-        UserError: the main process cannot be reached, or its port is in use.
-    """
-    try:
-        store = store or next(rendezvous("env://", timeout=PATIENCE))[0]
-    except RuntimeError as error:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise UserError(f"rank {process.rank} cannot meet the others at {where}: {str(error).splitlines()[0]}") from error
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    for job in count():
-        yield Processes(process, PrefixStore(f"holotrain/{attempt}/{job}", store))

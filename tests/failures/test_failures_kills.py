@@ -188,7 +188,7 @@ def test_the_summary_is_whole_after_kill_9_during_the_test(tmp_path, case):
         folder.mkdir()
         with_text(folder)
     ended(fit_apart(folders[0], *words), folders[0])
-    assert fit_apart(folders[1], *words, *kill).wait(200) == (1 if case == "two processes" else -signal.SIGKILL)
+    assert fit_apart(folders[1], *words, *kill).wait(200) == (2 if case == "two processes" else -signal.SIGKILL)
     job = Path("run/1" if "-m" in words else "run")
     assert not (folders[1] / job / "summary.json").exists()
     again = [*words, *kill, "resume=true"] if "-m" in words else ["resume=true", "hydra.run.dir=run", kill[0].lstrip("+")]
@@ -202,7 +202,7 @@ def test_the_summary_is_whole_after_kill_9_during_the_test(tmp_path, case):
 def check_ending(kind: str, names: str, status: int, errors: str) -> None:
     """The exit status, and words that say what was kept."""
     first = getattr(signal, names.split()[0])
-    killed = [1] if kind == "two processes" and first == signal.SIGKILL else []  # of another process than the first
+    killed = [2] if kind == "two processes" and first == signal.SIGKILL else []  # of another process than the first
     assert status in (128 + first, -first, *killed) and (names != "SIGTERM SIGTERM" or status == -first), errors
     words, *_ = errors.split("Exception ignored in")  # Python, of a Ctrl-C within its own clean-up
     assert "Traceback" not in words, errors
