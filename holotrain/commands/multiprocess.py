@@ -14,17 +14,17 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from holotrain.commands.console import console, quieten
 from holotrain.commands.failures import machine_failures
-from holotrain.commands.run_folder import Run, alone_in
-from holotrain.commands.summary import completed, ended
+from holotrain.commands.run_folder import Run, alone_in, continued
+from holotrain.commands.summary import ended
 from holotrain.config.build_trainer import (
-    backend_of,
     check_processes,
     data_shard_of,
-    device_of,
     matmul_precision,
-    nccl_options,
+    process_group_options,
     processes_of,
 )
 from holotrain.config.command_options import FitConfig, RunConfig
@@ -53,53 +53,27 @@ def run_job(command: str, config: RunConfig, run: Run, processes: Processes | No
     """
     with alone_in(run.folder):
         if isinstance(config, FitConfig):
-            config = _continued(config, run)
+            config = continued(config, run)
             if config.resume and (message := ended(config.trainer, run.folder)):
                 console.print(message)
                 return 0
+        if command not in MULTIPROCESS_COMMANDS:
+            if processes is not None:
+                raise UserError(f"{command} runs in one process; start it without a launcher")
+            return _run_command(command, config, run)
+        check_processes(config, processes.process if processes else None)
         if processes is not None:
-            _check_launched(command, config, processes.process)
             return _run_with_others(processes, command, config, run)
-        if command not in MULTIPROCESS_COMMANDS or config.trainer.strategy == "single":
-            return _run_command(command, config, run)
-        check_processes(config, None)
-        if (size := processes_of(config.trainer)) == 1:
+        if (size := processes_of(config.trainer)) > 1:
+            with started_processes(command, size, run.hint):
+                processes = Processes(ProcessRank(0, size, 0, size))
+                try:
+                    return _run_with_others(processes, command, config, run)
+                finally:
+                    processes.close()
+        if config.trainer.strategy != "single":
             console.print(f"trainer={config.trainer.strategy}: using one process for one device; set trainer.devices for more")
-            return _run_command(command, config, run)
-        with started_processes(command, size, run.hint):
-            processes = Processes(ProcessRank(0, size, 0, size))
-            try:
-                return _run_with_others(processes, command, config, run)
-            finally:
-                processes.close()
-
-
-def _check_launched(command: str, config: RunConfig, process: ProcessRank) -> None:
-    if command not in MULTIPROCESS_COMMANDS:
-        raise UserError(f"{command} runs in one process, but {process.size} were started; start it without a launcher")
-    if config.trainer.strategy == "single":
-        raise UserError(
-            f"started as {process.size} processes, but trainer=default uses one; use trainer=ddp, fsdp, tp or pipeline"
-        )
-    check_processes(config, process)
-
-
-def _continued(config: FitConfig, run: Run) -> FitConfig:
-    """The configuration, which continues the run if torchrun started its processes again.
-
-    Raises:
-        UserError: the folder holds another run, or has a name that a checkpoint cannot hold.
-    """
-    try:
-        str(folder := run.folder.absolute()).encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{folder}: its name is not text in UTF-8, and checkpoints hold it; train in another folder") from None
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and run.last_checkpoint.exists():
-        print(f"holotrain: torchrun started again, from {run.last_checkpoint}", file=sys.stderr)
-        return replace(config, resume=True, ckpt_path=None)
-    if not config.resume and (run.last_checkpoint.exists() or completed(run.folder) is not None):
-        raise UserError(f"{run.folder} already holds a run; give another folder, or continue that run with resume=true")
-    return config
+        return _run_command(command, config, run)
 
 
 def _run_with_others(processes: Processes, command: str, config: RunConfig, run: Run) -> int:
@@ -133,18 +107,20 @@ def follow(process: ProcessRank) -> int:
 
 
 def _run_member(processes: Processes, command: str, config: RunConfig, run: Run) -> int:
-    """Runs a job in this process, one of several. After an error the process group stays, so that the others only wait."""
-    trainer, process = config.trainer, processes.process
-    device = device_of(trainer, process)
-    processes.join(backend_of(trainer, device), device, trainer.timeout, run.folder, nccl_options(trainer))
-    set_data_shard(*data_shard_of(trainer, process))
+    """Runs a job in this process, one of several."""
+    options = process_group_options(config.trainer, processes.process)
+    if options["device_id"] is not None:
+        torch.cuda.set_device(options["device_id"])
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "1")
+    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        os.environ[name] = f"{run.folder}/flight_recorder_"
+    set_data_shard(*data_shard_of(config.trainer, processes.process))
     try:
-        with processes.shared_mistakes():
-            status = _run_command(command, config, replace(run, process=process))
+        with processes.group(**options):
+            return _run_command(command, config, replace(run, process=processes.process))
     finally:
         set_data_shard()
-    processes.leave()
-    return status
 
 
 def _run_command(command: str, config: RunConfig, run: Run) -> int:
@@ -152,7 +128,7 @@ def _run_command(command: str, config: RunConfig, run: Run) -> int:
         with matmul_precision(config.trainer.float32_matmul_precision), machine_failures(run):
             module = "evaluation" if command in ("validate", "test") else command
             return importlib.import_module(f"holotrain.commands.{module}").run(config, run)
-    except SystemExit as ended:
-        if isinstance(ended.__context__, KeyboardInterrupt):  # Lightning (2.6) ends Python on Ctrl-C, with status 1
-            raise KeyboardInterrupt from ended
+    except SystemExit as end:
+        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning (2.6) ends Python on Ctrl-C, with status 1
+            raise KeyboardInterrupt from end
         raise

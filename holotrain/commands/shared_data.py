@@ -1,6 +1,7 @@
 """The data of a run, which all of its processes have to find alike."""
 
 from pathlib import Path
+from typing import cast
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from holotrain.config.build import build_data
 from holotrain.config.command_options import RunConfig
 from holotrain.data.loader import LoadingModule
 from holotrain.errors import UserError
-from holotrain.parallel.process_group import local_rank_zero_first
+from holotrain.parallel.process_group import FOREVER
 
 
 def shared_data(stage: str, config: RunConfig, checkpoint: Path | None, run: Run) -> pl.LightningDataModule:
@@ -24,11 +25,17 @@ def shared_data(stage: str, config: RunConfig, checkpoint: Path | None, run: Run
         UserError: a mistake in the data, or two processes have different data.
     """
     data = build_data(config, tokenizer_for(config, checkpoint))
-    with local_rank_zero_first(run.process):
-        data.prepare_data()
+    process = run.process
+    # The first process of a machine prepares the data, which may take long; the others read what it has prepared.
+    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=FOREVER)) if process is not None else None
+    if process is not None and process.local_rank:
+        dist.barrier(group)
+    data.prepare_data()
+    if process is not None and not process.local_rank:
+        dist.barrier(group)
     data.setup(stage)
-    if run.process is not None and isinstance(data, LoadingModule):  # a module of others may give each process a share
-        _check_alike([None] * run.process.size, data.fingerprint())
+    if process is not None and isinstance(data, LoadingModule):  # a module of others may give each process a share
+        _check_alike([None] * process.size, data.fingerprint())
     return data
 
 

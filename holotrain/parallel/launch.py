@@ -7,13 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from unittest.mock import patch
 
 import torch
-from lightning.fabric.strategies.launchers.subprocess_script import _launch_process_observer
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from torch.distributed import TCPStore
 
@@ -21,13 +21,15 @@ from holotrain.errors import MachineFailure, UserError
 
 LOOPBACK = "127.0.0.1"
 
+UNNOTICED = 30.0
+"""Seconds after which all processes are killed if one has failed and the first one still waits for it, as NCCL may."""
+
 
 @contextmanager
 def started_processes(command: str, size: int, hint: Callable[[], str]) -> Generator[None]:
     """Inside, this process is the first of ``size``. The others run ``python -m holotrain COMMAND`` and follow it.
 
-    If the block raises, they are killed. If one of them fails and this process does not notice, Lightning kills all after some
-    seconds: NCCL may wait for a dead process.
+    If the block raises, they are killed. If one of them fails and this process does not notice, all are killed after a while.
 
     Args:
         hint: returns what to add to the message about a process that was killed.
@@ -46,37 +48,44 @@ def started_processes(command: str, size: int, hint: Callable[[], str]) -> Gener
     if sys.platform == "linux":
         variables["GLOO_SOCKET_IFNAME"] = "lo"
     children: list[subprocess.Popen] = []
-    observed: list[subprocess.Popen] = []
     # `datasets` (4.4) puts a copy in place of os.environ when it reads in several processes.
     with patch.object(os, "environ", os.environ), patch.dict(os.environ, variables):
         _store = TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
         _set_num_threads_if_needed(size)
+        for rank in map(str, range(1, size)):
+            program = [sys.executable, "-m", "holotrain", command]
+            children.append(subprocess.Popen(program, env=os.environ | {"RANK": rank, "LOCAL_RANK": rank}))
+        observed = children.copy()
+        threading.Thread(target=_end_if_unnoticed, args=[observed], daemon=True).start()
         try:
-            for rank in map(str, range(1, size)):
-                program = [sys.executable, "-m", "holotrain", command]
-                children.append(subprocess.Popen(program, env=os.environ | {"RANK": rank, "LOCAL_RANK": rank}))
-            observed += children
-            _launch_process_observer(observed)
             yield
             observed.clear()
             with suppress(subprocess.TimeoutExpired):
                 for child in children:
                     child.wait(60)
+        except UserError:
+            raise
         except Exception as error:
-            if not isinstance(error, UserError) and (death := _death_among(children)):
-                raise MachineFailure(f"{death}{hint()}") from error
+            time.sleep(0.5)  # a process's connections are closed before it has ended
+            if killed := [child for child in children if (child.poll() or 0) < 0]:
+                name = signal.Signals(-killed[0].returncode).name
+                rank = children.index(killed[0]) + 1
+                raise MachineFailure(f"rank {rank} (process {killed[0].pid}) was killed by {name}{hint()}") from error
             raise
         finally:
-            observed.clear()  # Lightning's observer kills this process if it sees that one of them has failed
+            observed.clear()
             for child in children:
                 child.kill()
                 child.wait()
             torch.set_num_threads(threads)
 
 
-def _death_among(children: list[subprocess.Popen]) -> str | None:
-    time.sleep(0.5)  # its connections are closed before it has ended
-    for rank, child in enumerate(children, 1):
-        if (status := child.poll()) is not None and status < 0:
-            return f"rank {rank} (process {child.pid}) was killed by {signal.Signals(-status).name}"
-    return None
+def _end_if_unnoticed(observed: list[subprocess.Popen]) -> None:
+    """Kills this process and the others some time after one of them has failed, unless the list is emptied before."""
+    while observed and not any(child.poll() for child in observed):
+        time.sleep(1)
+    time.sleep(UNNOTICED)
+    for child in observed:
+        child.kill()
+    if observed:
+        os.kill(os.getpid(), signal.SIGKILL)

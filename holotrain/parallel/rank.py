@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 from holotrain.errors import UserError
@@ -12,11 +11,7 @@ from holotrain.errors import UserError
 
 @dataclass(frozen=True)
 class ProcessRank:
-    """
-    Args:
-        rank, size: rank of this process, and number of processes.
-        local_rank, local_size: the same on this machine.
-    """
+    """Rank of this process and number of processes, in the whole run and on this machine."""
 
     rank: int
     size: int
@@ -39,25 +34,25 @@ def rank_from_environment() -> ProcessRank | None:
     Raises:
         UserError: the machines have different numbers of processes.
     """
-    environment = os.environ  # now: another package may have replaced it
-    if not {"WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
-        if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) == 1:
-            return None
-        _set_from_slurm(environment)
-    rank, size, local_rank = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    local_size = int(environment.get("LOCAL_WORLD_SIZE", size))
+    if "LOCAL_RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        _set_from_slurm()
+    if "LOCAL_RANK" not in os.environ or (size := int(os.environ["WORLD_SIZE"])) == 1:
+        return None
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if size % local_size or local_rank >= local_size:
         raise UserError(f"the launcher started {size} processes; each machine must have the same number")
-    return ProcessRank(rank, size, local_rank, local_size) if size > 1 else None
+    return ProcessRank(rank, size, local_rank, local_size)
 
 
-def _set_from_slurm(environment: MutableMapping[str, str]) -> None:
+def _set_from_slurm() -> None:
     from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-    size, nodes = int(environment["SLURM_STEP_NUM_TASKS"]), int(environment.get("SLURM_STEP_NUM_NODES", 1))
-    address = SLURMEnvironment.resolve_root_node_address(environment.get("SLURM_STEP_NODELIST", "127.0.0.1"))
-    environment.setdefault("MASTER_ADDR", address)
+    slurm = os.environ
+    size, nodes = int(slurm["SLURM_STEP_NUM_TASKS"]), int(slurm.get("SLURM_STEP_NUM_NODES", 1))
+    address = SLURMEnvironment.resolve_root_node_address(slurm.get("SLURM_STEP_NODELIST", "127.0.0.1"))
+    slurm.setdefault("MASTER_ADDR", address)
     # the job id is unique and known to all its processes
-    environment.setdefault("MASTER_PORT", str(15000 + int(environment.get("SLURM_JOB_ID", "0")) % 10000))
-    environment.update(RANK=environment["SLURM_PROCID"], WORLD_SIZE=str(size))
-    environment.update(LOCAL_RANK=environment["SLURM_LOCALID"], LOCAL_WORLD_SIZE=str(math.ceil(size / nodes)))
+    slurm.setdefault("MASTER_PORT", str(15000 + int(slurm.get("SLURM_JOB_ID", "0")) % 10000))
+    slurm.update(RANK=slurm["SLURM_PROCID"], WORLD_SIZE=str(size))
+    slurm.update(LOCAL_RANK=slurm["SLURM_LOCALID"], LOCAL_WORLD_SIZE=str(math.ceil(size / nodes)))

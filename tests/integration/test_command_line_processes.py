@@ -281,7 +281,9 @@ def test_another_process_reports_the_death_of_the_main_process(left):
     folder, (_, one) = left
     assert one["statuses"]["killed"] == 1
     mistake, died = (folder / "errors_1").read_text().splitlines()
-    assert mistake.startswith("holotrain: rank 1 failed: data.files: ") and died.startswith("holotrain: rank 1 failed: ")
+    assert mistake.startswith("holotrain: rank 1 failed: rank 0: data.files: ") and died.startswith(
+        "holotrain: rank 1 failed: "
+    )
     assert torch.load(folder / "did_killed" / LAST, weights_only=True)["global_step"] == 3
 
 
