@@ -21,7 +21,7 @@ from torch import nn
 from holotrain.commands.checkpoint import described_model
 from holotrain.commands.console import console, quietly
 from holotrain.commands.generate import GENERATIONS
-from holotrain.commands.multiprocess import MultiprocessRunner
+from holotrain.commands.multiprocess import run_job
 from holotrain.commands.plan import planned
 from holotrain.commands.predict import PREDICTIONS
 from holotrain.commands.run_folder import Run
@@ -268,7 +268,7 @@ def _run(
             if quiet:
                 silenced.enter_context(redirect_stdout(StringIO()))
                 silenced.enter_context(console.capture())  # in a notebook it does not print to standard output
-            status = MultiprocessRunner(None).run(command, config, run)
+            status = run_job(command, config, run)
     except OSError as error:
         raise UserError(f"cannot write to {error.filename or folder}: {error.strerror or error}") from error
     finally:

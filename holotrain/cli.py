@@ -43,8 +43,8 @@ from holotrain.parallel.rank import ProcessRank, rank_from_environment
 from holotrain.targets import first_line
 
 if TYPE_CHECKING:
-    from holotrain.commands.multiprocess import MultiprocessRunner
     from holotrain.commands.run_folder import Run
+    from holotrain.parallel.process_group import Processes
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -172,8 +172,8 @@ class Launch:
                     f"cannot write to {error.filename or 'the output folder'}: {error.strerror or error}"
                 ) from error
             finally:
-                if self.process is not None:
-                    self.runner.close()
+                if self.processes is not None:
+                    self.processes.close()
         jobs = sweep.ended()
         if jobs and sweep.folder is not None:
             from holotrain.commands.sweep import show_sweep
@@ -183,10 +183,13 @@ class Launch:
         return max(statuses, key=lambda status: (status > 128, status == 1, status))  # a signal, else a defect, else a mistake
 
     @cached_property
-    def runner(self) -> MultiprocessRunner:
-        from holotrain.commands.multiprocess import MultiprocessRunner  # imports torch
+    def processes(self) -> Processes | None:
+        """The processes of the launcher."""
+        if self.process is None:
+            return None
+        from holotrain.parallel.process_group import Processes  # imports torch
 
-        return MultiprocessRunner(self.process)
+        return Processes(self.process)
 
     def job(self, config: DictConfig) -> float | None:
         """One run. Returns what a sweeper may optimise. A mistake ends the run, not the sweep that it belongs to.
@@ -204,16 +207,16 @@ class Launch:
             with files_named():
                 typed = self.start.structured(config, overrides, hydra.runtime.choices)
                 from holotrain.commands.console import quieten
+                from holotrain.commands.multiprocess import run_job  # imports Lightning, which can now be silenced
                 from holotrain.commands.run_folder import Run
                 from holotrain.config.build import check_values
 
-                runner = self.runner  # imports Lightning, which can now be silenced
                 quieten()
                 check_values(typed)
                 command, config_dir = self.arguments.command, self.arguments.config_dir
                 varied = self._varied(overrides)
                 run = Run(command, folder, overrides, typed.choices, varied, direction(hydra), config_dir)
-                left.exit_status = runner.run(command, typed, run)
+                left.exit_status = run_job(command, typed, run, self.processes)
             left.error = next(iter(run.errors), None)
         except UserError as error:
             print(f"holotrain: {error}", file=sys.stderr)
@@ -234,8 +237,7 @@ class Launch:
             with suppress(OSError):  # such as: it is not empty
                 folder.rmdir()
         self.statuses.append(left.exit_status)
-        # Only asked if it exists: creating it would import torch, and the message of a mistake would be late.
-        if left.exit_status > 128 or ("runner" in vars(self) and self.runner.broken):
+        if left.exit_status > 128 or (self.process is not None and left.exit_status):  # the others have failed, too
             raise Ended(left.exit_status)
         gc.collect()  # trainers are reference cycles, and would use memory in the next job of a sweep
         return left.value

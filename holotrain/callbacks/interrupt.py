@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 
 from holotrain.checkpoints.exact_resume import gradients_pending, has_peers, validation_follows
 
@@ -50,13 +49,13 @@ class SaveOnSignal(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.received = 0
-        self._agreement: Agreement
+        self._signals: DelayedAllReduce
         self._previous: dict[int, Any] = {}
         self._leads = False
         self._in_epoch = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._agreement = Agreement(getattr(trainer.strategy, "_timeout", None))
+        self._signals = DelayedAllReduce(getattr(trainer.strategy, "_timeout", None))
         self._leads = trainer.is_global_zero
         if threading.current_thread() is threading.main_thread():
             self._previous = {signum: signal.signal(signum, self._note) for signum in self.SIGNALS}
@@ -71,23 +70,23 @@ class SaveOnSignal(Checkpoint):
         # one made before it. Both are followed by a better place to save.
         if trainer.is_last_batch:
             return
-        agreed = self._agreement.late(self.received)
+        signum = self._signals.delayed(self.received)
         if not (gradients_pending(trainer) or validation_follows(trainer)):
-            self._save_and_raise(trainer, agreed)
+            self._save_and_raise(trainer, signum)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING and not (trainer.sanity_checking or trainer.is_last_batch):
-            self._save_and_raise(trainer, self._agreement.now(self.received))
+            self._save_and_raise(trainer, self._signals.immediate(self.received))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._in_epoch = False
-        self._save_and_raise(trainer, self._agreement.now(self.received))
+        self._save_and_raise(trainer, self._signals.immediate(self.received))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        agreed = self._agreement.now(self.received)  # while the files of the last epoch were written
-        self._agreement.end()
+        signum = self._signals.immediate(self.received)  # while the files of the last epoch were written
+        self._signals.end()
         self._restore()  # Lightning (2.6) restores the handlers that it found before it tears callbacks down
-        self._save_and_raise(trainer, agreed)
+        self._save_and_raise(trainer, signum)
 
     def _save_and_raise(self, trainer: pl.Trainer, signum: int) -> None:
         if signum:
@@ -112,7 +111,7 @@ class SaveOnSignal(Checkpoint):
             signal.signal(*self._previous.popitem())
 
 
-class Agreement:
+class DelayedAllReduce:
     """The maximum over processes, one batch late, so that no process waits for the others.
 
     Every process must call the same methods in the same order. Uses its own gloo group on the CPU, so that no GPU is
@@ -124,30 +123,30 @@ class Agreement:
 
     def __init__(self, timeout: timedelta | None = None) -> None:
         self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout)) if has_peers() else None
-        self._pending: tuple[dist.Work, Tensor] | None = None
+        self._maximum = torch.zeros(1, dtype=torch.int64)
+        self._work: dist.Work | None = None
 
-    def late(self, number: int) -> int:
+    def delayed(self, number: int) -> int:
         """The maximum of the previous call's numbers; 0 at the first call."""
         if self._group is None:
             return number
-        agreed, brought = self._settled(), torch.tensor([number])
-        self._pending = dist.all_reduce(brought, dist.ReduceOp.MAX, self._group, async_op=True), brought
-        return agreed
+        previous, self._maximum = self._wait(), torch.tensor([number])
+        self._work = dist.all_reduce(self._maximum, dist.ReduceOp.MAX, self._group, async_op=True)
+        return previous
 
-    def now(self, number: int) -> int:
+    def immediate(self, number: int) -> int:
         """The maximum of the numbers of this call and the previous one."""
-        return max(self.late(number), self._settled())
+        return max(self.delayed(number), self._wait())
 
     def end(self) -> None:
         """Waits for the pending collective and destroys the group."""
+        self._wait()
         if self._group is not None:
-            self._settled()
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def _settled(self) -> int:
-        if self._pending is None:
-            return 0
-        (work, brought), self._pending = self._pending, None
-        work.wait()
-        return int(brought)
+    def _wait(self) -> int:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return int(self._maximum)

@@ -5,9 +5,9 @@ import sys
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -36,7 +36,7 @@ from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_trainer import build_trainer, check_division, check_training_device, device_kind, device_name
 from holotrain.config.command_options import FitConfig
 from holotrain.config.composition import MODES
-from holotrain.config.structured import structured, to_container
+from holotrain.config.structured import to_container
 from holotrain.errors import UserError
 from holotrain.reversible import kept_between_blocks
 from holotrain.tasks.task import model_of
@@ -99,7 +99,7 @@ def run(config: FitConfig, run: Run) -> int:
             trainer.fit(task, datamodule=data, ckpt_path=start_checkpoint, weights_only=True)
         with as_out_of_memory():
             if config.test and config.trainer.limit_test_batches != 0 and can_test(task, data):
-                if run.processes is not None:  # the strategy may have sharded the trained task
+                if run.process is not None:  # the strategy may have sharded the trained task
                     task = build_task(config, data)
                 try:
                     tested = evaluate("test", config, run, task, data, _checkpoint(run, trainer), loggers, trainer.global_step)
@@ -111,7 +111,7 @@ def run(config: FitConfig, run: Run) -> int:
     except OutOfMemory as refusal:
         status, exit_status = "out of memory", 2
         when = "during the test" if trainer.state.finished else f"at step {trainer.global_step + 1}"
-        if run.processes is not None:  # so that the other processes end too
+        if run.process is not None:  # so that the other processes end too
             if run.is_main:
                 log_end(loggers, completed=False)
             raise UserError(f"out of memory {when} on {device_name(config.trainer.accelerator)}; {refusal}") from refusal
@@ -147,7 +147,9 @@ def _chosen(config: FitConfig, data: pl.LightningDataModule, run: Run) -> tuple[
     planned = None
     if run.is_main:
         config, planned = choose(processes=run.process.local_size)
-    config = cast(FitConfig, structured("fit", run.agreed("chosen", to_container(config))))
+    shared = [config]
+    dist.broadcast_object_list(shared)
+    config = shared[0]
     option, size = config.batch_option
     setattr(data, option.removeprefix("data."), size)
     return config, planned

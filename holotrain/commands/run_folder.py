@@ -7,11 +7,12 @@ import shlex
 import sys
 import time
 from collections.abc import Generator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, fields
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+from holotrain.commands.summary import completed
 from holotrain.config.checkpointed import COMMAND_LINE_ONLY
 from holotrain.config.command_options import FitConfig, RunConfig
 from holotrain.config.composition import key_of
@@ -20,7 +21,6 @@ from holotrain.config.start import LOCAL_LOGGERS
 from holotrain.errors import UserError
 from holotrain.files import WITHOUT_LINKS
 from holotrain.folders import LAST_CHECKPOINT, as_word, refuse_links
-from holotrain.parallel.process_group import Processes
 from holotrain.parallel.rank import ProcessRank
 from holotrain.targets import TARGET
 
@@ -42,7 +42,7 @@ class Run:
         varied: the options and groups that a sweep varies; empty without a sweep.
         direction: ``maximize`` or ``minimize``, what the sweeper does with the monitored metric; None: it does not optimise.
         config_dir: the user's folder of options; None: there is none.
-        processes: the processes of the run; None: only this process.
+        process: rank of this process among those of the run; None: it is the only one.
         errors: what went wrong in several processes, in one line.
         started: when, by the clock of this machine.
     """
@@ -54,7 +54,7 @@ class Run:
     varied: list[str] = field(default_factory=list)
     direction: str | None = None
     config_dir: str | None = None
-    processes: Processes | None = None
+    process: ProcessRank | None = None
     errors: list[str] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
 
@@ -91,25 +91,27 @@ class Run:
         return f"; {self.how_to_resume}" if self.last_checkpoint.exists() else ""
 
     @property
-    def process(self) -> ProcessRank | None:
-        return None if self.processes is None else self.processes.process
-
-    @property
     def is_main(self) -> bool:
         """Whether this process prints and writes files."""
-        return self.processes is None or self.processes.process.is_main
+        return self.process is None or self.process.is_main
 
-    def agreed(self, name: str, value: Any) -> Any:
-        """The main process's value, in all processes. Plain containers only."""
-        return value if self.processes is None else self.processes.agreed(name, value)
 
-    def local_rank_zero_first(self, name: str) -> AbstractContextManager[None]:
-        """Runs the block in one process per machine, and after that in the others."""
-        return nullcontext() if self.processes is None else self.processes.local_rank_zero_first(name)
+def continued(config: FitConfig, run: Run) -> FitConfig:
+    """The configuration, which continues the run if torchrun started its processes again.
 
-    def together(self, name: str) -> AbstractContextManager[None]:
-        """What fails inside in one process fails in all of them with a UserError."""
-        return nullcontext() if self.processes is None else self.processes.together(name)
+    Raises:
+        UserError: the folder holds another run, or has a name that a checkpoint cannot hold.
+    """
+    try:
+        str(folder := run.folder.absolute()).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{folder}: its name is not text in UTF-8, and checkpoints hold it; train in another folder") from None
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and run.last_checkpoint.exists():
+        print(f"holotrain: torchrun started again, from {run.last_checkpoint}", file=sys.stderr)
+        return replace(config, resume=True, ckpt_path=None)
+    if not config.resume and (run.last_checkpoint.exists() or completed(run.folder) is not None):
+        raise UserError(f"{run.folder} already holds a run; give another folder, or continue that run with resume=true")
+    return config
 
 
 LOCK = ".lock"

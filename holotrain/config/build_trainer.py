@@ -91,6 +91,10 @@ def check_processes(config: RunConfig, process: ProcessRank | None) -> None:
     ``process``, started another number of processes."""
     trainer = config.trainer
     if trainer.strategy == "single":
+        if process is not None:
+            raise UserError(
+                f"started as {process.size} processes, but trainer=default uses one; use trainer=ddp, fsdp, tp or pipeline"
+            )
         return
     check_device(trainer)
     kind, named = device_kind(trainer.accelerator), f"trainer.devices={trainer.devices}"
@@ -133,30 +137,20 @@ def _check_microbatches(config: RunConfig, stages: int) -> None:
         )
 
 
-def device_of(config: ObjectConfig, process: ProcessRank) -> torch.device:
-    """The device of this process."""
-    return torch.device("cuda", process.local_rank) if device_kind(config.accelerator) == "cuda" else torch.device("cpu")
-
-
-def backend_of(config: ObjectConfig, device: torch.device) -> str:
-    """The name of the communication backend."""
-    if config.backend != "auto":
-        return config.backend
-    return "nccl" if device.type == "cuda" else "gloo"
-
-
-def nccl_options(config: ObjectConfig) -> dist.ProcessGroupNCCL.Options | None:
-    """How NCCL's kernels share the GPU; None: its own choice.
-
-    The groups of a device mesh are split from the group of all processes and take these options over.
-    """
-    if config.nccl_max_ctas is None and not config.nccl_high_priority:
-        return None
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=config.nccl_high_priority)
-    if config.nccl_max_ctas is not None:
-        options.config.min_ctas, options.config.max_ctas = 1, config.nccl_max_ctas
-    options._timeout = timedelta(seconds=config.timeout)  # torch warns of another one than that of the group
-    return options
+def process_group_options(config: ObjectConfig, process: ProcessRank) -> dict[str, Any]:
+    """Arguments of ``torch.distributed.init_process_group``. With CUDA, NCCL is told its device."""
+    is_cuda = device_kind(config.accelerator) == "cuda"
+    backend = config.backend if config.backend != "auto" else "nccl" if is_cuda else "gloo"
+    timeout = timedelta(seconds=config.timeout)
+    options = None
+    if config.nccl_max_ctas is not None or config.nccl_high_priority:
+        # The groups of a device mesh are split from the group of all processes and take these options over.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=config.nccl_high_priority)
+        options._timeout = timeout  # torch warns of another one than that of the group
+        if config.nccl_max_ctas is not None:
+            options.config.min_ctas, options.config.max_ctas = 1, config.nccl_max_ctas
+    device = torch.device("cuda", process.local_rank) if is_cuda else None
+    return {"backend": backend, "timeout": timeout, "pg_options": options, "device_id": device}
 
 
 def data_shard_of(config: ObjectConfig, process: ProcessRank) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Starts the other processes of a job on this machine, with Lightning's launcher."""
+"""Starts the other processes of a job on this machine."""
 
 from __future__ import annotations
 
@@ -7,76 +7,85 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from unittest.mock import patch
 
 import torch
-from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from torch.distributed import Store, TCPStore
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from torch.distributed import TCPStore
 
-import __main__
-from holotrain.errors import UserError
-from holotrain.parallel.process_group import PATIENCE
+from holotrain.errors import MachineFailure, UserError
 
 LOOPBACK = "127.0.0.1"
 
-
-class ProcessDied(Exception):
-    """A process was killed by a signal, which may be the system's for lack of memory."""
+UNNOTICED = 30.0
+"""Seconds after which all processes are killed if one has failed and the first one still waits for it, as NCCL may."""
 
 
 @contextmanager
-def started_processes(command: str, size: int) -> Generator[Store]:
+def started_processes(command: str, size: int, hint: Callable[[], str]) -> Generator[None]:
     """Inside, this process is the first of ``size``. The others run ``python -m holotrain COMMAND`` and follow it.
 
-    If the block raises, they are killed. If one of them fails and this process goes on, Lightning kills all after some seconds.
+    If the block raises, they are killed. If one of them fails and this process does not notice, all are killed after a while.
+
+    Args:
+        hint: returns what to add to the message about a process that was killed.
 
     Raises:
-        ProcessDied: the block failed because one of them was killed.
+        MachineFailure: the block failed because one of them was killed.
     """
     # torch alone would let the store listen on every address.
     listener = socket.create_server((LOOPBACK, 0))
     port, threads = listener.getsockname()[1], torch.get_num_threads()
-    variables = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    variables = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "RANK": "0", "LOCAL_RANK": "0"}
+    # As in torchrun's processes, rank 0 does not host the store.
+    variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     # Modules are found as here; without PYTHONSAFEPATH those of the working directory would come first.
     variables |= {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONSAFEPATH": "1"}
     if sys.platform == "linux":
         variables["GLOO_SOCKET_IFNAME"] = "lo"
+    children: list[subprocess.Popen] = []
     # `datasets` (4.4) puts a copy in place of os.environ when it reads in several processes.
     with patch.object(os, "environ", os.environ), patch.dict(os.environ, variables):
-        store = TCPStore(LOOPBACK, port, None, True, PATIENCE, False, master_listen_fd=listener.detach())
-        launcher = _SubprocessScriptLauncher(LightningEnvironment(), size, 1)
-        # The launcher starts again what runs here, which may be a script, a notebook or a sweep.
-        program = patch.object(__main__, "__spec__", find_spec("holotrain.__main__"))
-        with program, patch.object(sys, "argv", ["holotrain", command]):
-            launcher.launch(lambda: None)
-        os.environ["RANK"] = "0"
-        children = list(launcher.procs)
+        _store = TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+        _set_num_threads_if_needed(size)
+        for rank in map(str, range(1, size)):
+            program = [sys.executable, "-m", "holotrain", command]
+            children.append(subprocess.Popen(program, env=os.environ | {"RANK": rank, "LOCAL_RANK": rank}))
+        observed = children.copy()
+        threading.Thread(target=_end_if_unnoticed, args=[observed], daemon=True).start()
         try:
-            yield store
-            launcher.procs.clear()  # Lightning's observer kills this process if it sees that one of them has failed
+            yield
+            observed.clear()
             with suppress(subprocess.TimeoutExpired):
                 for child in children:
-                    child.wait(PATIENCE.total_seconds())
+                    child.wait(60)
+        except UserError:
+            raise
         except Exception as error:
-            if not isinstance(error, UserError) and (death := _death_among(children)):
-                raise ProcessDied(death) from error
+            time.sleep(0.5)  # a process's connections are closed before it has ended
+            if killed := [child for child in children if (child.poll() or 0) < 0]:
+                name = signal.Signals(-killed[0].returncode).name
+                rank = children.index(killed[0]) + 1
+                raise MachineFailure(f"rank {rank} (process {killed[0].pid}) was killed by {name}{hint()}") from error
             raise
         finally:
-            launcher.procs.clear()
+            observed.clear()
             for child in children:
                 child.kill()
                 child.wait()
             torch.set_num_threads(threads)
 
 
-def _death_among(children: list[subprocess.Popen]) -> str | None:
-    time.sleep(0.5)  # its connections are closed before it has ended
-    for rank, child in enumerate(children, 1):
-        if (status := child.poll()) is not None and status < 0:
-            return f"rank {rank} (process {child.pid}) was killed by {signal.Signals(-status).name}"
-    return None
+def _end_if_unnoticed(observed: list[subprocess.Popen]) -> None:
+    """Kills this process and the others some time after one of them has failed, unless the list is emptied before."""
+    while observed and not any(child.poll() for child in observed):
+        time.sleep(1)
+    time.sleep(UNNOTICED)
+    for child in observed:
+        child.kill()
+    if observed:
+        os.kill(os.getpid(), signal.SIGKILL)

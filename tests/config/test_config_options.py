@@ -21,13 +21,14 @@ from holotrain.callbacks import BestCheckpoint, MemoryMonitor, ThroughputMonitor
 from holotrain.config import option_groups
 from holotrain.config.build import build_data, build_task, check_values, synthesis_of
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
-from holotrain.config.build_trainer import build_trainer, check_device, check_training_device, nccl_options
+from holotrain.config.build_trainer import build_trainer, check_device, check_training_device, process_group_options
 from holotrain.config.composition import composed, config_folder, option_names, register
 from holotrain.config.option_groups import SEQUENCE_CLASSIFIER, TASK_OPTIONS, is_a
 from holotrain.config.structured import structured, to_container, without_replaced_options
 from holotrain.data import HubImages, TextDataModule
 from holotrain.errors import UserError, as_user_error
 from holotrain.models.layers.blocks import ResidualSequence
+from holotrain.parallel.rank import ProcessRank
 from holotrain.reversible import backward_schedules, checks
 from holotrain.synthesis import SynthesisOptions
 
@@ -431,10 +432,11 @@ def test_several_loggers_at_once(tmp_path):
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a build of torch with NCCL")
 def test_nccl_takes_the_sms_and_the_priority_that_it_is_given():
-    assert nccl_options(configuration("fit", "trainer=tp").trainer) is None
+    process = ProcessRank(0, 2, 0, 2)
+    assert process_group_options(configuration("fit", "trainer=tp").trainer, process)["pg_options"] is None
     words = ["trainer.nccl_max_ctas=2", "trainer.nccl_high_priority=true", "trainer.timeout=60"]
     given = configuration("fit", "trainer=tp", *words)
-    options = nccl_options(given.trainer)
+    options = process_group_options(given.trainer, process)["pg_options"]
     assert (options.config.min_ctas, options.config.max_ctas, options.is_high_priority_stream) == (1, 2, True)
     assert options._timeout.total_seconds() == 60
 

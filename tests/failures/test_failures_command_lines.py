@@ -13,7 +13,7 @@ from covering import long, slow
 from failures.wrong_command_lines import LONG, WRONG
 from small_run import SMALL
 
-from holotrain.commands.multiprocess import MultiprocessRunner
+from holotrain.commands import multiprocess
 
 TWICE = ["model=vit_tiny seed=1 model=vit_small", "callbacks=ema +callbacks=ema", "-m seed=1,2 ++seed=2"]
 
@@ -150,7 +150,7 @@ def changed(words: list[str], values: list[str], choose: random.Random) -> list[
 @pytest.mark.parametrize(("seed", "count"), [slow(0, 50), long(1, 500)])
 def test_no_changed_command_line_ends_in_a_traceback(typed, holotrain, monkeypatch, seed, count):
     """Changes of valid command lines, which end where data would be read."""
-    monkeypatch.setattr(MultiprocessRunner, "run", lambda *_: 0)
+    monkeypatch.setattr(multiprocess, "run_job", lambda *_: 0)
     lines = [shlex.split(line) for line in VALID]
     values = [word.partition("=")[2] for words in lines for word in words if "=" in word]
     for words in lines:

@@ -280,12 +280,9 @@ def test_another_process_reports_the_death_of_the_main_process(left):
     """kill -9 of rank 0 in the second epoch, to whom all are connected."""
     folder, (_, one) = left
     assert one["statuses"]["killed"] == 1
-    mistake, said = (folder / "errors_1").read_text().splitlines()
-    assert mistake.startswith(
-        "holotrain: rank 1 failed: UserError: rank 0: data.files: "
-    )  # no launcher has ended it for rank 0's
-    assert said.startswith("holotrain: rank 1 failed: ") and said.endswith(
-        "fit resume=true hydra.run.dir=did_killed test=false"
+    mistake, died = (folder / "errors_1").read_text().splitlines()
+    assert mistake.startswith("holotrain: rank 1 failed: rank 0: data.files: ") and died.startswith(
+        "holotrain: rank 1 failed: "
     )
     assert torch.load(folder / "did_killed" / LAST, weights_only=True)["global_step"] == 3
 
