@@ -10,9 +10,9 @@ from holotrain.models.layers.blocks import PostNormBlock, ResidualBlock, Residua
 from holotrain.models.mvit import Transition
 from holotrain.numeric import counted
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, ReversibleStack, stack_of
+from holotrain.reversible.in_place import recompute_block
 from holotrain.reversible.kept_inputs import WAYS
 from holotrain.reversible.lists_of_blocks import is_list_of_blocks, outermost
-from holotrain.reversible.recompute import recompute_block
 from holotrain.reversible.tiles import tile_modules, untile_modules
 
 Run = ReversibleSequence | ResidualSequence | ReversibleStack

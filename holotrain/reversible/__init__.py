@@ -3,21 +3,17 @@
 block               reversible blocks of two streams, and what a coupling is
 sequence            a sequence of them: the main class
 two_step            the coupling that makes any blocks invertible
-recompute           has the blocks of another model run again in the backward
-replaced_forward    a module's forward, replaced in place, and given back
+replaced_forward    a module's forward, replaced in place, and the stream in its calls
 stack               the blocks of another model, coupled by two steps
 stack_pass          one forward of a stack
-block_calls         the stream among a block's arguments and in what it returns
-make_reversible     makes the blocks of another model reversible, and back
+in_place            makes the blocks of another model reversible, or has them run again, and back
 lists_of_blocks     the lists of blocks in a model
 tiles               the MLPs of another model, some tokens at a time
 tiled_loss          the head and the loss of another model, some tokens at a time
-known_gradients     such a loss as a sum over tiles, whose gradients are computed in the forward
 backward_schedules  what each block stores and what it recomputes, and results that a recomputation reuses
 tokenwise           which modules work token by token, so that they can be taken in tiles
 kept_inputs         the ways to keep a block's input until the backward
 recomputation       a branch that runs again in the backward
-recorder            the forward of blocks, which records what the backward needs
 tape                the backward of branches in order, whose inputs are rebuilt
 side_stream         a second CUDA stream
 checks              whether what is rebuilt is right, and what follows if not
@@ -32,9 +28,8 @@ graphs              a training step as one CUDA graph
 from holotrain.reversible.block import ReversibleBlock
 from holotrain.reversible.context import recomputing
 from holotrain.reversible.graphs import GraphedStep
-from holotrain.reversible.make_reversible import checks_in, make_reversible, undo
+from holotrain.reversible.in_place import checks_in, make_reversible, recompute, undo
 from holotrain.reversible.recomputation import checkpointed
-from holotrain.reversible.recompute import recompute
 from holotrain.reversible.sequence import ReversibleSequence
 from holotrain.reversible.stack import ReversibleStack, kept_between_blocks, stack_of, stacks_in
 

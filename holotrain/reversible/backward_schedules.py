@@ -50,9 +50,7 @@ SCHEDULES = {
 
 
 def schedule_of(schedule: str) -> Schedule:
-    """
-    Args:
-        schedule: a name, followed by the results to keep, separated by plus signs: ``"reversible+attention"``.
+    """The schedule of a name, which results to keep may follow after plus signs: ``"reversible+attention"``.
 
     Raises:
         ValueError: an unknown schedule, or one that cannot keep results.
@@ -62,17 +60,13 @@ def schedule_of(schedule: str) -> Schedule:
         raise ValueError(f"backward must be one of {', '.join(SCHEDULES)}, not {name!r}")
     if keep and SCHEDULES[name].kind != "rebuilt":
         raise ValueError(f"backward={schedule!r}: {name} cannot keep results; reversible and pareprop can")
-    return keeping(SCHEDULES[name], keep)
+    return _keeping(SCHEDULES[name], keep)
 
 
 def schedules_of(
     backward: str | Sequence[str], depth: int, store: int | Collection[int] = 0, keep: str | Collection[str] = ()
 ) -> list[Schedule]:
-    """The schedule of each of ``depth`` blocks; the arguments are those of :class:`~holotrain.reversible.ReversibleSequence`.
-
-    Raises:
-        ValueError: an unknown schedule or result, a wrong number of schedules, or no such block to store.
-    """
+    """The schedule of each of ``depth`` blocks, from the arguments of :class:`~holotrain.reversible.ReversibleSequence`."""
     if not isinstance(backward, Sequence):
         raise ValueError(f"backward must be one of {', '.join(SCHEDULES)}, or a list of them, not {backward!r}")
     if not isinstance(backward, str) and len(backward) != depth:
@@ -82,17 +76,12 @@ def schedules_of(
         raise ValueError(f"store must be a number of blocks up to {depth} or indices below {depth}, not {store!r}")
     schedules = [schedule_of(each) for each in ([backward] * depth if isinstance(backward, str) else backward)]
     results = [keep] if isinstance(keep, str) else keep
-    return [SCHEDULES["autograd"] if i in stored else keeping(schedule, results) for i, schedule in enumerate(schedules)]
+    return [SCHEDULES["autograd"] if i in stored else _keeping(schedule, results) for i, schedule in enumerate(schedules)]
 
 
-def keeping(schedule: Schedule, results: Collection[str]) -> Schedule:
-    """The schedule, with results to keep added to it if it is rebuilt.
-
-    Raises:
-        ValueError: no such result.
-    """
+def _keeping(schedule: Schedule, results: Collection[str]) -> Schedule:
     if results:
-        Kept(results)
+        Kept(results)  # which refuses unknown ones
     return replace(schedule, keep=(*schedule.keep, *results)) if schedule.kind == "rebuilt" else schedule
 
 
@@ -116,29 +105,26 @@ class Shorthand:
         of._shorthands = shorthands
 
 
-def _attention() -> tuple[OpOverload, ...]:
-    names = (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-    )
+def _operators_of(*names: str) -> tuple[OpOverload, ...]:
     return tuple(getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name))
 
 
-def _matmul() -> tuple[OpOverload, ...]:
-    return (*(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")), *_attention())
+_ATTENTION = _operators_of(
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
 
-
-KEEPABLE = {"attention": _attention, "matmul": _matmul}
+KEEPABLE = {"attention": _ATTENTION, "matmul": (*_operators_of("mm", "addmm", "bmm", "baddbmm"), *_ATTENTION)}
 """Short names of what can be kept: ``attention`` is the output of scaled_dot_product_attention, as large as one stream.
 ``matmul`` adds the outputs of linear layers and batched products; what is recomputed is then cheap."""
 
 
 def _operators(word: str) -> tuple[OpOverload, ...]:
     if word in KEEPABLE:
-        return KEEPABLE[word]()
+        return KEEPABLE[word]
     found = torch.ops
     for name in word.split("."):
         found = getattr(found, name, None)
@@ -158,13 +144,7 @@ def _operators(word: str) -> tuple[OpOverload, ...]:
 
 @dataclass
 class _Result:
-    """What an operator returned.
-
-    Args:
-        operator: the operator.
-        read: shape, dtype and storage of each tensor that it was called with.
-        value: None: it is gone, and has to be computed again.
-    """
+    """What an operator returned. ``read``: shape, dtype and storage of each tensor that it was called with."""
 
     operator: OpOverload
     read: list[tuple[torch.Size, torch.dtype, int]]
@@ -174,16 +154,12 @@ class _Result:
         self._versions = _versions(self.value)
 
     def forget_if_changed(self) -> None:
-        """Lets go of a value that was changed in place since."""
+        """Lets go of a value that was changed in place since: it is computed again."""
         if self.value is not None and _versions(self.value) != self._versions:
             self.value = None
 
     def is_of(self, operator: OpOverload, read: list[tuple[torch.Size, torch.dtype, int]], weights: Collection[int]) -> bool:
-        """Whether this call was the same as far as can be told.
-
-        Args:
-            weights: storages that are the same in each run.
-        """
+        """Whether this call was the same as far as can be told; ``weights`` are storages that are the same in each run."""
         kinds = [each[:2] for each in self.read] == [each[:2] for each in read]
         same = (a[2] == b[2] for a, b in zip(self.read, read, strict=False) if a[2] in weights or b[2] in weights)
         return operator is self.operator and kinds and all(same)
@@ -191,11 +167,6 @@ class _Result:
 
 class Kept:
     """The results that one run of a branch keeps for its recomputations, in the order in which they were computed.
-
-    What an operation changed in place after that is not reused, but computed again.
-
-    Args:
-        results: ``"attention"``, ``"matmul"``, or full names of operators.
 
     Raises:
         ValueError: an unknown name, or an operator whose result cannot stand for its call.
@@ -210,27 +181,17 @@ class Kept:
         return _Interposed(self._operators, self._keep)
 
     def settle(self, needed: bool) -> None:
-        """After the forward: lets go of what cannot be reused.
-
-        Args:
-            needed: the backward will need what the branch saved.
-        """
+        """After the forward: lets go of what cannot be reused, or of all, if the backward needs nothing."""
         for result in self._results:
             result.forget_if_changed()
         if not needed:
             self.release()
 
     def reusing(self, weights: Collection[int], again: bool) -> AbstractContextManager:
-        """The context of a recomputation.
-
-        Args:
-            weights: storages that are the same in each run.
-            again: values stay after their use; else each goes as it is used.
-        """
+        """The context of a recomputation; without ``again`` each value goes as it is used."""
         return _Interposed(self._operators, partial(self._reuse, iter(self._results), weights, again))
 
     def release(self) -> None:
-        """Lets go of all values."""
         for result in self._results:
             result.value = None
 
@@ -240,14 +201,8 @@ class Kept:
         return value
 
     def _reuse(
-        self,
-        results: Iterator[_Result],
-        weights: Collection[int],
-        again: bool,
-        compute: Callable[[], Any],
-        operator: OpOverload,
-        read: list,
-    ) -> Any:
+        self, results: Iterator, weights: Collection[int], again: bool, compute: Callable, operator: OpOverload, read: list
+    ):
         result = next(results, None)
         if result is None or not result.is_of(operator, read, weights):
             raise RuntimeError(
@@ -268,15 +223,10 @@ class Casts:
         self._known: dict[tuple[Any, ...], Tensor] = {}
 
     def shared(self, weights: Collection[int]) -> AbstractContextManager:
-        """The context of a recomputation.
-
-        Args:
-            weights: storages that are the same in each run.
-        """
+        """The context of a recomputation."""
         return _Interposed((torch.ops.aten._to_copy.default,), partial(self._once, weights))
 
     def release(self) -> None:
-        """Lets go of all."""
         self._known.clear()
 
     def _once(self, weights: Collection[int], compute: Callable[[], Any], operator: OpOverload, read: list) -> Any:
@@ -296,8 +246,7 @@ def noting_mixtures(found: list[OpOverload]) -> AbstractContextManager:
         found.append(operator)
         return compute()
 
-    others = (getattr(torch.ops.aten, name).default for name in ("bmm", "baddbmm", "_softmax", "cumsum"))
-    return _Interposed((*_attention(), *others), note)
+    return _Interposed((*_ATTENTION, *_operators_of("bmm", "baddbmm", "_softmax", "cumsum")), note)
 
 
 class _Interposed(TorchDispatchMode):

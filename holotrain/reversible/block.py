@@ -15,10 +15,7 @@ class Coupling:
     """How a block updates its two streams, and how this is undone. This class adds: ``target + branch(source)``.
 
     A branch reads the source, and what it returns updates the target. The inverse knows the coupled target, the source and what
-    the branch returned.
-
-    Args:
-        grid: the fixed-point grid to which the updates are rounded; the inverse is then exact.
+    the branch returned. If the updates are rounded to a fixed-point grid, it is exact.
     """
 
     def __init__(self, grid: Grid | None = None) -> None:
@@ -33,12 +30,7 @@ class Coupling:
         return self.couple(target, source, branch(self.read(source), **keywords))
 
     def couple(self, target: Tensor, source: Tensor, output: Any) -> Tensor:
-        """Returns the new target, of the same shape and dtype.
-
-        Raises:
-            ValueError: the update is not a tensor of the target's shape, or it would widen the target's dtype, so that the
-                inverse could not restore the target.
-        """
+        """Returns the new target, of the same shape and dtype: else the inverse could not restore the target."""
         if not isinstance(output, Tensor):
             raise ValueError(f"f and g of a ReversibleBlock must return one tensor, not {type(output).__name__}")
         if output.shape != target.shape:
@@ -61,11 +53,7 @@ class Coupling:
         """A backward has reached the block, maybe before its model said that the forward has ended."""
 
     def undo(self, coupled: Tensor, source: Tensor, output: Any, last_use: bool = False) -> Tensor:
-        """Returns the target, up to rounding, or exactly on a grid.
-
-        Args:
-            last_use: ``coupled`` may be overwritten.
-        """
+        """Returns the target, up to rounding, or exactly on a grid; ``last_use``: ``coupled`` may be overwritten."""
         if self.grid is not None:
             output = self.grid.round(output.to(coupled.dtype))
         return coupled - output

@@ -30,12 +30,8 @@ ON_MISMATCH = ("store", "error")
 
 
 class RebuildChecks:
-    """The checks of one sequence or stack, and what follows from them.
-
-    Args:
-        name: of the sequence or stack, in messages.
-        on_mismatch: what follows a wrong stream. ``"store"``: a warning; from the next step on the blocks keep their inputs,
-            as checkpointing does. ``"error"``: a RuntimeError.
+    """The checks of one sequence or stack, and what follows from them: ``on_mismatch`` is as in
+    :class:`~holotrain.reversible.ReversibleSequence`, and ``name`` is for messages.
 
     Attributes:
         errors: the relative errors found since the latest forward began, as 0-dim tensors on the streams' device.
@@ -43,9 +39,6 @@ class RebuildChecks:
 
     The host does not wait for a GPU: it reads what one step finds when a later one begins. What a captured CUDA graph finds is
     in ``errors`` alone.
-
-    Raises:
-        ValueError: an unknown ``on_mismatch``.
     """
 
     def __init__(self, name: str, on_mismatch: str = "store") -> None:
@@ -58,11 +51,7 @@ class RebuildChecks:
         self._arriving: deque[tuple[Tensor, torch.cuda.Event, StreamCheck]] = deque()
 
     def begin(self) -> None:
-        """Before a forward: looks at what has arrived.
-
-        Raises:
-            RuntimeError: a rebuilt stream was wrong, and ``on_mismatch="error"``.
-        """
+        """Before a forward: looks at what has arrived, and may raise a RuntimeError for it."""
         if backward_id() != -1:
             return  # a recomputation around these blocks: its forward must do what it did
         self.errors.clear()
@@ -87,20 +76,11 @@ class RebuildChecks:
         return found
 
     def of_blocks(self, stream: Tensor, grid: Grid | None) -> StreamCheck:
-        """The check of consecutive blocks that are rebuilt.
-
-        Args:
-            stream: what the first of them reads.
-            grid: of the streams, if they have one.
-        """
+        """The check of consecutive blocks that are rebuilt, of which the first reads a stream."""
         return StreamCheck(self, stream, grid, first_pass=self._passes == 1)
 
     def found(self, figures: Tensor, check: StreamCheck) -> None:
-        """Takes the error, whether bits differ, the largest magnitude and the grid's limit, on the device.
-
-        Raises:
-            RuntimeError: as :meth:`begin`; on the host at once.
-        """
+        """Takes the error, whether bits differ, the largest magnitude and the grid's limit, on the device."""
         self.errors.append(figures[0])
         if not figures.is_cuda:
             self._look(figures, check)
@@ -159,13 +139,7 @@ def _likely_cause(grid: Grid | None, largest: float, limit: float) -> str:
 class StreamCheck:
     """Remembers the stream that consecutive blocks begin with, by a sample and a checksum.
 
-    The entries of the sample are evenly spaced, so no random numbers are drawn.
-
-    Args:
-        checks: which takes the result.
-        stream: what the first block reads.
-        grid: of the streams: all bits must be equal.
-        first_pass: it is of the first forward.
+    The entries of the sample are evenly spaced, so no random numbers are drawn. On a grid all bits must be equal.
     """
 
     def __init__(self, checks: RebuildChecks, stream: Tensor, grid: Grid | None, first_pass: bool) -> None:
@@ -175,12 +149,7 @@ class StreamCheck:
         self._checksum = None if grid is None else _checksum(stream)
 
     def compare(self, rebuilt: Tensor, other: Tensor) -> None:
-        """In the backward.
-
-        Args:
-            rebuilt: the stream.
-            other: the other stream; errors are relative to the larger one.
-        """
+        """In the backward: the stream, and the other one. Errors are relative to the larger one."""
         true, norm = self._sample.double(), torch.linalg.vector_norm
         size = norm(true)
         larger = torch.maximum(size, norm(_sample(other).double())).clamp_min(torch.finfo(torch.float32).tiny)

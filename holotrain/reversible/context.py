@@ -17,6 +17,9 @@ def recomputing() -> bool:
     return in_recomputation.get()
 
 
+_NOTHING = nullcontext()
+
+
 def in_trace(doing: str, what: object) -> AbstractContextManager:
     """Names the work inside the context ``<doing> <what>`` in the trace of a running torch.profiler.
 
@@ -26,7 +29,7 @@ def in_trace(doing: str, what: object) -> AbstractContextManager:
     # Private: torch has no public way to ask whether a profiler runs, and a name costs time without one, or whether a dispatch
     # mode is active.
     if torch.compiler.is_compiling() or not profiler._is_profiler_enabled or torch._C._len_torch_dispatch_stack():
-        return nullcontext()
+        return _NOTHING
     return profiler.record_function(f"{doing} {what}")
 
 

@@ -39,11 +39,9 @@ class _Round(torch.autograd.Function):
 class Grid:
     """The grid in one call.
 
-    Args:
+    Attributes:
         step: 0-dim tensor of the streams' dtype, a power of two 2^-k; the streams are multiples of it.
         follows: later calls have another grid if the streams outgrow this one.
-
-    Attributes:
         largest: 0-dim tensor, the largest magnitude of the streams.
     """
 
@@ -103,11 +101,7 @@ class FixedPointGrid(nn.Module):
 
     def choose(self, largest: float, dtype: torch.dtype, headroom: int = HEADROOM_BITS) -> None:
         """Chooses the grid for streams of this magnitude, which may grow by a factor of 2^headroom; zero leaves the choice to a
-        later batch.
-
-        Raises:
-            ValueError: the magnitude is not finite.
-        """
+        later batch."""
         if not math.isfinite(largest):
             raise ValueError(
                 f"the streams of the first batch reach {largest}, so that no grid can be chosen from them; check the data"
@@ -127,14 +121,8 @@ class FixedPointGrid(nn.Module):
         self._next.copy_(step)
 
     def in_call(self, stream: Tensor, again: bool = False) -> Grid:
-        """The grid for one call on streams like this one.
-
-        Args:
-            again: as in the latest forward; a recomputation in a backward always is.
-
-        Raises:
-            ValueError: the dtype has less precision than fp32.
-        """
+        """The grid for one call on streams like this one; ``again``: as in the latest forward. A recomputation in a backward
+        always is."""
         dtype = stream.dtype
         if significand_bits(dtype) < 24:
             raise ValueError(f"exact needs streams of fp32 or fp64, not {dtype}; train under torch.autocast")

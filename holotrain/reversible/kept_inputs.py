@@ -1,7 +1,6 @@
 """What a block that runs again keeps of its input until the backward.
 
-There are several ways, which :data:`WAYS` names as the schedules do: the input as it is, the input rounded to 8 bits, or a copy
-in main memory. Each is a small class with a ``restore()``, which returns the input of the recomputation.
+:data:`WAYS` names the ways as the schedules do: the input as it is, rounded to 8 bits, or copied to main memory.
 """
 
 from __future__ import annotations
@@ -28,17 +27,16 @@ class _Saver(torch.autograd.Function):
 
 
 class Saved:
-    """Some tensors, saved as autograd saves them: an outer recomputation, in whose branch this one runs, recomputes them."""
+    """Some tensors, saved as autograd saves them: an outer recomputation, in whose branch this one runs, recomputes them.
+
+    Reading them raises a RuntimeError if one was changed in place.
+    """
 
     def __init__(self, *tensors: Tensor) -> None:
         # The whole result is held: before torch 2.14 a node lets go of what it saved when its result is gone.
         self._result = _Saver.apply(torch.empty(0, requires_grad=True), *(tensor.detach() for tensor in tensors))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """
-        Raises:
-            RuntimeError: one of them was changed in place.
-        """
         return self._result.grad_fn.saved_tensors
 
 
@@ -63,11 +61,7 @@ class Whole:
         """After the block's forward: what follows may change the input, as far as plain autograd allows it."""
 
     def restore(self) -> Tensor:
-        """The input of the recomputation, in the backward. It may be asked for again.
-
-        Raises:
-            RuntimeError: the input was changed in place after the forward.
-        """
+        """The input of the recomputation, in the backward, maybe more than once."""
         return self._saved.tensors()[0]
 
 
@@ -112,10 +106,7 @@ class Offloaded(Whole):
     """A copy in pinned main memory.
 
     A second stream copies the input while its block computes. In the backward it fetches it while the block behind computes,
-    so that the device holds two inputs at most.
-
-    Raises:
-        RuntimeError: memory cannot be pinned.
+    so that the device holds two inputs at most. Raises a RuntimeError if memory cannot be pinned.
     """
 
     def __init__(self, x: Tensor, side: SideStream | SameStream) -> None:
@@ -124,7 +115,7 @@ class Offloaded(Whole):
         self._host = host = None if has_no_data(x) else torch.empty_like(x, device="cpu", pin_memory=True)
         self._copied: Any = side.run(lambda: None if host is None else _copy(x, host))
         self._fetched: tuple[Tensor, Any] | None = None
-        self._earlier, _latest[x.device] = _latest.get(x.device, _nothing), ref(self)
+        self._earlier, _latest[x.device] = _latest.get(x.device, lambda: None), ref(self)
 
     def settle(self) -> None:
         self._side.wait(self._copied)
@@ -153,10 +144,6 @@ class Offloaded(Whole):
 
 def _copy(source: Tensor, target: Tensor) -> Tensor:
     return target.copy_(source.detach(), non_blocking=True)
-
-
-def _nothing() -> None:
-    """Refers to nothing, as a weak reference does in the end."""
 
 
 _latest: dict[torch.device, Callable[[], Offloaded | None]] = {}

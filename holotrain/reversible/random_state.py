@@ -25,20 +25,17 @@ except ImportError:  # torch works without it
 
 
 class Source:
-    """A source of random numbers.
+    """A source of random numbers. ``mark``: what of its state tells whether numbers were drawn since."""
 
-    Args:
-        get, set: read and set its state.
-        mark: what of a state tells whether numbers were drawn since; None: all of it.
-    """
-
-    def __init__(self, get: Callable[[], Any], set: Callable[[Any], None], mark: Callable[[Any], Any] | None = None) -> None:
+    def __init__(
+        self, get: Callable[[], Any], set: Callable[[Any], None], mark: Callable[[Any], Any] = lambda state: state
+    ) -> None:
         self._get, self.set, self._mark = get, set, mark
 
     def read(self) -> State:
         """The source, its state and the state's mark."""
         state = self._get()
-        return self, state, state if self._mark is None else self._mark(state)
+        return self, state, self._mark(state)
 
 
 State = tuple[Source, Any, Any]

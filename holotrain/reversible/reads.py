@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, MutableMapping
 from functools import cache
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter, is_, methodcaller
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase  # private: the one class of all norms with running statistics
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from holotrain.reversible.context import has_no_data
@@ -24,8 +23,13 @@ except ImportError:  # torch works without it
     numpy = None
 
 
-_version, _training, _buffers = attrgetter("_version"), attrgetter("training"), attrgetter("_buffers")
-_values, _flat = methodcaller("values"), chain.from_iterable
+_version, _training, _values, _flat = (
+    attrgetter("_version"),
+    attrgetter("training"),
+    methodcaller("values"),
+    chain.from_iterable,
+)
+_state_of = attrgetter("training", "_parameters", "_modules", "_buffers", "_forward_pre_hooks", "_forward_hooks")
 _hooks_of = attrgetter(
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -34,10 +38,9 @@ _hooks_of = attrgetter(
     "_forward_hooks_always_called",
 )
 
-_Named = MutableMapping[str, Any]
-"""Parameters, submodules or buffers of a module, by name."""
-
 _ABSENT = object()
+
+_NormBase = nn.modules.batchnorm._NormBase  # private: the one class of all norms with running statistics
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
@@ -89,21 +92,23 @@ class Reads:
     A module may change its buffers in the forward (running statistics, power iterations). The recomputation reads what the
     forward read and changes nothing. So the buffers that a module's first forward changes are copied before each later one.
 
-    Args:
-        parts: the branch and its submodules.
+    Attributes:
+        tensors: the parameters; after the forward also the buffers that it did not change.
+        known: their addresses.
     """
 
     def __init__(self, parts: list[nn.Module]) -> None:
-        self.parts, self._modes = parts, [*map(_training, parts)]
+        # Without loops over the parts, which would take a tenth of the time of a tiny branch.
+        modes, parameters, modules, buffers, hooks_before, hooks_after = zip(*map(_state_of, parts), strict=True)
+        self.parts, self._modes = parts, [*modes]
         # What holds parameters and submodules by name, and what it held.
-        self._owners: list[_Named] = [part._parameters for part in parts if part._parameters]
-        self.tensors = [tensor for tensor in _flat(map(_values, self._owners)) if tensor is not None]
-        """The parameters; after the forward also the buffers that it did not change."""
-        self._owners += [part._modules for part in parts if part._modules]
-        self._owned = [*map(dict, self._owners)]
-        self._buffers = [*_buffers_of(parts)] if any(map(_buffers, parts)) else []
-        self._others: list[tuple[_Named, str, Any]] = []
-        hooked = (part for part in parts if part._forward_pre_hooks or part._forward_hooks)
+        self._owners: list[MutableMapping[str, Any]] = [*filter(None, parameters), *filter(None, modules)]
+        self._sizes, self._names = [*map(len, self._owners)], [*_flat(self._owners)]
+        self._held = [*_flat(map(_values, self._owners))]
+        self.tensors = [tensor for tensor in _flat(map(_values, parameters)) if tensor is not None]
+        self._buffers = [*_buffers_of(parts)] if any(buffers) else []
+        self._others: list[tuple[MutableMapping[str, Any], str, Any]] = []
+        hooked = parts if any(hooks_before) or any(hooks_after) else []
         self._hooks = [(hooks, hooks.copy()) for part in hooked for hooks in _hooks_of(part)]
         self._other_hooks: list[tuple[dict, dict]] = []
         self._newly_written: str | None = None
@@ -112,6 +117,8 @@ class Reads:
         """After the forward: keeps the copies of buffers that it changed, and notes what it read."""
         if self._buffers:
             self._settle_buffers()
+        addresses = [*map(id, self.tensors)]
+        self.known = dict(zip(addresses, addresses, strict=True))
         self._versions = [*map(_version, self.tensors)]
         # Held, so that their memory is not used again, at the same address, when ``.data`` is replaced.
         self._storages = [*map(Tensor.untyped_storage, self.tensors)]
@@ -162,10 +169,11 @@ class Reads:
                 "so the activations can no longer be rebuilt; step the optimizer after the backward (one that steps in the "
                 "backward trains no weight of a block that an earlier block reads without a gradient)"
             )
-        present, owned = [*_flat(map(_values, self._owners))], [*_flat(map(_values, self._owned))]
-        if len(present) != len(owned) or not all(map(is_, present, owned)):  # by torch.func.functional_call, for one
-            for owner, held in zip(self._owners, self._owned, strict=True):
-                for name, value in held.items():
+        present = [*_flat(map(_values, self._owners))]
+        if len(present) != len(self._held) or not all(map(is_, present, self._held)):  # by torch.func.functional_call, for one
+            held = zip(self._names, self._held, strict=True)
+            for owner, size in zip(self._owners, self._sizes, strict=True):
+                for name, value in islice(held, size):
                     if owner.get(name) is not value:
                         self._put(owner, name, value)
         for owner, name, tensor, _, before in self._buffers:
@@ -177,7 +185,7 @@ class Reads:
                 self._other_hooks.append((hooks, hooks.copy()))
                 _refill(hooks, held)
 
-    def _put(self, owner: _Named, name: str, value: Any) -> None:
+    def _put(self, owner: MutableMapping[str, Any], name: str, value: Any) -> None:
         self._others.append((owner, name, owner.get(name, _ABSENT)))
         owner[name] = value
 
@@ -227,17 +235,11 @@ class Arguments:
         self._marks = [_mark(leaf) for leaf in self._leaves]
         self.generators = generators_among(self._leaves)
 
-    def keywords(self) -> dict[str, Any]:
-        """The arguments in containers of their own.
+    def settle(self, keywords: dict[str, Any]) -> dict[str, Any]:
+        """After the forward: returns the arguments in containers of their own.
 
         Tensors are without their graph: if they were computed from a stream, it holds the branch, and neither would be freed.
-        """
-        own = {id(leaf): _without_graph(leaf) for leaf in self._leaves}
-        self._leaves = [own[id(leaf)] for leaf in self._leaves]
-        return tree_unflatten(self._leaves, self._spec)
 
-    def require_containers_unchanged(self, keywords: dict[str, Any]) -> None:
-        """
         Raises:
             ValueError: the forward added, removed or replaced an entry; the recomputation would do so again.
         """
@@ -247,6 +249,9 @@ class Arguments:
                 "a block changed a list or dict among its keyword arguments; return results through the streams, "
                 'or use backward="autograd"'
             )
+        own = {id(leaf): _without_graph(leaf) for leaf in leaves}  # one tensor may come twice
+        self._leaves = [own[id(leaf)] for leaf in leaves]
+        return tree_unflatten(self._leaves, spec)
 
     def require_unchanged(self) -> None:
         """

@@ -29,7 +29,7 @@ from holotrain.reversible.kept_inputs import WAYS, Whole
 from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, require_unwrapped
 from holotrain.reversible.replay import Call, Replay, history_of
 
-_kind_of, _version = attrgetter("shape", "dtype"), attrgetter("_version")
+_kind_of = attrgetter("shape", "dtype")
 
 
 class Branch:
@@ -44,6 +44,10 @@ class Branch:
         forward: what to call instead of the module, without the module's hooks.
         tile: the tokens that it takes of a stream (B, T, ...); None: all.
         casts: shared with the other tiles.
+
+    Attributes:
+        kinds: shape and dtype of each tensor that autograd would have saved in the forward.
+        saved: what autograd saved in the latest recomputation; None where the backward has taken it.
 
     Raises:
         ValueError: the branch cannot be repeated.
@@ -63,37 +67,22 @@ class Branch:
         parts = parts_of(module)
         if call.distributed:
             require_unwrapped(frozenset(map(type, parts if forward is None else parts[1:])))
+        if keep and any(map(is_compiled, parts)):
+            raise ValueError("keep does not work with compiled branches; do not compile f and g, or set keep=()")
         self.name, self.module, self.call = name, module, call
-        self._tile, self._casts = tile, casts
+        self.tile, self._casts = tile, casts
         self._forward = forward or module
         self._keywords, self._arguments = keywords, Arguments(keywords) if keywords else None
         self._reads, self.history = Reads(parts), history_of(module, parts)
         self._replay = Replay(call, module, self.history, self._arguments.generators if self._arguments else [])
         self._kept = Kept(keep) if keep else None
-        if keep and any(map(is_compiled, parts)):
-            raise ValueError("keep does not work with compiled branches; do not compile f and g, or set keep=()")
-        # Of each tensor that autograd would have saved in the forward: shape and dtype, and the parameter that it is, or a view
-        # or a cast of, by its address.
         self.kinds: list[tuple[torch.Size, torch.dtype]] = []
+        # The parameters that are saved, and, by place, those of which views or casts are, by their address.
         self._parameters: list[int | None] = []
+        self._derived: list[tuple[int, int]] = []
         # The leaves that the forward saved and that are no parameters of the module, and their versions.
         self._leaves: list[tuple[Tensor, int]] = []
-        # What autograd saved in the latest recomputation; None where the backward has taken it.
         self.saved: list[Tensor | None] = []
-
-    @property
-    def tiled(self) -> bool:
-        """Whether it is a tile of a branch."""
-        return self._tile is not None
-
-    @property
-    def begins(self) -> bool:
-        """Whether it is the first tile, which the backward reaches last, or takes all tokens."""
-        return self._tile is None or self._tile.start == 0
-
-    def part(self, stream: Tensor) -> Tensor:
-        """What it takes of a stream."""
-        return stream if self._tile is None else stream[:, self._tile]
 
     def run(self, source: Tensor, supply: Callable[[Self], None]) -> Any:
         """The forward: returns the module's output, with a graph whose saved tensors are discarded.
@@ -101,17 +90,11 @@ class Branch:
         Args:
             supply: called in the backward to have the branch run again, so that ``saved`` is there.
         """
-        version, saved, kinds = source._version, self.saved, self.kinds
-        # The graph holds the hooks, and must not hold the stream through them. The parameters are looked after already.
-        known, own, parameters, leaves = {*map(id, self._reads.tensors)}, id(source), self._parameters, self._leaves
+        version, saved, packed = source._version, self.saved, []
 
         def pack(tensor: Tensor) -> int:
-            kinds.append(_kind_of(tensor))
-            leaf = tensor if id(tensor) in known and tensor.requires_grad else _leaf_of(tensor)
-            parameters.append(id(leaf) if id(leaf) in known else None)
-            if leaf is not None and id(leaf) not in known and id(leaf) != own:
-                leaves.append((leaf, leaf._version))
-            return len(kinds) - 1  # all that the graph keeps of the tensor
+            packed.append(tensor)
+            return len(packed) - 1  # all that the graph keeps of the tensor
 
         def unpack(number: int) -> Any:
             if not saved or saved[number] is None:
@@ -122,28 +105,54 @@ class Branch:
         around: list[AbstractContextManager] = [self._replay.repeatable()] if self._replay.on_gpu else []
         if self._kept is not None:
             around.append(self._kept.keeping())
-        update = self._called(source, pack, unpack, around)
-        self._differentiable = source.requires_grad
+        try:
+            update = self._called(source, pack, unpack, around)
+            self._differentiable = source.requires_grad
+            self._settle(source, version, packed)
+        finally:
+            packed.clear()  # which the graph holds
+        return update
+
+    def _settle(self, source: Tensor, version: int, packed: list[Tensor]) -> None:
+        """After the forward: notes what it did."""
         if source._version != version:
             raise ValueError(
                 "a branch changed its input in place, so its block cannot be inverted; "
                 "its first operation must return a new tensor (inplace=False)"
             )
         if self._arguments is not None:
-            self._arguments.require_containers_unchanged(self._keywords)
-            self._keywords = self._arguments.keywords()
+            self._keywords = self._arguments.settle(self._keywords)
         self._replay.settle()
         self._reads.settle()
+        self._note(packed, source)
         if self._kept is not None:
-            self._kept.settle(needed=bool(kinds))
-        return update
+            self._kept.settle(needed=bool(packed))
+
+    def _note(self, packed: list[Tensor], source: Tensor) -> None:
+        """Notes what autograd would have saved: shapes and dtypes, parameters and other leaves."""
+        known, history = self._reads.known, self.history
+        self.kinds, self._parameters = [*map(_kind_of, packed)], [*map(known.get, map(id, packed))]
+        if self.kinds != history.kinds:
+            history.kinds, history.places = self.kinds, [*range(len(packed))]
+        places, history.places = history.places, []
+        for place in places:
+            leaf = _leaf_of(packed[place])
+            if leaf is None:  # an activation, as in later forwards that save tensors of the same kinds
+                continue
+            history.places.append(place)
+            if self._parameters[place] is not None:
+                continue
+            if id(leaf) in known:
+                self._derived.append((place, id(leaf)))
+            elif leaf is not source:
+                self._leaves.append((leaf, leaf._version))
 
     def release(self) -> None:
         """After a recomputation that ran ahead: lets go of the results that were kept for it, unless the graph stays."""
         if self._kept is not None and not graph_is_retained():
             self._kept.release()
 
-    def _called(self, source: Tensor, pack: Callable, unpack: Callable, around: Sequence[AbstractContextManager] = ()) -> Any:
+    def _called(self, source: Tensor, pack: Callable, unpack: Callable, around: Sequence[AbstractContextManager]) -> Any:
         """Calls the module under saved-tensor hooks, in some contexts."""
         # Private: the context manager saved_tensors_hooks calls the same, but its own calls take time where blocks are tiny.
         _push_hooks(pack, unpack)
@@ -188,51 +197,45 @@ class Branch:
                 if len(packed) == last:  # an operation saves its inputs before it runs: its product is left out
                     raise _AllSaved
 
-        if self._tile is not None:
-            source = source[:, self._tile].contiguous()
-        update, source = None, source.detach().requires_grad_(self._differentiable)
+        if self.tile is not None:
+            source = source[:, self.tile].contiguous()
+        update = None
         try:
             self._reads.begin()
             try:
                 self._replay.begin(self.name)
-                around = (
-                    [] if self._kept is None else [self._kept.reusing(self._reads.storages(), ahead or graph_is_retained())]
-                )
-                if self._casts is not None:
-                    around.append(self._casts.shared(self._reads.storages()))
-                update = self._called(source, pack, _never, around)
+                update = self._called(source.detach().requires_grad_(self._differentiable), pack, _never, self._reused(ahead))
             except _AllSaved:
                 pass
             finally:
                 self._replay.end()
         finally:
             self._reads.end()
-        if self._casts is not None and self.begins:
+        if self._casts is not None and self.tile is not None and self.tile.start == 0:
             self._casts.release()
         saved = packed.copy()
         packed.clear()  # which their graph holds
-        name = type(self.module).__name__
-        if not verified and versions != [*map(_version, saved)]:
-            raise RuntimeError(
-                f"a tensor that {name} needs for its gradient was modified by an inplace operation after its use"
-            )
-        self._require_same_kinds(saved)
+        if not verified and versions != [tensor._version for tensor in saved]:
+            raise RuntimeError(f"a tensor that {type(self.module).__name__} needs for its gradient {_MODIFIED} after its use")
+        self._require_same(saved)
         history.verified = True
-        if self._leaves and any(tensor._version != version for tensor, version in self._leaves):
-            raise RuntimeError(
-                f"a tensor that {name} reads, other than its parameters, was modified by an inplace operation between "
-                "the forward and its recomputation in the backward"
-            )
-        update = update.detach() if isinstance(update, Tensor) else tree_map_only(Tensor, Tensor.detach, update)
-        return update, saved
+        return update.detach() if isinstance(update, Tensor) else tree_map_only(Tensor, Tensor.detach, update), saved
 
-    def _require_same_kinds(self, saved: list[Tensor]) -> None:
+    def _reused(self, ahead: bool) -> list[AbstractContextManager]:
+        """The contexts of a recomputation in which results are reused."""
+        around: list[AbstractContextManager] = []
+        if self._kept is not None:
+            around.append(self._kept.reusing(self._reads.storages(), ahead or graph_is_retained()))
+        if self._casts is not None:
+            around.append(self._casts.shared(self._reads.storages()))
+        return around
+
+    def _require_same(self, saved: list[Tensor]) -> None:
         """
         Raises:
-            RuntimeError: the recomputation saved other tensors than the forward, or other parameters.
+            RuntimeError: the recomputation saved other tensors than the forward, or other parameters, or a leaf has changed.
         """
-        name, known = type(self.module).__name__, {*map(id, self._reads.tensors)}
-        kinds = [*map(_kind_of, saved)]
+        name, kinds = type(self.module).__name__, [*map(_kind_of, saved)]
         if kinds != self.kinds:
             different = next((pair for pair in zip(self.kinds, kinds, strict=False) if pair[0] != pair[1]), "others")
             raise RuntimeError(
@@ -240,17 +243,20 @@ class Branch:
                 f"recomputation ({different}), so it did something else; its forward must do the same whenever it runs on the "
                 "same input"
             )
-        for tensor, parameter in zip(saved, self._parameters, strict=True):
-            if parameter is None:
-                changed = tensor.requires_grad and id(tensor) in known
-            else:
-                changed = parameter != id(tensor) and parameter != id(_leaf_of(tensor))
-            if changed:
-                raise RuntimeError(
-                    f"{name} read other parameters in the recomputation than in the forward, such as those of another adapter; "
-                    "change what is active after the backward"
-                )
+        parameters = [*map(self._reads.known.get, map(id, saved))]
+        if parameters != self._parameters or any(id(_leaf_of(saved[place])) != leaf for place, leaf in self._derived):
+            raise RuntimeError(
+                f"{name} read other parameters in the recomputation than in the forward, such as those of another adapter; "
+                "change what is active after the backward"
+            )
+        if self._leaves and any(tensor._version != version for tensor, version in self._leaves):
+            raise RuntimeError(
+                f"a tensor that {name} reads, other than its parameters, {_MODIFIED} between the forward and its recomputation "
+                "in the backward"
+            )
 
+
+_MODIFIED = "was modified by an inplace operation"
 
 _SAME_WEIGHT = {"ToCopyBackward0", "TBackward0", "TransposeBackward0"}
 """What autocast and a product do to a weight before they save it."""
@@ -263,7 +269,7 @@ def _leaf_of(tensor: Tensor) -> Tensor | None:
     leaf = tensor if tensor.is_leaf else tensor._base
     if leaf is not None and leaf.is_leaf:
         return leaf
-    node = tensor.grad_fn
+    node = tensor.grad_fn  # makes an object for Python, which takes longer than the rest
     while node is not None and node.name() in _SAME_WEIGHT:
         node = node.next_functions[0][0]
     return getattr(node, "variable", None)

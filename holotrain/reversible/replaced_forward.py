@@ -1,4 +1,4 @@
-"""A module whose ``forward`` is replaced on the instance, in place, and given back."""
+"""A module's ``forward``, replaced in place, and the stream among its arguments and in what it returns."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from types import MethodType
 from typing import Any, ClassVar, Self
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 class ReplacedForward(ABC):
-    """Stands in place of a module's ``forward`` until :meth:`remove`. A subclass defines ``__call__``, and sets ``KEY``, the
-    name under which the module keeps it: others may wrap its forward meanwhile.
+    """Stands in place of a module's ``forward`` until :meth:`remove`. In ``eval()`` and without gradients it calls what was
+    there before. A subclass defines :meth:`train`, and sets ``KEY``, the name under which the module keeps it, since others may
+    wrap its forward meanwhile.
 
     Args:
         module: whose forward it becomes.
@@ -38,6 +40,13 @@ class ReplacedForward(ABC):
         """That of a module; None: it has none."""
         return vars(module).get(cls.KEY)
 
+    @classmethod
+    def remove_all(cls, model: nn.Module) -> None:
+        """Removes those of a model's parts."""
+        for part in model.modules():
+            if (own := cls.of(part)) is not None:
+                own.remove()
+
     def own(self) -> Callable:
         """The forward that the module had before."""
         return self._before or MethodType(type(self.module).forward, self.module)
@@ -58,16 +67,23 @@ class ReplacedForward(ABC):
         if self._before is not None:
             module.forward = self._before
 
-    @abstractmethod
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """What is called in place of the forward; where ``removed``, it calls :meth:`own`."""
+        if self.module.training and not self.removed and torch.is_grad_enabled():
+            return self.train(arguments, keywords)
+        return self.pass_on(arguments, keywords)
+
+    @abstractmethod
+    def train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
+        """A call in ``train()`` and with gradients."""
+
+    def pass_on(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
+        """Any other call."""
+        if self._before is not None:
+            return self._before(*arguments, **keywords)
+        return type(self.module).forward(self.module, *arguments, **keywords)  # a compiler cannot trace own()
 
     def refuse_replica(self) -> nn.Module:
-        """What ``nn.DataParallel`` calls to copy the module.
-
-        Raises:
-            ValueError: always; the copy would run the parts of this module.
-        """
+        """What ``nn.DataParallel`` calls to copy the module: the copy would run the parts of this module."""
         raise ValueError(
             f"nn.DataParallel would run the {self.WHAT} of its first GPU on every GPU; start one process for each GPU with "
             "torchrun, or show the process one GPU with CUDA_VISIBLE_DEVICES=0, or call undo(model)"
@@ -89,3 +105,53 @@ def forward_replaced(module: Any, forward: Callable) -> Generator[None]:
         del module.forward
         if before is not None:
             module.forward = before
+
+
+def call_of(
+    forward: Callable, arguments: tuple, keywords: dict[str, Any], again: bool
+) -> tuple[Tensor, Callable, dict[str, Any]]:
+    """A block's stream, its forward as a function of the stream, and the keyword arguments of that function.
+
+    Args:
+        again: the forward will run again in the backward.
+    """
+    name = name_of_stream(forward, arguments)
+    if name not in keywords if name is not None else not arguments:
+        raise ValueError("a block was called without its first argument, the stream")
+    x, rest = (arguments[0], arguments[1:]) if name is None else (keywords[name], ())
+    named = {key: value for key, value in keywords.items() if key != name}
+    if again:
+        rest, named = tuple(map(_no_cache, rest)), {key: _no_cache(value) for key, value in named.items()}
+
+    def run(source: Tensor, rest: tuple = (), named: dict[str, Any] | None = None) -> Any:
+        named = named or {}
+        return forward(source, *rest, **named) if name is None else forward(**{name: source}, **named)
+
+    return x, run, {key: value for key, value in (("rest", rest), ("named", named)) if value}
+
+
+def name_of_stream(forward: Callable, arguments: tuple) -> str | None:
+    """The keyword by which a block gets its stream; None: it is the first of the positional arguments."""
+    return None if arguments else next(iter(inspect.signature(forward).parameters), None)
+
+
+def _no_cache(value: Any) -> Any:
+    """None for an empty cache of keys and values, to which a recomputation would add a second time."""
+    if not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
+        return value
+    if getattr(value, "is_compileable", False):
+        raise ValueError(
+            "a block got a StaticCache in training, for whose length its masks are made; call the model with use_cache=False, "
+            'or have the block store its activations, with backward="autograd"'
+        )
+    if value.get_seq_length():
+        raise ValueError(
+            "a block got past keys and values in training, to which its recomputation would add a second time; call the model "
+            'with use_cache=False, or have the block store its activations, with backward="autograd"'
+        )
+    return None
+
+
+def stream_in(output: Any) -> Any:
+    """The stream in what a block returned."""
+    return output[0] if isinstance(output, tuple | list) and output else output

@@ -31,24 +31,26 @@ from holotrain.reversible.random_state import (
 class BranchHistory:
     """What the runs of a branch have shown so far. It holds no module, so that a branch can go.
 
-    Args:
-        parts: the branch and its submodules.
+    Attributes:
+        generators: that it and its submodules hold.
+        draws: whether it draws Python's or NumPy's global random numbers, in training mode and not.
+        verified: a recomputation was compared with the forward in full.
+        kinds: shapes and dtypes of what its latest forward saved.
+        places: those of them that are leaves, or views or casts of leaves.
     """
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
         self.generators = generators_among(value for part in parts for value in vars(part).values())
-        """Generators that it holds."""
         self.draws: dict[bool, bool] = {}
-        """Whether it draws Python's or NumPy's global random numbers, in training mode and not."""
         self.verified = False
-        """A recomputation was compared with the forward in full."""
+        self.kinds: list[tuple[torch.Size, torch.dtype]] = []
+        self.places: list[int] = []
 
 
 _histories: WeakKeyDictionary[nn.Module, BranchHistory] = WeakKeyDictionary()
 
 
 def history_of(branch: nn.Module, parts: Iterable[nn.Module]) -> BranchHistory:
-    """What is known of a branch."""
     history = _histories.get(branch)
     if history is None:
         history = _histories[branch] = BranchHistory(parts)
@@ -61,7 +63,7 @@ class _Settings(NamedTuple):
 
     kinds: tuple[str, ...]
     enabled: list[bool]
-    dtypes: list[torch.dtype]
+    dtypes: list[torch.dtype] | list[None]
     cached: bool
     kernels: list[bool]
     order: list[int]
@@ -70,11 +72,10 @@ class _Settings(NamedTuple):
     @classmethod
     def present(cls, kinds: tuple[str, ...]) -> _Settings:
         enabled = [*map(torch.is_autocast_enabled, kinds)]
-        dtypes = [*map(torch.get_autocast_dtype, kinds)] if any(enabled) else []
-        allowed = [allowed() for allowed, _ in _KERNELS]
+        dtypes = [*map(torch.get_autocast_dtype, kinds)] if any(enabled) else [None] * len(kinds)
+        cached, allowed = torch.is_autocast_cache_enabled(), [allowed() for allowed, _ in _KERNELS]
         # Private: torch.nn.attention.sdpa_kernel sets the order for a context, and cannot tell what it is.
-        order, default = torch._C._get_sdp_priority_order(), torch.get_default_dtype()
-        return cls(kinds, enabled, dtypes, torch.is_autocast_cache_enabled(), allowed, order, default)
+        return cls(kinds, enabled, dtypes, cached, allowed, torch._C._get_sdp_priority_order(), torch.get_default_dtype())
 
     @property
     def casts_weights(self) -> bool:
@@ -85,7 +86,7 @@ class _Settings(NamedTuple):
     def reinstated(self, cached: bool) -> Generator[None]:
         before = [allowed() for allowed, _ in _KERNELS]
         with ExitStack() as stack:
-            for kind, enabled, dtype in zip(self.kinds, self.enabled, self.dtypes or [None] * len(self.kinds), strict=True):
+            for kind, enabled, dtype in zip(self.kinds, self.enabled, self.dtypes, strict=True):
                 stack.enter_context(torch.autocast(kind, dtype, enabled, cached))
             for (_, allow), allowed, was in zip(_KERNELS, self.kernels, before, strict=True):
                 allow(allowed)
@@ -122,11 +123,7 @@ def _one_convolution() -> Generator[None]:
 
 
 class Call:
-    """What all branches of one forward share.
-
-    Args:
-        device: of the streams.
-    """
+    """What all branches of one forward share, on the device of the streams."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -147,7 +144,7 @@ class Call:
         self.present = states
 
     def settle(self) -> None:
-        """After a branch: takes over settings that it changed, since it has computed with them.
+        """After the first run of a branch: takes over settings that it changed, since it has computed with them.
 
         The first use of an operator may do so: on Hopper and Blackwell the first attention of a process puts cuDNN's kernel
         before the others (``priority_order`` in PyTorch's sdp_utils.cpp), and uses it at once.
@@ -173,14 +170,7 @@ class Call:
 
 
 class Replay:
-    """The state before one run of a branch, put back for its recomputation.
-
-    Args:
-        call: what the branches of the forward share.
-        branch: the module that is about to run.
-        history: what is known of it.
-        generators: generators among its keyword arguments.
-    """
+    """The state before one run of a branch, put back for its recomputation; ``generators`` are among its keyword arguments."""
 
     def __init__(self, call: Call, branch: nn.Module, history: BranchHistory, generators: list[Any]) -> None:
         self._call, self._branch, self._training, self._history = call, branch, branch.training, history
@@ -202,7 +192,8 @@ class Replay:
 
     def settle(self) -> None:
         """After the run: keeps the state of the generators that were used, and the settings."""
-        self._call.settle()
+        if self._known is None:
+            self._call.settle()
         self._settings = self._call.settings  # earlier branches keep theirs
         before, self._states, after = self._states, [], []
         for then in before:
@@ -215,11 +206,7 @@ class Replay:
             self._history.draws[self._training] = any(source in PYTHON_AND_NUMPY for source, _, _ in self._states)
 
     def begin(self, doing: str) -> None:
-        """From here on everything is as it was then, gradients are recorded, and :func:`recomputing` is true.
-
-        Args:
-            doing: what a trace says of the work until :meth:`end`.
-        """
+        """From here on all is as it was then, gradients are recorded, and :func:`recomputing` is true."""
         call = self._call
         self._token, self._grad_mode = in_recomputation.set(True), torch.is_grad_enabled()
         self._present, self._contexts = None, None

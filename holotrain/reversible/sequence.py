@@ -20,7 +20,7 @@ from holotrain.reversible.grid import FixedPointGrid
 from holotrain.reversible.random_state import generators_among, generators_unmoved
 from holotrain.reversible.reads import is_compiled
 from holotrain.reversible.recomputation import checkpointed
-from holotrain.reversible.recorder import Recorder
+from holotrain.reversible.tape import Recorder
 from holotrain.reversible.tokenwise import require_tile
 
 Keywords = dict | Sequence[dict] | None

@@ -53,8 +53,7 @@ class SameStream:
     def run(self, work: Callable[[], object]) -> None:
         work()
 
-    def wait(self, done: None) -> None:
-        pass
+    def wait(self, done: None) -> None: ...
 
 
 _assumed_side: ContextVar[bool] = ContextVar("side stream assumed", default=False)

@@ -9,17 +9,17 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
 
 from holotrain.numeric import counted
 from holotrain.reversible.backward_schedules import Schedule, Shorthand
-from holotrain.reversible.block_calls import name_of_stream, stream_in
 from holotrain.reversible.checks import RebuildChecks
 from holotrain.reversible.context import backward_id
 from holotrain.reversible.grid import FixedPointGrid
-from holotrain.reversible.replaced_forward import ReplacedForward
+from holotrain.reversible.replaced_forward import ReplacedForward, name_of_stream, stream_in
 from holotrain.reversible.stack_pass import StackPass
 from holotrain.reversible.two_step import TwoStep, bits_in_words, tapered, weights
 
@@ -33,10 +33,8 @@ class ReversibleStack:
         blocks: in the order in which the model runs them.
         bits: bits kept for each element and block in the middle, and up to 6 towards both ends, as
             :func:`~holotrain.reversible.two_step.tapered` takes them; :attr:`kept` says what that makes.
-        backward, store, keep: as :class:`~holotrain.reversible.ReversibleSequence` takes them; they can be changed between
-            calls.
+        backward, store, keep, on_mismatch: as :class:`~holotrain.reversible.ReversibleSequence` takes them.
         name: of the list of blocks, in messages.
-        on_mismatch: as :class:`~holotrain.reversible.ReversibleSequence` takes it.
 
     Attributes:
         bits: of each block but the first.
@@ -47,9 +45,6 @@ class ReversibleStack:
             recurrence begins anew, and the streams before and after are stored. Later forwards have weights for the runs of
             blocks between these places.
         grid: the fixed-point grid of the streams, chosen in the first batch in training, and again where they outgrow it.
-
-    Raises:
-        ValueError: an unknown schedule, number of bits or ``on_mismatch``.
     """
 
     backward, store, keep = Shorthand(), Shorthand(), Shorthand()
@@ -78,7 +73,7 @@ class ReversibleStack:
         self.compiled_calls: dict[int, Callable] = {}  # of blocks on which compile() was called
         self._compiled: dict[int, Callable] = {}  # their own forwards
         self._pass: StackPass | None = None
-        self._latest: Callable[[], TwoStep | None] = _nothing  # the last coupling of the last forward, if it is alive
+        self._latest: ReferenceType[TwoStep] | None = None  # the last coupling of the last forward, if it is alive
         self.ran_plain = False  # the last forward in training, since it was without gradients
         self._forwards = [CoupledForward(self, index) for index in range(len(self.blocks))]
         for index in range(len(self.blocks)):
@@ -154,11 +149,8 @@ class ReversibleStack:
         return self.blocks[0], self.blocks[-1]
 
     def again(self, depth: int, backward: str) -> nn.Module:
-        """A stack of ``depth`` blocks with the weights of the first, and with as many bits as in the middle of this one.
-
-        Returns:
-            a module that takes the arguments of the first block and passes all but the stream on to each.
-        """
+        """A stack of ``depth`` blocks with the weights of the first, and with as many bits as in the middle of this one: it
+        takes the arguments of the first block, and passes all but the stream on to each."""
         blocks = [copy.copy(self.blocks[0]) for _ in range(depth)]
         for block in blocks:
             block.forward = self._forwards[0]  # without what wraps it
@@ -175,11 +167,7 @@ class ReversibleStack:
             self.weights += zip(weights(bits, 1), weights(bits, -1), strict=True)
 
     def run(self, index: int, arguments: tuple, keywords: dict[str, Any]) -> Any:
-        """Runs a block in training.
-
-        Raises:
-            ValueError: it cannot be coupled with the blocks before it.
-        """
+        """Runs a block in training."""
         self._take_compiled_call(index)
         current = self._pass
         if current is None or not current.goes_on_with(index):
@@ -194,9 +182,14 @@ class ReversibleStack:
         if self._pass is not None:
             with suppress(ValueError):  # its last stream was changed in place, which its backward tells
                 self._pass.close()
-        self._require_one_mode()
+        evaluated = [number for number, block in enumerate(self.blocks) if not block.training]
+        if evaluated:
+            raise ValueError(
+                f"block {evaluated[0]} is in eval() and others are in train(), but blocks are coupled all or none; call "
+                "train() on each block (its submodules may stay in eval())"
+            )
         in_backward = backward_id() != -1
-        if in_backward and self.ran_plain and self._latest() is None:
+        if in_backward and self.ran_plain and (self._latest is None or self._latest() is None):
             raise ValueError(
                 "the backward runs blocks again that ran without gradients before, where they are not coupled; turn off "
                 "gradient checkpointing, or use checkpoint(..., use_reentrant=False) around the whole model"
@@ -215,16 +208,8 @@ class ReversibleStack:
         self._pass = StackPass(self)
         return self._pass
 
-    def _require_one_mode(self) -> None:
-        evaluated = [index for index, block in enumerate(self.blocks) if not block.training]
-        if evaluated:
-            raise ValueError(
-                f"block {evaluated[0]} is in eval() and others are in train(), but blocks are coupled all or none; call "
-                "train() on each block (its submodules may stay in eval())"
-            )
-
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_pass": None, "_latest": _nothing, "compiled_calls": {}, "_compiled": {}}
+        return self.__dict__ | {"_pass": None, "_latest": None, "compiled_calls": {}, "_compiled": {}}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.kept}; backward={self.backward!r})"
@@ -243,17 +228,8 @@ class _Chain(nn.Module):
         return x
 
 
-def _nothing() -> None:
-    """Refers to nothing, as a weak reference does in the end."""
-
-
 class CoupledForward(ReplacedForward):
-    """The ``forward`` of a block that belongs to a stack.
-
-    Args:
-        stack: to which it belongs.
-        index: the block's place in it.
-    """
+    """The ``forward`` of the block at some place in a stack."""
 
     KEY, WHAT = "_coupled_forward", "reversible blocks"
 
@@ -261,29 +237,21 @@ class CoupledForward(ReplacedForward):
         super().__init__(stack.blocks[index])
         self.stack, self._index = stack, index
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+    @torch.compiler.disable
+    def train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
+        return self.stack.run(self._index, arguments, keywords)
+
+    def pass_on(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
         stack = self.stack  # a compiler takes the same code for all blocks, if it does not read their index
         if self.module.training and not self.removed:
-            if torch.is_grad_enabled():
-                return self._train(arguments, keywords)
             stack.ran_plain = True
         if stack.compiled_calls:
             return stack.own_forward(self._index)(*arguments, **keywords)
-        if self._before is not None:
-            return self._before(*arguments, **keywords)
-        return type(self.module).forward(self.module, *arguments, **keywords)  # a compiler cannot trace own()
-
-    @torch.compiler.disable
-    def _train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
-        return self.stack.run(self._index, arguments, keywords)
+        return super().pass_on(arguments, keywords)
 
     @property
     def __globals__(self) -> dict[str, Any]:
-        """``torch.jit.script`` reads it.
-
-        Raises:
-            AttributeError: always.
-        """
+        """``torch.jit.script`` reads it."""
         raise AttributeError(
             "torch.jit.script cannot compile the blocks that make_reversible changed; call undo(model) first, or use "
             "torch.export or torch.jit.trace in eval()"

@@ -10,12 +10,12 @@ from weakref import WeakMethod, ref
 import torch
 from torch import Tensor
 
-from holotrain.reversible.block_calls import call_of
 from holotrain.reversible.context import backward_id, has_no_data, in_trace
 from holotrain.reversible.grid import FixedPointGrid, Grid
 from holotrain.reversible.kept_inputs import as_in_a_forward
 from holotrain.reversible.reads import version_of
-from holotrain.reversible.recorder import Recorder, same_tensor
+from holotrain.reversible.replaced_forward import call_of
+from holotrain.reversible.tape import Recorder, same_tensor
 from holotrain.reversible.two_step import TwoStep
 
 if TYPE_CHECKING:

@@ -1,43 +1,185 @@
-"""Consecutive branches whose inputs are rebuilt in the backward.
+"""The engine: records the branches of one forward, and rebuilds their inputs in the backward.
 
-A rebuilt branch runs again from the stream that the backward has reached, and its output inverts the coupling: ``x2 = y2 -
-g(y1)``. A tape holds these branches in order. It may run a branch ahead, while the gradients of the branch behind it are
-computed (PaReprop, arXiv 2306.09342, in units of half blocks): gradients stay on the stream of the forward, and the
-recomputation is on a second CUDA stream.
+A stored block runs as it is. A checkpointed branch runs again from the input that it has kept. A rebuilt branch runs again from
+the stream that the backward has reached, and its output inverts the coupling: ``x2 = y2 - g(y1)``. A tape holds these branches
+in order. It may run a branch ahead, while the gradients of the branch behind it are computed (PaReprop, arXiv 2306.09342, in
+units of half blocks): gradients stay on the stream of the forward, and the recomputation is on a second CUDA stream.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from holotrain.reversible.backward_schedules import Casts, Schedule
 from holotrain.reversible.block import Coupling
-from holotrain.reversible.checks import StreamCheck
-from holotrain.reversible.context import backward_id, graph_is_retained
+from holotrain.reversible.checks import RebuildChecks, StreamCheck
+from holotrain.reversible.context import backward_id, graph_is_retained, has_no_data
 from holotrain.reversible.kept_inputs import Saved
-from holotrain.reversible.reads import is_tensor_parallel
-from holotrain.reversible.recomputation import Branch
+from holotrain.reversible.random_state import in_graphed_step
+from holotrain.reversible.reads import is_sharded, is_tensor_parallel
+from holotrain.reversible.recomputation import Branch, from_stored
+from holotrain.reversible.replay import Call
 from holotrain.reversible.side_stream import SameStream, SideStream, side_of
+from holotrain.reversible.tokenwise import drops_samples, tiles_of
 
 _no_room: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Branches that found no memory to run ahead, and how many elements a stream had then."""
 
 
+class Recorder:
+    """Runs the blocks of one forward by their schedules, and records what the backward needs.
+
+    It holds streams with their graph, which holds the tape. So the tape must not hold it.
+
+    Args:
+        device: of the streams.
+        checks: of what is rebuilt.
+        tile: tokens of a tile, in which branches are taken that work token by token; None: all are taken whole.
+    """
+
+    def __init__(self, device: torch.device, checks: RebuildChecks, tile: int | None = None) -> None:
+        self.call, self._checks, self._tile = Call(device), checks, tile
+        self._tape: Tape | None = None
+        # What the latest rebuilt branch wrote, and what it read.
+        self._streams: tuple[Tensor, Tensor]
+        self._versions: tuple[int, int]
+
+    def begin_block(
+        self,
+        number: int,
+        schedule: Schedule,
+        coupling: Coupling,
+        block: nn.Module,
+        streams: tuple[Tensor, Tensor],
+        forward: Callable | None = None,
+    ) -> None:
+        """Before the next block.
+
+        Args:
+            number: for a trace.
+            streams: before the block.
+            forward: what to call instead of the branch, without the branch's hooks.
+        """
+        if schedule.kind != "rebuilt":
+            self.end(*streams)
+        elif self._tape is None:
+            self._begin_tape(*streams)
+        if schedule.kind == "stored":
+            self.call.present = None  # a stored block may draw random numbers
+        self._number, self._schedule, self._coupling, self._forward = number, schedule, coupling, forward
+        self._ahead = schedule.ahead and not is_sharded(type(block))
+
+    def _begin_tape(self, x1: Tensor, x2: Tensor) -> None:
+        if x1.dtype.itemsize < 4:
+            warnings.warn(
+                f"streams of {x1.dtype} are rounded at every addition, so rebuilt activations and gradients are inexact (by up "
+                "to 0.3 after 96 blocks); keep the streams in fp32 and train under torch.autocast",
+                stacklevel=5,
+            )
+        self._halves = 0  # branches on the tape, each with all its tiles
+        self._tape, self._streams, self._versions = Tape(), (x1, x2), (x1._version, x2._version)
+
+    def update(self, name: str, module: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
+        """Runs a branch of the block on the source, and updates the target with its output."""
+        schedule, coupling, tape, outputs = self._schedule, self._coupling, self._tape, []
+        if schedule.kind == "stored":
+            return coupling.update(name, self._forward or module, target, source, keywords)
+        crossed = tape is not None and self._has_crossed(source, target)
+        if tape is not None and self._halves == 1 and not has_no_data(source):  # one branch has nothing rebuilt before it
+            tape.check = self._checks.of_blocks(self._streams[1], coupling.grid)
+        read = coupling.read(source)
+        for tile, part, casts in self._tiles_of(module, read, keywords):
+            options = f"{self._number}.{name}", module, keywords, self.call, schedule.keep, self._forward, tile, casts
+            if tape is None:
+                outputs.append(from_stored(Branch(*options), read, schedule.input, part))
+                continue
+            branch = RebuiltBranch(*options)
+            branch.coupling, branch.place, branch.first = coupling, len(tape.branches), self._halves == 0
+            branch.crossed, branch.ahead = crossed, self._ahead
+            outputs.append(branch.run(part, tape.supply))
+            tape.branches.append(branch)
+        # Without tiles it may be no tensor.
+        coupled = coupling.couple(target, source, outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))
+        if tape is not None:
+            self._halves += 1
+            self._streams, self._versions = (coupled, source), (coupled._version, source._version)
+        return coupled
+
+    def _tiles_of(self, module: nn.Module, read: Tensor, keywords: dict) -> Iterable[tuple[slice | None, Tensor, Casts | None]]:
+        """The tiles of a branch: their tokens, what they read, and what they share. One of None: all tokens."""
+        # Where the input is not kept as it is, each tile would fetch or restore the whole.
+        tiles = tiles_of(module, self._tile, read, keywords) if self._schedule.input == "checkpoint" else []
+        drops_alike = bool(tiles) and drops_samples(module)
+        if not tiles or (drops_alike and in_graphed_step()):
+            return [(None, read, None)]
+        return self._parts(read, tiles, self.call.states() if drops_alike else None)
+
+    def _parts(self, read: Tensor, tiles: list[slice], states: list | None) -> Iterator[tuple[slice, Tensor, Casts | None]]:
+        casts = Casts() if self.call.settings.casts_weights else None
+        parts = torch.unsafe_split(read, tiles[0].stop, 1)  # no views: what a branch writes to its part is noticed
+        for tile, part in zip(tiles, parts, strict=True):
+            if states is not None:
+                self.call.draw_again(states)
+            yield tile, part.contiguous(), casts
+
+    def _has_crossed(self, first: Tensor, second: Tensor) -> bool:
+        """Whether two tensors are what the latest branch wrote and what it read; False if the other way round.
+
+        Raises:
+            ValueError: they are neither, so a hook replaced or changed them.
+        """
+        target, source = self._streams
+        crossed = first is target or (first is not source and same_tensor(first, target))
+        pair = (first, second) if crossed else (second, first)
+        if (pair[0] is not target or pair[1] is not source) and not all(map(same_tensor, pair, self._streams)):
+            raise ValueError(
+                "something replaced the inputs or outputs of a ReversibleBlock (a hook, or fully_shard with a "
+                "MixedPrecisionPolicy, which casts the streams: set cast_forward_inputs=False and no output_dtype, and train "
+                'under torch.autocast), so the block cannot be rebuilt; use backward="autograd" or "checkpoint"'
+            )
+        if (target._version, source._version) != self._versions:
+            raise ValueError(
+                "something changed the inputs or outputs of a ReversibleBlock in place (a hook), so the block cannot be "
+                'rebuilt; use backward="autograd" or "checkpoint"'
+            )
+        return crossed
+
+    def end(self, y1: Tensor, y2: Tensor) -> None:
+        """After the last block that is rebuilt, with what it returned."""
+        if self._tape is not None:
+            self._has_crossed(y1, y2)
+            self._tape.complete(*self._streams)
+            self._tape = None
+
+
+def same_tensor(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are views of the same elements in the same order."""
+    same_view = a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
+    return bool(same_view and a.dtype == b.dtype and a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+
+
 class RebuiltBranch(Branch):
-    """A branch on a tape, or one of its tiles, the ``place``-th; ``ahead``: it may run ahead of its turn."""
+    """A branch on a tape, or one of its tiles.
+
+    Attributes:
+        place: on the tape.
+        first: it is of the first branch, whose target nobody needs.
+        crossed: its source is what the branch before it wrote; if not, it is that one's source.
+        ahead: it may run ahead of its turn.
+    """
 
     coupling: Coupling
     place: int
-    ahead: bool
     first: bool
-    """Whether it is of the first branch, whose target nobody needs."""
     crossed: bool
-    """Whether its source is what the branch before it wrote; if not, it is that one's source."""
+    ahead: bool
 
 
 class Tape:
@@ -137,14 +279,16 @@ class Tape:
 
     def _undo(self, branch: RebuiltBranch, coupled: Tensor, source: Tensor, output: Any, last_use: bool) -> None:
         """Inverts the coupling of a branch or of a tile; the first tile, which comes last, completes that of its branch."""
-        target = branch.coupling.undo(branch.part(coupled), branch.part(source), output, last_use)
-        if branch.tiled:
-            self._target = torch.empty_like(coupled) if self._target is None else self._target
-            branch.part(self._target).copy_(target)
-            target = self._target
-        if branch.begins:
+        if branch.tile is None:
+            target = branch.coupling.undo(coupled, source, output, last_use)
+        else:
+            tile = slice(None), branch.tile
+            target = self._target = torch.empty_like(coupled) if self._target is None else self._target
+            target[tile] = branch.coupling.undo(coupled[tile], source[tile], output, last_use)
+            if branch.tile.start > 0:
+                return
             self._target = None
-            self._streams = (source, target) if branch.crossed else (target, source)
+        self._streams = (source, target) if branch.crossed else (target, source)
 
     def _run_ahead(self, side: SideStream | SameStream) -> None:
         """Runs the next branch, if it may run ahead.

@@ -5,7 +5,7 @@ A tile is recomputed in the backward, by itself. (Tiled MLPs: ALST, arXiv 2506.1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from holotrain.reversible.context import has_no_data
 from holotrain.reversible.lists_of_blocks import is_list_of_blocks, outermost
 from holotrain.reversible.recomputation import checkpointed
 from holotrain.reversible.replaced_forward import ReplacedForward
-from holotrain.reversible.tiled_loss import language_model, tile_loss, untile_loss
+from holotrain.reversible.tiled_loss import language_model, tile_loss
 from holotrain.reversible.tokenwise import drops_samples, may_be_tokenwise, require_tile, tiles_of
 
 
@@ -26,16 +26,7 @@ def tile_modules(model: nn.Module, tile: int) -> list[str]:
 
     They are found by their structure: at least two linear layers, and else norms, activations and dropout. At the first call
     each is tried on two short pieces, together and one by one; where the results differ, as for attention, it is left alone. A
-    second call changes the size.
-
-    Args:
-        tile: tokens of a tile, of each row of a batch.
-
-    Returns:
-        the names of the modules that are tried.
-
-    Raises:
-        ValueError: ``tile`` is no number of tokens.
+    second call changes the size. Returns the names of the modules that are tried.
     """
     require_tile(tile)
     untile_modules(model)
@@ -52,9 +43,7 @@ def tile_modules(model: nn.Module, tile: int) -> list[str]:
 
 def untile_modules(model: nn.Module) -> None:
     """Takes back what :func:`tile_modules` did."""
-    for module in model.modules():
-        if (tiled := Tiled.of(module)) is not None:
-            tiled.remove()
+    Tiled.remove_all(model)
 
 
 def take_in_tiles(model: nn.Module, tile: int) -> None:
@@ -65,41 +54,35 @@ def take_in_tiles(model: nn.Module, tile: int) -> None:
         tile_loss(model)
 
 
-def take_whole(model: nn.Module) -> None:
-    """Takes back what :func:`take_in_tiles` did."""
-    untile_modules(model)
-    untile_loss(model)
-
-
 class Tiled(ReplacedForward):
-    """The forward of a module of (B, T, C), which is taken a tile at a time in training; in ``eval()`` the module's own."""
+    """The forward of a module of (B, T, C), which is taken a tile at a time in training."""
 
     KEY, WHAT = "_tiled_forward", "tiled modules"
     tile: int
     inside = False
     """Whether a tile is being computed: the modules in it take it whole."""
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        run, x = partial(self.own(), **keywords), arguments[0] if len(arguments) == 1 else None
-        if self.removed or Tiled.inside or not (self.module.training and torch.is_grad_enabled()):
-            return run(*arguments)
-        if not isinstance(x, Tensor):
-            return run(*arguments)
+    def train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
+        x = arguments[0] if len(arguments) == 1 else None
+        if Tiled.inside or not isinstance(x, Tensor):
+            return self.pass_on(arguments, keywords)
+        run = partial(self.own(), **keywords)
         with _inside():
             tiles = tiles_of(self.module, self.tile, x, keywords)
         if not tiles or drops_samples(self.module):
             return run(x)
-        run, sizes = partial(checkpointed, self.module, forward=_within(run)), [part.stop - part.start for part in tiles]
-        if not has_no_data(x) or len(tiles) <= 3:
-            return torch.cat([run(part.contiguous()) for part in torch.unsafe_split_with_sizes(x, sizes, 1)], 1)
-        first, second, others, last = torch.unsafe_split_with_sizes(x, [*sizes[:2], sum(sizes[2:-1]), sizes[-1]], 1)
-        outputs = [run(part.contiguous()) for part in (first, second, last)]
-        outputs.insert(2, _SkippedTiles.apply(others.contiguous(), outputs[0]))
+        run, outputs = partial(checkpointed, self.module, forward=_inside()(run)), []
+        sizes, skipped = [part.stop - part.start for part in tiles], None
+        if has_no_data(x) and len(tiles) > 3:  # a plan, in which these need no more than the two before them
+            sizes, skipped = [*sizes[:2], sum(sizes[2:-1]), sizes[-1]], 2
+        for place, part in enumerate(torch.unsafe_split_with_sizes(x, sizes, 1)):
+            part = part.contiguous()
+            outputs.append(_SkippedTiles.apply(part, outputs[0]) if place == skipped else run(part))
         return torch.cat(outputs, 1)
 
 
 class _SkippedTiles(torch.autograd.Function):
-    """Stands in a plan for the tiles that need no more than those before them: holds what they hold, and computes nothing."""
+    """Stands in a plan for several tiles: holds what they hold, and computes nothing."""
 
     @staticmethod
     def forward(ctx, x: Tensor, other: Tensor) -> Tensor:
@@ -118,11 +101,3 @@ def _inside() -> Generator[None]:
         yield
     finally:
         Tiled.inside = before
-
-
-def _within(run: Callable) -> Callable:
-    def piece(x: Tensor) -> Any:
-        with _inside():
-            return run(x)
-
-    return piece

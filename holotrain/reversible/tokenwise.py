@@ -5,7 +5,7 @@ They are found by their structure, and tried once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,10 +31,6 @@ WHOLE_SAMPLES = ("DropPath", "StochasticDepth", "Dropout1d", "Dropout2d", "Dropo
 
 
 def require_tile(tile: int | None) -> None:
-    """
-    Raises:
-        ValueError: it is neither a number of tokens nor None.
-    """
     if tile is not None and (not isinstance(tile, int) or isinstance(tile, bool) or tile < 1):
         raise ValueError(f"tile must be a number of tokens or None, not {tile!r}")
 
@@ -46,32 +42,17 @@ def may_be_tokenwise(module: nn.Module) -> bool:
     return products >= 2 and not any(isinstance(leaf, NOT_TOKENWISE) for leaf in leaves)
 
 
-def same_in_pieces(module: nn.Module, run: Callable[[Tensor], Any], x: Tensor) -> bool:
-    """Whether two short pieces give together what they give one by one, without dropout.
-
-    Args:
-        run: calls the module; returns a tensor, or a list of tensors, all of (B, T, ...).
-        x: (B, T, ...).
-    """
+def _same_in_pieces(module: nn.Module, run: Callable[[Tensor], list[Tensor]], x: Tensor) -> bool:
+    """Whether two short pieces of x (B, T, ...) give together what they give one by one, without dropout."""
     size = min(PROBED, max(x.shape[1] // 2, 1))
     pieces = [piece.contiguous() for piece in x.detach()[:, : 2 * size].split(size, 1)]
-    whole = torch.cat(pieces, 1)
     with without_dropout(module), torch.no_grad():
-        apart, together = [run(piece) for piece in pieces], run(whole)
-    if not isinstance(together, list):
-        apart, together = [[each] for each in apart], [together]
-    if any(len(each) != len(together) for each in apart):
-        return False
-    return all(_agree(each, one, *whole.shape[:2]) for one, *each in zip(together, *apart, strict=True))
-
-
-def _agree(apart: Sequence[Tensor], together: Any, batch: int, tokens: int) -> bool:
-    if not isinstance(together, Tensor) or together.shape[:2] != (batch, tokens):
-        return False
-    if has_no_data(together):
-        return True
-    error = (torch.cat([*apart], 1).float() - together.float()).abs().amax()
-    return bool(error <= 0.01 * together.float().abs().amax())
+        apart, together = [run(piece) for piece in pieces], run(torch.cat(pieces, 1))
+    for one, *each in zip(together, *apart, strict=True):
+        error = (torch.cat(each, 1).float() - one.float()).abs().amax()
+        if not has_no_data(one) and not error <= 0.01 * one.float().abs().amax():
+            return False
+    return True
 
 
 @contextmanager
@@ -97,11 +78,6 @@ def tiles_of(branch: nn.Module, tile: int | None, x: Tensor, keywords: dict[str,
     It is taken whole if it does not work token by token, reads tensors besides the stream, changes a buffer, draws random
     numbers of Python or NumPy, is tensor parallel, or has hooks, which would see tiles instead of the stream. The same holds if
     it drops single elements beside whole samples, or is compiled and the last tile would be shorter.
-
-    Args:
-        tile: tokens of a tile; None: there are no tiles.
-        x: what it reads, (B, T, ...).
-        keywords: its keyword arguments.
     """
     if tile is None or x.ndim != 3 or x.shape[1] <= tile or any(isinstance(leaf, Tensor) for leaf in tree_leaves(keywords)):
         return []
@@ -160,7 +136,7 @@ def _works_on(branch: nn.Module, x: Tensor, keywords: dict[str, Any]) -> bool:
         with generators_unmoved(x.device, generators), (call := Call(x.device)).uncached():
             drawn = [source.read() for source in PYTHON_AND_NUMPY]
             states = call.states()
-            works = same_in_pieces(branch, run, x[:1]) and not have_drawn(states)
+            works = _same_in_pieces(branch, run, x[:1]) and not have_drawn(states)
             with torch.no_grad():
                 run(x[:1, :PROBED].contiguous())  # which may change buffers, in training
             works = works and not have_drawn(drawn)

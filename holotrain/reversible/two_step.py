@@ -28,10 +28,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holotrain.numeric import counted
 from holotrain.reversible.block import Coupling
-from holotrain.reversible.block_calls import stream_in
 from holotrain.reversible.context import has_no_data
 from holotrain.reversible.grid import Grid
 from holotrain.reversible.reads import version_of
+from holotrain.reversible.replaced_forward import stream_in
 
 LARGEST_BITS = 6
 """At the ends of a stack. For all blocks together that is at most 6 bits an element more than four for each, and 20 more than
@@ -39,15 +39,8 @@ two for each, however deep the stack is: less than one stream in fp32."""
 
 
 def tapered(bits: int | Sequence[int], depth: int) -> list[int]:
-    """The bits m of each block but the first, which has no block before it.
-
-    Args:
-        bits: m in the middle of the stack; towards both ends it grows to 6, by one a block. A list: of each block.
-        depth: number of blocks.
-
-    Raises:
-        ValueError: a number of bits outside 1 to 8, or a list of another length.
-    """
+    """The bits m of each of ``depth`` blocks but the first, which has no block before it: ``bits`` in the middle of the stack,
+    and towards both ends up to 6, by one a block. A list has those of each block."""
     if isinstance(bits, bool | str) or not isinstance(bits, int | Sequence):
         raise ValueError(f"bits must be a number from 1 to 8, or a list of them, not {bits!r}")
     steps = max(0, depth - 1)
@@ -76,11 +69,8 @@ def weights(bits: Sequence[int], sign: int) -> list[float]:
     """The weight ``a`` of each block's update.
 
     If x[k+1] changes by d, later steps take back part of it: the last stream changes by ``w[k] d``, where ``w[k] = 1 - g[k+1]
-    w[k+1]``, and 1 for the last block. So ``a[k] = 1 / w[k]`` adds each update to the last stream just once.
-
-    Args:
-        bits: m of each block but the first.
-        sign: of g, 1 or -1.
+    w[k+1]``, and 1 for the last block. So ``a[k] = 1 / w[k]`` adds each update to the last stream just once. ``bits`` are m of
+    each block but the first, and ``sign`` is that of g, 1 or -1.
     """
     shares = [1.0]
     for m in reversed(bits):
@@ -89,14 +79,8 @@ def weights(bits: Sequence[int], sign: int) -> list[float]:
 
 
 def packed(low: Tensor, bits: int) -> Tensor:
-    """Packs ``bits`` bits of each element, 1 to 8 of them, into as few bytes.
-
-    Args:
-        low: uint8, any shape, below 2^bits.
-
-    Returns:
-        uint8 (n,), with n = bits / 8 bytes an element, rounded up.
-    """
+    """Packs ``bits`` bits of each element, 1 to 8 of them: uint8 of any shape, below 2^bits -> uint8 (n,), bits / 8 bytes
+    an element."""
     flat, parts, shift = low.reshape(-1), [], 0
     for width in _widths(bits):
         many = 8 // width
@@ -178,7 +162,12 @@ class TwoStep(Coupling):
         rebuilt: bool,
         on_backward: Callable[[], Callable[[], None] | None] = lambda: None,
     ) -> None:
-        self.grid, self._sign, self._weights, self._bits, self._rebuilt = grid, sign, weights, bits, rebuilt
+        self.grid, self._sign, self._bits, self._rebuilt = grid, sign, bits, rebuilt
+        above, below = weights
+        # g, a and 1 - a - g
+        self._gain = 0.0 if bits is None else sign * 2.0**-bits
+        self._weight = sign * ((above - below) / 2) + (above + below) / 2
+        self._rest = 1 - self._weight - self._gain
         # The graph holds the coupling, which lets go of what is in the graph.
         self._x: Tensor | None = x
         self._graphs = graphs
@@ -195,10 +184,6 @@ class TwoStep(Coupling):
         return source.to(self._read_as) if x is None else x
 
     def couple(self, target: Tensor, source: Tensor, output: Any) -> Tensor:
-        """
-        Raises:
-            ValueError: the block returns no tensor of the shape of its input.
-        """
         update = stream_in(output)
         if not isinstance(update, Tensor):
             raise ValueError(
@@ -242,13 +227,12 @@ class TwoStep(Coupling):
         """Rebuilds x[k-1], bit for bit."""
         if self._bits is None:
             return source
-        _, *factors = self._factors()
         target = coupled
         if coupled.stride() != self._strides:
             target = torch.empty_strided(coupled.shape, self._strides, dtype=coupled.dtype, device=coupled.device)
         elif not last_use:
             target = torch.empty_like(coupled)
-        pieces = in_pieces(target, coupled, source, stream_in(output), self._sign * 2**self._bits, *factors)
+        pieces = in_pieces(target, coupled, source, stream_in(output), self._sign * 2**self._bits, self._weight, self._rest)
         for (part, total, read, update, scale, *weights), low in zip(pieces, self._low, strict=False):
             part.copy_(total - self._step(read, update, *weights)).mul_(scale)
             part.addcmul_(unpacked(low, self._bits, part.numel()).view(part.shape).to(part.dtype), self.grid.step)
@@ -261,19 +245,12 @@ class TwoStep(Coupling):
         """
         return self.grid.nearest((update.to(source.dtype) * weight).add_(source * rest))
 
-    def _factors(self) -> tuple[Tensor | float, Tensor, Tensor]:
-        """g, a and 1 - a - g."""
-        above, below = self._weights
-        gain = 0.0 if self._bits is None else self._sign * 2.0**-self._bits
-        weight = self._sign * ((above - below) / 2) + (above + below) / 2
-        return gain, weight, 1 - weight - gain
-
     def merged(self, target: Tensor, source: Tensor, update: Tensor) -> Tensor:
         """x[k+1]; keeps the bits that it drops of the target."""
-        _, *factors = self._factors()
         coupled = torch.empty_like(update, dtype=source.dtype)
         self._low, self._strides = [], target.stride()
-        for part, before, read, each, sign, *weights in in_pieces(coupled, target, source, update, self._sign, *factors):
+        pieces = in_pieces(coupled, target, source, update, self._sign, self._weight, self._rest)
+        for part, before, read, each, sign, *weights in pieces:
             part.copy_(self._step(read, each, *weights))
             if self._bits is not None:
                 part.addcmul_(self._divided_and_packed(before, self._bits), sign)
@@ -291,8 +268,8 @@ class TwoStep(Coupling):
 
     def gradients(self, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         """Those of target, source and update."""
-        gain, weight, rest = (each.to(grad.dtype) if isinstance(each, Tensor) else each for each in self._factors())
-        return None if self._bits is None else grad * gain, grad * rest, (grad * weight).to(self.written_as)
+        before = None if isinstance(self._gain, float) else grad * self._gain.to(grad.dtype)
+        return before, grad * self._rest.to(grad.dtype), (grad * self._weight.to(grad.dtype)).to(self.written_as)
 
 
 class _TwoStep(torch.autograd.Function):

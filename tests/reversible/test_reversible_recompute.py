@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from tracked_memory import TrackedMemory
 
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, kept_inputs, make_reversible, recompute, stack_of, undo
+from holotrain.reversible.in_place import RecomputedForward, recompute_block
 from holotrain.reversible.kept_inputs import WAYS, rounded, unrounded
-from holotrain.reversible.recompute import RecomputedForward, recompute_block
 from holotrain.reversible.sequence import AveragedStreams
 from holotrain.reversible.side_stream import SameStream
 

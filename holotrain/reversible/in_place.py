@@ -1,18 +1,24 @@
-"""Makes the blocks of any model reversible, in place."""
+"""Changes the blocks of any model in place: makes them reversible, or has them run again in the backward, and back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from holotrain.numeric import counted
 from holotrain.reversible.block import ReversibleBlock
 from holotrain.reversible.checks import RebuildChecks
+from holotrain.reversible.kept_inputs import WAYS
 from holotrain.reversible.lists_of_blocks import named_blocks
-from holotrain.reversible.recompute import RecomputedForward, recompute_block
+from holotrain.reversible.recomputation import checkpointed
+from holotrain.reversible.replaced_forward import ReplacedForward, call_of
 from holotrain.reversible.sequence import AveragedStreams, ReversibleSequence
 from holotrain.reversible.stack import ReversibleStack, stacks_in
-from holotrain.reversible.tiles import take_in_tiles, take_whole
+from holotrain.reversible.tiled_loss import TiledLoss
+from holotrain.reversible.tiles import Tiled, take_in_tiles
 from holotrain.reversible.tokenwise import require_tile
 
 Split = Callable[[nn.Module], tuple[nn.Module, nn.Module]]
@@ -89,9 +95,8 @@ def undo(model: nn.Module) -> nn.Module:
 
     The weights stay as they are trained.
     """
-    take_whole(model)
-    for part in model.modules():
-        recompute_block(part, "autograd")
+    for kind in (Tiled, TiledLoss, RecomputedForward):
+        kind.remove_all(model)
     for stack in stacks_in(model):
         stack.remove()
     for part in list(model.modules()):
@@ -121,3 +126,108 @@ def _replace(modules: dict[str, nn.Module], name: str, streams: AveragedStreams)
     parent, _, last = name.rpartition(".")
     # A model that loops over a ModuleList still does, over one element.
     setattr(modules[parent], last, nn.ModuleList([streams]) if isinstance(modules[name], nn.ModuleList) else streams)
+
+
+STORED = "autograd"
+
+
+class RecomputedForward(ReplacedForward):
+    """The ``forward`` of a block that runs again in the backward.
+
+    Attributes:
+        backward: ``"autograd"``, or one of :data:`~holotrain.reversible.kept_inputs.WAYS`. It may be changed between calls.
+    """
+
+    KEY, WHAT = "_recomputed_forward", "recomputed blocks"
+    backward = STORED
+
+    def train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
+        if self.backward == STORED:
+            return self.pass_on(arguments, keywords)
+        x, run, rest = call_of(self.own(), arguments, keywords, again=True)
+        if not isinstance(x, Tensor):
+            x, run, rest = _within(x, run, rest)
+        if x is None:
+            return self.pass_on(arguments, keywords)
+        return checkpointed(self.module, x, backward=self.backward, forward=run, **rest)
+
+
+def _within(stream: Any, run: Callable, rest: dict[str, Any]) -> tuple[Tensor | None, Callable, dict[str, Any]]:
+    """The same call, with the first floating-point tensor in a list or dict of streams as its stream; None: there is none."""
+    leaves, spec = tree_flatten(stream)
+    place = next((i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
+    if place is None:
+        return None, run, rest
+
+    def run_within(x: Tensor, others: list[Any], **rest: Any) -> Any:
+        return run(tree_unflatten([*others[:place], x, *others[place:]], spec), **rest)
+
+    return leaves.pop(place), run_within, {**rest, "others": leaves}
+
+
+def recompute_block(block: nn.Module, backward: str) -> None:
+    """Has a block recomputed in the backward, or stores its activations again (``"autograd"``), in place."""
+    require_way(backward)
+    forward = RecomputedForward.of(block)
+    if backward == STORED:
+        if forward is not None:
+            forward.remove()
+        return
+    forward = forward or RecomputedForward(block)
+    forward.backward = backward
+
+
+def require_way(backward: str) -> None:
+    if backward not in (STORED, *WAYS):
+        raise ValueError(f"backward must be one of {', '.join((STORED, *WAYS))}, not {backward!r}")
+
+
+def recompute(
+    model: nn.Module,
+    blocks: str | Sequence[str] | None = None,
+    *,
+    backward: str | Sequence[str] = "checkpoint",
+    tile: int | None = None,
+) -> nn.Module:
+    """Has a stack of blocks keep only their inputs in training, and run again in the backward, in place.
+
+    The model stays what it is: its parameters, its ``state_dict`` and what it computes, also in training::
+
+        model = recompute(AutoModelForCausalLM.from_pretrained("gpt2"), "transformer.h", backward="checkpoint8")
+
+    A second call changes the schedules. ``undo(model)`` takes it back.
+
+    Args:
+        model: any module.
+        blocks: as :func:`~holotrain.reversible.make_reversible` takes them: names of lists of blocks, or parts of lists.
+        backward: how each block's input is kept, one name or one for each block:
+
+            - ``"checkpoint"``: as it is;
+            - ``"checkpoint8"``: rounded to 8 bits. The forward does not change; the gradients are those of the rounded inputs;
+            - ``"offload"``: copied to main memory while the block computes, and fetched ahead of its turn in the backward. On a
+              CPU, and where memory cannot be pinned, it is ``"checkpoint"``;
+            - ``"autograd"``: the block stores all its activations.
+        tile: as :func:`~holotrain.reversible.make_reversible` takes it.
+
+    Returns:
+        the model.
+
+    Raises:
+        ValueError: the model has no such list of blocks, or several lists and none is named; the blocks are reversible; an
+            unknown or a wrong number of schedules.
+    """
+    require_tile(tile)
+    lists = named_blocks(model, blocks, "recompute").values()
+    found = list({id(block): block for each in lists for block in each.values()}.values())
+    schedules = [backward] * len(found) if isinstance(backward, str) else list(backward)
+    if len(schedules) != len(found):
+        raise ValueError(f"backward lists {counted(len(schedules), 'schedule')} for {counted(len(found), 'block')}")
+    for schedule in schedules:
+        require_way(schedule)
+    if any(isinstance(block, ReversibleBlock) for block in found):
+        raise ValueError("the blocks are those of a ReversibleSequence, which has a backward of its own: set sequence.backward")
+    for block, schedule in zip(found, schedules, strict=True):
+        recompute_block(block, schedule)
+    if tile is not None:
+        take_in_tiles(model, tile)
+    return model
