@@ -105,8 +105,12 @@ def checkpointed_blocks(reentrant):
 def changed_after_use(backward):
     """The stream that a block has read, by the model."""
     net = reversible(backward=backward)
-    net.layers[3].register_forward_hook(lambda module, given, out: given[0].mul_(3) is None or None)
-    net(inputs()).sum().backward()
+    x = net.stem(inputs())
+    for number, layer in enumerate(net.layers):
+        before, x = x, layer(x)
+        if number == 3:
+            before.mul_(3)
+    x.sum().backward()
 
 
 class InPlace(nn.Module):
@@ -209,7 +213,7 @@ REFUSED = [
     ),
     (lambda: with_block(lambda: Lambda(lambda x, **_: {"stream": x})), "a tuple or list that begins with one, not dict"),
     *((lambda b=b: with_block(InPlace, b), "in place") for b in ("autograd", "reversible")),
-    *((lambda b=b: changed_after_use(b), "in place") for b in ("autograd", "checkpoint", "reversible")),
+    *((lambda b=b: changed_after_use(b), "in ?place") for b in ("autograd", "checkpoint", "reversible")),
     *((lambda index=index: in_evaluation(index), rf"block {index} is in eval\(\) and others are in train") for index in (0, 5)),
     (checkpointed_model, r"turn off gradient checkpointing, or use checkpoint\(..., use_reentrant=False\)"),
     (lambda: checkpointed_blocks(True), r"turn off gradient checkpointing, or use checkpoint\(..., use_reentrant=False\)"),
