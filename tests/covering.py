@@ -27,14 +27,22 @@ def paired(*options: Sequence) -> list[tuple]:
 
 def pairwise(*options: Sequence) -> list[tuple]:
     """Cases in which any two values of two options meet, a few of the full product."""
-    matrix = [*product(*(range(len(values)) for values in options))]
-    pairs = [{*combinations(enumerate(case), 2)} for case in matrix]
-    missing, chosen = set().union(*pairs), []
+    places = [[(option, number) for number in range(len(values))] for option, values in enumerate(options)]
+    missing = dict.fromkeys(pair for one, other in combinations(places, 2) for pair in product(one, other))
+    chosen = []
     while missing:
-        best = max(range(len(matrix)), key=lambda number: len(pairs[number] & missing))
-        missing -= pairs[best]
-        chosen.append(tuple(values[at] for values, at in zip(options, matrix[best], strict=True)))
+        case = dict(next(iter(missing)))
+        for option, candidates in enumerate(places):
+            if option not in case:
+                case[option] = max(candidates, key=lambda place: _new_pairs(place, case, missing))[1]
+        for pair in combinations(sorted(case.items()), 2):
+            missing.pop(pair, None)
+        chosen.append(tuple(values[case[option]] for option, values in enumerate(options)))
     return chosen
+
+
+def _new_pairs(place: tuple[int, int], case: dict[int, int], missing: dict) -> int:
+    return sum(tuple(sorted((place, other))) in missing for other in case.items())
 
 
 def chosen(matrix: Sequence[tuple], default: Callable[[int, tuple], bool]) -> list:

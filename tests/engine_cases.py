@@ -1,54 +1,43 @@
-"""Ways to run a reversible sequence, and the cases in which each must match plain autograd."""
+"""The engine's matrix: branches, networks, keyword arguments, uses and schedules, which must all match plain autograd."""
 
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 WIDTH = 8
 F64 = torch.float64
-
-
 MIXED = ("reversible", "pareprop", "reversible+matmul", "checkpoint", "autograd")
-"""Computes the blocks one after the other."""
-
-
-@dataclass
-class Engine:
-    """A way to run the sequence that must match plain autograd."""
-
-    backward: str | tuple[str, ...]
-    store: object = 0
-    keep: tuple = ()
-
-
 ENGINES = {
-    "checkpoint": Engine("checkpoint"),
-    "reversible": Engine("reversible"),
-    "pareprop": Engine("pareprop"),
-    "storing the last": Engine("reversible", store=1),
-    "storing every other": Engine("pareprop", store="even"),
-    "keeping products": Engine("reversible", keep=("matmul",)),
-    "a schedule a block": Engine(MIXED),
+    "checkpoint": {"backward": "checkpoint"},
+    "reversible": {"backward": "reversible"},
+    "pareprop": {"backward": "pareprop"},
+    "storing the last": {"backward": "reversible", "store": 1},
+    "storing every other": {"backward": "pareprop", "store": "even"},
+    "keeping products": {"backward": "reversible", "keep": ("matmul",)},
+    "a schedule a block": {"backward": MIXED},
 }
+"""Options of a sequence."""
 
 
 class Branch(nn.Module):
-    """A branch with dropout that can add a tensor and scale by a number, both passed in the call."""
+    """A branch with dropout that takes all kinds of keyword arguments."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.inner = nn.Linear(WIDTH, 2 * WIDTH)
-        self.outer = nn.Linear(2 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(dropout)
+        self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(dropout)
+        self.inner, self.outer = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
-    def forward(self, x, bias=None, scale=1.0, options=None, generator=None):
+    def forward(self, x, bias=None, scale=1.0, options=None, generator=None, holder=None):
         hidden = self.dropout(torch.tanh(self.inner(self.norm(x))))
         if bias is not None:
             hidden = hidden + bias
@@ -56,6 +45,8 @@ class Branch(nn.Module):
             hidden = hidden * options["gains"][0]
         if generator is not None:
             hidden = hidden + torch.randn(hidden.shape, generator=generator, dtype=F64)
+        if holder is not None:
+            hidden = hidden * holder.weight
         return self.dropout(self.outer(hidden)) * (scale if isinstance(scale, float) else float(scale[0]))
 
 
@@ -74,51 +65,405 @@ class SpectralNormBranch(Branch):
 
 
 class InplaceBranch(Branch):
-    def forward(self, x):
-        return self.outer(nn.functional.relu(self.inner(x).mul_(2), inplace=True))
+    def forward(self, x, **keywords):
+        return super().forward(x, **keywords) + self.outer(nn.functional.relu(self.inner(x).mul_(2), inplace=True))
 
 
 class CheckpointedBranch(Branch):
-    """A branch with its own activation checkpointing."""
-
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=False)
+    def forward(self, x, **keywords):
+        return checkpoint(super().forward, x, use_reentrant=False, **keywords)
 
 
-class NestedBranch(nn.Module):
+class NestedBranch(Branch):
     """A reversible sequence within a branch of another."""
 
     def __init__(self, dropout):
-        super().__init__()
-        self.inner = ReversibleSequence([ReversibleBlock(Branch(dropout), Branch(dropout)) for _ in range(2)], "pareprop")
+        super().__init__(dropout)
+        self.nested = ReversibleSequence([ReversibleBlock(Branch(dropout), Branch(dropout)) for _ in range(2)], "pareprop")
 
-    def forward(self, x):
-        return sum(self.inner(x, x.tanh()))
+    def forward(self, x, **keywords):
+        return super().forward(x, **keywords) + sum(self.nested(x, x.tanh(), f_kwargs=keywords)) / 4
 
 
-class AttentionBranch(nn.Module):
-    """Attention with dropout on the weights and on the output."""
+class AttentionBranch(Branch):
+    """With dropout on the weights and on the output."""
 
     def __init__(self, dropout):
-        super().__init__()
+        super().__init__(dropout)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.weights, self.outputs = dropout, nn.Dropout(dropout)
 
-    def forward(self, x):
+    def forward(self, x, **keywords):
         q, k, v = (part.unsqueeze(1) for part in self.qkv(x).chunk(3, -1))
-        dropped = self.weights if self.training else 0.0
-        return self.outputs(nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropped).squeeze(1))
+        dropped = self.dropout.p if self.training else 0.0
+        return super().forward(nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropped).squeeze(1), **keywords)
 
 
-def sequence(depth: int, dropout: float = 0.0, branch=Branch, engine: Engine | None = None) -> ReversibleSequence:
+class AsksForTheMode(Branch):
+    """In inference nothing of this would be needed."""
+
+    def forward(self, x, **keywords):
+        return super().forward(x, **keywords) * (2.0 if torch.is_grad_enabled() else 1.0)
+
+
+class ReadsItsSavedTensorsTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[1], (grad * ctx.saved_tensors[0]).sum((0, 1))
+
+
+class OwnFunction(Branch):
+    """Also catches any error of its own: a recomputation stops at the last saved tensor by one."""
+
+    def forward(self, x, **keywords):
+        try:
+            return super().forward(ReadsItsSavedTensorsTwice.apply(x, self.outer.bias), **keywords)
+        except Exception:
+            return x.exp()
+
+
+class LateBranch(Branch):
+    """Registers a parameter and a submodule as it first runs."""
+
+    def forward(self, x, **keywords):
+        if not hasattr(self, "scale"):
+            self.scale, self.act = nn.Parameter(torch.full((WIDTH,), 2.0, dtype=F64, device=x.device)), nn.Tanh()
+        return self.act(super().forward(x, **keywords)) * self.scale
+
+
+class ClosingBranch(Branch):
+    """Reads a tensor with a graph that is none of its parameters, and writes a buffer without that autograd counts it."""
+
+    read = staticmethod(lambda: 1.0)
+
+    def __init__(self, dropout):
+        super().__init__(dropout)
+        self.register_buffer("average", torch.ones(()))
+
+    def forward(self, x, **keywords):
+        self.average.data.mul_(0.5).add_(0.1)
+        return super().forward(x, **keywords) * self.read() * self.average.clone()
+
+
+class DrawingBranch(Branch):
+    """Draws from the global generators of Python and NumPy, each also in pairs, and from generators of its own."""
+
+    def __init__(self, dropout):
+        import numpy as np
+
+        super().__init__(dropout)
+        self.python, self.numpy, self.torch = random.Random(5), np.random.default_rng(5), torch.Generator()
+        self.all = random.random, random.gauss, np.random.rand, np.random.standard_normal
+
+    def drawn(self):
+        own = self.python.random() + self.numpy.random() + torch.rand((), generator=self.torch).item()
+        return own + sum(draw() if draw is not random.gauss else draw(0, 1) for draw in self.all)
+
+    def forward(self, x, **keywords):
+        return super().forward(x, **keywords) * self.drawn()
+
+
+BRANCHES = {
+    "plain": Branch,
+    "batch norm": BatchNormBranch,  # all public engines: statistics updated twice
+    "spectral norm": SpectralNormBranch,
+    "in-place operations": InplaceBranch,
+    "checkpointing within": CheckpointedBranch,
+    "a sequence within": NestedBranch,
+    "attention": AttentionBranch,
+    "asks for the mode": AsksForTheMode,
+    "own function": OwnFunction,
+    "late parameters": LateBranch,
+    "closure": ClosingBranch,
+    "draws": DrawingBranch,
+}
+REPEATABLE = Branch, InplaceBranch, CheckpointedBranch, NestedBranch, AttentionBranch, AsksForTheMode, LateBranch
+"""What torch.utils.checkpoint may run again: the others change a state, or read saved tensors twice."""
+
+
+def sequence(depth: int, dropout: float = 0.0, branch=Branch, engine: dict | None = None, **options) -> ReversibleSequence:
+    """In float64.
+
+    Args:
+        engine: an entry of ``ENGINES``; None: plain autograd.
+        options: other arguments of the sequence.
+    """
     torch.manual_seed(depth)
-    net = ReversibleSequence([ReversibleBlock(branch(dropout), branch(dropout)) for _ in range(depth)], "autograd").double()
-    if engine is not None:
-        each = isinstance(engine.backward, tuple)
-        net.backward = [*islice(cycle(engine.backward), depth)] if each else engine.backward
-        net.keep = engine.keep
-        net.store = range(0, depth, 2) if engine.store == "even" else min(engine.store, depth)
-    return net
+    engine = {"backward": "autograd", **(engine or {}), **options}
+    if isinstance(engine["backward"], tuple):
+        engine["backward"] = [*islice(cycle(engine["backward"]), depth)]
+    if "store" in engine:
+        engine["store"] = range(0, depth, 2) if engine["store"] == "even" else engine["store"]
+    return ReversibleSequence([ReversibleBlock(branch(dropout), branch(dropout)) for _ in range(depth)], **engine).double()
+
+
+def block(net, index):
+    return net.blocks[index % len(net.blocks)]
+
+
+def freeze_blocks(net, stem):
+    for index in (0, 2):
+        block(net, index).requires_grad_(False)
+
+
+def train_adapters_only(net, stem):
+    """A layer of one block, and a bias of another."""
+    stem.requires_grad_(False)
+    net.requires_grad_(False)
+    block(net, 1).f.outer.requires_grad_(True)
+    block(net, 2).g.outer.bias.requires_grad_(True)
+
+
+def share_blocks(net, stem):
+    net.blocks[2 % len(net.blocks)] = net.blocks[0]
+    net.blocks[-1].g = net.blocks[-1].f
+
+
+def tie_to_the_stem(net, stem):
+    block(net, 1).f.inner = nn.Sequential(stem, block(net, 1).f.inner)
+
+
+def hook_parameters(net, stem):
+    for parameter in net.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(lambda grad: 2 * grad)
+
+
+def hook_modules(net, stem):
+    """Hooks that change values in forward and backward, and hooks on blocks that change nothing but draw."""
+    block(net, 0).f.inner.register_forward_hook(lambda module, inputs, output: output * 1.5)
+    block(net, 1).g.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.5,))
+    block(net, 2).g.outer.register_full_backward_hook(lambda module, into, out: tuple(2 * grad for grad in into))
+    block(net, 2).register_full_backward_hook(lambda module, into, out: None)
+    for each in net.blocks:
+        each.register_forward_hook(lambda *_: random.random() and None)
+        each.register_forward_pre_hook(lambda *_: torch.rand(3) is None or None)
+
+
+def exchange(net, stem):
+    for each in net.blocks:
+        each.exchange = True
+
+
+def exchange_some(net, stem):
+    block(net, 0).exchange = block(net, 2).exchange = True
+
+
+def prepare_two(net, stem):
+    for name in random.sample([*NETWORKS][:-1], 2):
+        NETWORKS[name](net, stem)
+
+
+NETWORKS = {
+    "as it is": lambda net, stem: None,
+    "evaluation": lambda net, stem: net.eval(),
+    "frozen stem": lambda net, stem: stem.requires_grad_(False),  # RevTorch, xformers, revlib: no gradients at all
+    "frozen blocks": freeze_blocks,
+    "adapters only": train_adapters_only,
+    "shared blocks": share_blocks,
+    "tied to the stem": tie_to_the_stem,
+    "tensor hooks": hook_parameters,
+    "module hooks": hook_modules,
+    "exchange": exchange,
+    "exchange after some": exchange_some,
+    "two of these": prepare_two,
+}
+
+
+def learned(*shape):
+    return torch.linspace(-1, 1, shape[-1], dtype=F64).expand(shape).clone().requires_grad_()
+
+
+def array(net):
+    import numpy as np
+
+    return [], {"scale": np.array([0.5])}, {}
+
+
+def tensors(net):
+    f, g = learned(2 * WIDTH), learned(3, 2 * WIDTH)
+    return [f, g], {"bias": f}, {"bias": g}
+
+
+def nested(net):
+    gain = learned(2 * WIDTH)
+    return [gain], {}, {"options": {"gains": [gain, 3]}}
+
+
+def generator(net):
+    return [], {"generator": torch.Generator().manual_seed(11)}, {}
+
+
+def module(net):
+    holder = nn.Linear(1, 1)
+    holder.weight = nn.Parameter(learned(2 * WIDTH).detach())
+    return [holder.weight], {"holder": holder}, {"holder": holder}
+
+
+def one_for_each(net):
+    biases = [learned(2 * WIDTH) for _ in net.blocks]
+    return biases, [{"bias": bias, "scale": 0.5 + number} for number, bias in enumerate(biases)], None
+
+
+def by_hooks(net):
+    biases = [learned(2 * WIDTH) for _ in net.blocks]
+    for each, bias in zip(net.blocks, biases, strict=True):
+        each.register_forward_pre_hook(lambda module, inputs, bias=bias: (*inputs[:2], {"bias": bias}, *inputs[3:]))
+    return biases, None, None
+
+
+KEYWORDS = {
+    "no keywords": lambda net: ([], None, None),
+    "tensors": tensors,
+    "numbers": lambda net: ([], {"scale": 0.5}, {"scale": -2.0}),
+    "nested tensors": nested,
+    "a generator": generator,
+    "an array": array,
+    "a module": module,
+    "one for each block": one_for_each,
+    "by hooks": by_hooks,
+}
+"""From the sequence: tensors that learn, and f_kwargs and g_kwargs that may hold them."""
+
+
+def by_backward(net, run, x, leaves):
+    loss = run(x)
+    loss.backward()
+    return loss, [leaf.grad for leaf in leaves(net)]
+
+
+def by_grad(net, run, x, leaves):
+    loss = run(x)
+    return loss, torch.autograd.grad(loss, leaves(net), allow_unused=True)
+
+
+def retained(net, run, x, leaves):
+    loss = run(x)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return loss, [leaf.grad for leaf in leaves(net)]
+
+
+def two_forwards(net, run, x, leaves):
+    loss = run(x) + 2 * run(x + 1)
+    loss.backward()
+    return loss, [leaf.grad for leaf in leaves(net)]
+
+
+def input_alone(net, run, x, leaves):
+    loss = run(x.requires_grad_())
+    return loss, torch.autograd.grad(loss, [x])
+
+
+def one_weight(net, run, x, leaves):
+    weight = block(net, 2).f.outer.weight.requires_grad_()
+    loss = run(x)
+    return loss, torch.autograd.grad(loss, [weight])
+
+
+def inner_block(net, run, x, leaves):
+    """A loss on an inner block alone, and together with one on the output: features taken by a hook."""
+    seen = []
+    hook = block(net, 2).register_forward_hook(lambda module, inputs, output: seen.append(output[0]))
+    loss = run(x)
+    hook.remove()
+    grads = torch.autograd.grad(seen[-1].sin().sum(), leaves(net), retain_graph=True, allow_unused=True)
+    return loss, [*grads, *torch.autograd.grad(seen[-1].sin().sum() + loss, leaves(net), allow_unused=True)]
+
+
+def second_derivative(net, run, x, leaves):
+    """A penalty on the gradient, as in WGAN-GP: the graph of the first backward is differentiated, too."""
+    with sdpa_kernel(SDPBackend.MATH):  # the only one with a second derivative
+        loss = run(x.requires_grad_())
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss, torch.autograd.grad(grad.square().sum(), leaves(net), allow_unused=True)
+
+
+USES = {
+    "backward": by_backward,
+    "autograd.grad": by_grad,
+    "retained graph": retained,
+    "two forwards": two_forwards,  # RevTorch, xformers, Reformer: 41% with dropout
+    "input alone": input_alone,
+    "one weight": one_weight,
+    "inner block": inner_block,
+    "second derivative": second_derivative,
+    "within a checkpoint": by_backward,
+    "first stream": by_backward,  # the last g then has no gradient
+    "second stream": by_backward,
+}
+FACTORS = {
+    "engine": [*ENGINES],
+    "branch": [*BRANCHES],
+    "network": [*NETWORKS],
+    "keywords": [*KEYWORDS],
+    "use": [*USES],
+    "dropout": [0.0, 0.3],  # memcnn: 90% with dropout
+    "depth": [1, 2, 3, 4, 5, 9],  # minREV: depth 1 and every odd depth from 3
+}
+
+
+@dataclass
+class Outcome:
+    losses: list
+    grads: list
+    drawn: tuple
+    buffers: list
+
+
+def outcome(
+    engine: dict | None,
+    branch: Callable,
+    network: str,
+    keywords: str,
+    use: str,
+    dropout: float,
+    depth: int,
+    seed=0,
+    device="cpu",
+) -> Outcome:
+    """Two steps: losses, gradients of all that learns, the random numbers that follow, and buffers."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    with suppress(ModuleNotFoundError):  # a machine with torch and pytest alone runs the tests marked cuda
+        import numpy as np
+
+        np.random.seed(seed)
+    net, stem = sequence(depth, dropout, branch, engine), nn.Linear(WIDTH, WIDTH).double()
+    NETWORKS[network](net, stem)
+    net.to(device), stem.to(device)
+    outer = torch.linspace(-0.2, 0.2, WIDTH, dtype=F64, device=device).requires_grad_()
+    for part in net.modules():
+        if isinstance(part, ClosingBranch):
+            part.read = partial(torch.exp, outer)
+    learning, f_kwargs, g_kwargs = KEYWORDS[keywords](net)
+
+    def run(x):
+        streams, call = (stem(x), stem(x).tanh()), net
+        if use == "within a checkpoint" and branch in REPEATABLE:
+            call = partial(checkpoint, net, use_reentrant=False)
+        y1, y2 = call(*streams, f_kwargs=f_kwargs, g_kwargs=g_kwargs)
+        of_one = {"first stream": y1, "second stream": y2}
+        return of_one[use].sin().sum() if use in of_one else (y1 * y2.sin()).sum()
+
+    def leaves(net):
+        return list(dict.fromkeys(p for p in (outer, *learning, *stem.parameters(), *net.parameters()) if p.requires_grad))
+
+    losses, grads = [], []
+    for step in range(2):
+        x = torch.randn(2, 3, WIDTH, dtype=F64, generator=torch.Generator().manual_seed(step)).to(device)
+        for leaf in leaves(net):
+            leaf.grad = None
+        loss, found = USES[use](net, run, x, leaves)
+        losses.append(loss)
+        grads += [None if grad is None else grad.clone() for grad in found]
+    drawn = torch.rand(3, device=device).tolist(), random.random(), random.gauss(0, 1)
+    own = [part.drawn() for part in net.modules() if isinstance(part, DrawingBranch)]
+    return Outcome(losses, grads, (*drawn, own), list(net.buffers()))
 
 
 def relative_error(result, reference) -> float:
@@ -127,113 +472,4 @@ def relative_error(result, reference) -> float:
     if any((a is None) != (b is None) for a, b in zip(result, reference, strict=True)):
         return float("inf")
     pairs = [(a, b) for a, b in zip(result, reference, strict=True) if a is not None]
-    return max(((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item() for a, b in pairs)
-
-
-def freeze_stem(net, stem):
-    stem.requires_grad_(False)
-
-
-def freeze_blocks(net, stem):
-    for index in (0, 2):
-        net.blocks[index].requires_grad_(False)
-
-
-def train_adapters_only(net, stem):
-    """A layer of one block, and a bias of another."""
-    freeze_stem(net, stem)
-    net.requires_grad_(False)
-    net.blocks[1].f.outer.requires_grad_(True)
-    net.blocks[2].g.outer.bias.requires_grad_(True)
-
-
-def share_blocks(net, stem):
-    net.blocks[2] = net.blocks[0]
-    net.blocks[3].g = net.blocks[3].f
-
-
-def tie_to_the_stem(net, stem):
-    net.blocks[1].f.inner = nn.Sequential(stem, net.blocks[1].f.inner)
-
-
-def hook_parameters(net, stem):
-    for parameter in net.parameters():
-        parameter.register_hook(lambda grad: 2 * grad)
-
-
-def hook_modules(net, stem):
-    """Hooks that change values in forward and backward, and a hook on a block that changes nothing."""
-    net.blocks[0].f.inner.register_forward_hook(lambda module, inputs, output: output * 1.5)
-    net.blocks[1].g.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.5,))
-    net.blocks[2].g.inner.register_full_backward_hook(lambda module, into, out: tuple(2 * grad for grad in into))
-    net.blocks[2].register_forward_hook(lambda module, inputs, output: None)
-    net.blocks[2].register_full_backward_hook(lambda module, into, out: None)
-
-
-def evaluate(net, stem):
-    net.eval()
-
-
-def exchange(net, stem):
-    for block in net.blocks:
-        block.exchange = True
-
-
-def exchange_after_the_first_and_third(net, stem):
-    net.blocks[0].exchange = net.blocks[2].exchange = True
-
-
-@dataclass
-class Case:
-    depth: int = 4
-    dropout: float = 0.0
-    branch: type = Branch
-    prepare: object = None
-    f_kwargs: dict = field(default_factory=dict)
-    g_kwargs: dict = field(default_factory=dict)
-    calls: int = 1
-    loss: object = None
-
-
-def learned(*shape):
-    return torch.linspace(-1, 1, shape[-1], dtype=F64).expand(shape).clone().requires_grad_()
-
-
-def generator_kwargs() -> dict:
-    return {"generator": torch.Generator().manual_seed(11)}
-
-
-# Comments name the public engines that fail a case, as measured (58-73% error, no gradients, an exception).
-CASES = {
-    **{f"depth {depth}": Case(depth=depth) for depth in [*range(1, 10), 24]},  # minREV: depth 1 and every odd depth from 3
-    "dropout": Case(dropout=0.3),  # memcnn: 90%
-    "dropout, two forwards before one backward": Case(dropout=0.3, calls=2),  # RevTorch, xformers, Reformer: 41%
-    "evaluation with gradients": Case(dropout=0.3, prepare=evaluate),
-    "frozen stem": Case(prepare=freeze_stem),  # RevTorch, xformers, revlib: no gradients at all
-    "frozen blocks": Case(prepare=freeze_blocks),
-    "adapters only": Case(prepare=train_adapters_only),
-    "shared blocks": Case(prepare=share_blocks),
-    "a layer shared with the stem": Case(prepare=tie_to_the_stem),
-    "tensor hooks": Case(prepare=hook_parameters),
-    "module hooks": Case(prepare=hook_modules, dropout=0.1),
-    "keyword tensors with gradient": Case(f_kwargs={"bias": learned(2 * WIDTH)}, g_kwargs={"bias": learned(3, 2 * WIDTH)}),
-    "keyword numbers": Case(f_kwargs={"scale": 0.5}, g_kwargs={"scale": -2.0}),
-    "keyword generator": Case(f_kwargs=generator_kwargs, dropout=0.1),
-    "nested keyword tensors": Case(g_kwargs={"options": {"gains": [learned(2 * WIDTH), 3]}}, dropout=0.1),
-    "exchanged streams": Case(prepare=exchange, dropout=0.1),
-    "exchanged streams, odd depth": Case(prepare=exchange, depth=5, f_kwargs={"bias": learned(2 * WIDTH)}),
-    "exchanged streams after some blocks": Case(prepare=exchange_after_the_first_and_third),
-    "batch norm": Case(branch=BatchNormBranch, dropout=0.1),  # all: statistics updated twice
-    "spectral norm": Case(branch=SpectralNormBranch),
-    "in-place operations": Case(branch=InplaceBranch),
-    "checkpointing within": Case(branch=CheckpointedBranch, dropout=0.2),
-    "a sequence within": Case(branch=NestedBranch, dropout=0.2, depth=3),
-    "attention": Case(branch=AttentionBranch),
-    "attention with dropout": Case(branch=AttentionBranch, dropout=0.3, calls=2),
-    "only the first stream in the loss": Case(loss=lambda y1, y2: y1.sin().sum()),  # the last g then has no gradient
-    "only the second stream in the loss": Case(loss=lambda y1, y2: y2.sin().sum()),
-}
-if find_spec("numpy"):  # a machine with torch and pytest alone runs the tests marked cuda
-    import numpy as np
-
-    CASES["keyword array"] = Case(f_kwargs={"scale": np.array([0.5])})
+    return max((((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item() for a, b in pairs), default=0.0)

@@ -1,176 +1,291 @@
-"""What cannot be right is refused, by name, at the first forward or in the backward."""
+"""What cannot be right is refused, by name: when blocks are made, at the first forward, or in the backward."""
 
 import pytest
 import torch
+from engine_cases import WIDTH, Branch, sequence
+from small_stacks import Block, Model, inputs, model, recomputed, reversible
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from holotrain.reversible import ReversibleBlock, ReversibleSequence
-
-SCHEDULES = ["autograd", "checkpoint", "reversible", "pareprop"]
-RECOMPUTING = ["checkpoint", "reversible", "pareprop"]
-WIDTH = 4
-
-
-class Narrowing(nn.Module):
-    def forward(self, x):
-        return x[..., :1]
-
-
-class Doubling(nn.Module):
-    def forward(self, x):
-        return x.double()
-
-
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x, bias=0.0, log=None, module=None):
-        if log is not None:
-            log.append(x.mean())
-        return self.linear(x) + bias
-
-
-def sequence(f=Scaled, g=Scaled, depth=2, backward="reversible") -> ReversibleSequence:
-    return ReversibleSequence([ReversibleBlock(f(), g()) for _ in range(depth)], backward)
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, recompute, stack_of
+from holotrain.reversible.tiled_loss import tile_loss
 
 
 def streams():
-    return torch.randn(3, WIDTH, requires_grad=True), torch.randn(3, WIDTH)
+    return torch.randn(2, 2, 3, WIDTH, dtype=torch.float64).requires_grad_().unbind()
 
 
-@pytest.mark.parametrize("backward", SCHEDULES)
-@pytest.mark.parametrize(
-    ("f", "words"), [(Narrowing, "preserve the shape"), (Doubling, "dtype"), (lambda: nn.LSTM(4, 4), "return one tensor")]
-)
-def test_a_branch_that_changes_shape_or_dtype(f, words, backward):
-    with pytest.raises(ValueError, match=words):
-        sequence(f, nn.Identity, backward=backward)(*streams())
+def call(*given, change=None, **keywords):
+    """A sequence's forward and backward."""
+    net = sequence(2, backward=keywords.pop("backward", "reversible"))
+    if change is not None:
+        change(net)
+    return sum(net(*(given or streams()), **keywords)).sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"backward": "revresible"}, ValueError, "autograd, checkpoint, checkpoint8, offload, reversible, pareprop"),
-        ({"backward": None}, ValueError, "or a list of them, not None"),
-        ({"store": 3}, ValueError, "up to 2"),
-        ({"store": -1}, ValueError, "up to 2"),
-        ({"store": True}, ValueError, "not True"),
-        ({"store": [0, 2]}, ValueError, "indices below 2"),
-        ({"keep": ["atention"]}, ValueError, "attention"),
-        ({"keep": ["aten.mm"]}, ValueError, "aten.mm.default"),
-        ({"keep": ["aten.view.default"]}, ValueError, "changes or returns its input"),
-        ({"keep": ["aten.relu_.default"]}, ValueError, "changes or returns its input"),
-        ({"keep": ["aten.linear.default"]}, ValueError, "not made of others"),
-        ({"keep": ["aten._to_copy.default"]}, ValueError, "autocast"),
-        ({"keep": ["aten.native_dropout.default"]}, ValueError, "draw no random numbers"),
-        ({"exact": "yes"}, ValueError, "exact must be"),
-        ({"exact": -3}, ValueError, "exact must be"),
-    ],
-)
-def test_options(options, error, words):
-    with pytest.raises(error, match=words):
-        ReversibleSequence(sequence().blocks, **options)
+def with_branch(branch, backward="reversible"):
+    net = ReversibleSequence([ReversibleBlock(branch, nn.Identity())], backward)
+    return sum(net(*(torch.randn(3, WIDTH, requires_grad=True) * 1, torch.randn(3, WIDTH)))).sum().backward()
 
 
-def test_a_grid_is_not_added_later():
-    net = sequence()
-    with pytest.raises(AttributeError, match="exact"):
-        net.exact = True
-    assert net.exact is False
+class Lambda(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x, **keywords):
+        return self.function(x, **keywords)
 
 
-def test_arguments_that_are_no_keyword_arguments():
-    with pytest.raises(TypeError, match="one dict for each block, not 3"):
-        sequence()(*streams(), f_kwargs=3)
+class Other(ReversibleBlock):
+    def forward(self, x1, x2, **keywords):
+        return x2, x1
 
 
-def test_a_branch_that_is_no_module():
-    with pytest.raises(TypeError, match="must be modules, not a builtin_function_or_method"):
-        ReversibleBlock(torch.tanh, Scaled())
+def hooked(kind, hook, index=0):
+    return lambda net: getattr(net.blocks[index], kind)(hook) and None
 
 
-def test_blocks_of_another_kind():
-    with pytest.raises(TypeError, match="must be ReversibleBlocks, not Linear"):
-        ReversibleSequence([nn.Linear(4, 4)])
-
-    class Other(ReversibleBlock):
-        def forward(self, x1, x2, **keywords):
-            return x2, x1
-
-    with pytest.raises(TypeError, match="overrides forward"):
-        ReversibleSequence([Other(Scaled(), Scaled())])
+def edit(module, given, output=None):
+    with torch.no_grad():
+        (given if output is None else output)[1].mul_(2)
 
 
-@pytest.mark.parametrize(
-    ("x1", "x2"),
-    [(torch.zeros(2, 4), torch.zeros(3, 4)), (torch.zeros(2, 4), torch.zeros(2, 4).double()), (torch.zeros(2, 4).int(),) * 2],
-)
-def test_streams_that_do_not_match(x1, x2):
-    with pytest.raises(ValueError, match="same shape"):
-        sequence()(x1, x2)
+def report(x, log=None):
+    log.append(x.mean())
+    return x.sin()
 
 
-@pytest.mark.parametrize("backward", ["reversible", "pareprop"])  # the inputs that a checkpoint stores are others
-def test_an_output_edited_before_the_backward(backward):
-    y1, y2 = sequence(backward=backward)(*streams())
+def compiled(net):
+    net.keep = ["attention"]
+    net.blocks[0].f.compile(backend="eager")
+
+
+def edited_output(backward):
+    y1, y2 = sequence(2, backward=backward)(*streams())
     y1.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        (y1 * y2).sum().backward()
+    (y1 * y2).sum().backward()
 
 
-def test_a_branch_that_edits_its_input():
-    with pytest.raises(ValueError, match="changed its input in place"):
-        sequence(lambda: nn.ReLU(inplace=True))(torch.randn(3, WIDTH, requires_grad=True) * 1, torch.randn(3, WIDTH))
-
-
-def test_a_branch_that_reports_through_its_keywords():
-    with pytest.raises(ValueError, match="changed a list or dict among its keyword arguments"):
-        sequence()(*streams(), f_kwargs={"log": []})
-
-
-@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook"])
-def test_a_hook_that_changes_a_blocks_streams(hook):
-    net = sequence()
-    if hook == "register_forward_hook":
-        net.blocks[0].register_forward_hook(lambda module, inputs, output: (output[0] * 2, output[1]))
-    else:
-        net.blocks[0].register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2, *inputs[1:]))
-    with pytest.raises(ValueError, match="replaced the inputs or outputs of a ReversibleBlock"):
-        net(*streams())
-
-
-@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook"])
-def test_a_hook_that_edits_a_blocks_streams_in_place(hook):
-    net = sequence()
-
-    def edit(module, inputs, output=None):
-        with torch.no_grad():
-            (inputs if output is None else output)[1].mul_(2)
-
-    getattr(net.blocks[1], hook)(edit)
-    with pytest.raises(ValueError, match="inputs or outputs of a ReversibleBlock in place"):
-        net(*streams())
-
-
-@pytest.mark.parametrize("backward", RECOMPUTING)
-def test_switching_to_evaluation_before_the_backward(backward):
-    net = sequence(backward=backward)
+def switched(backward):
+    net = sequence(2, backward=backward)
     loss = sum(net(*streams())).sum()
     net.eval()
-    with pytest.raises(RuntimeError, match="switch after the backward"):
-        loss.backward()
+    loss.backward()
+
+
+def shared(*names):
+    net = nn.ModuleDict({"a": model().layers, "b": model().layers})
+    net["b"][1] = net["a"][1] if len(names) == 2 else net["b"][0]
+    return make_reversible(net, [*names])
+
+
+def with_block(block, backward="reversible"):
+    return reversible(Model(block, 3).double(), backward)(inputs()).sum().backward()
+
+
+def in_evaluation(index):
+    net = reversible()
+    net.layers[index].eval()
+    return net(inputs())
+
+
+def checkpointed_model():
+    return checkpoint(reversible(), inputs().requires_grad_(), use_reentrant=True).sum().backward()
+
+
+def checkpointed_blocks(reentrant):
+    net = reversible()
+    y = net.stem(inputs())
+    for layer in net.layers:
+        y = checkpoint(layer, y, use_reentrant=reentrant)
+    y.sum().backward()
+
+
+def changed_after_use(backward):
+    """The stream that a block has read, by the model."""
+    net = reversible(backward=backward)
+    for _ in range(2):
+        x = net.stem(inputs())
+        for number, layer in enumerate(net.layers):
+            before, x = x, layer(x)
+            if number == 3:
+                before.mul_(3)
+        x.sum().backward()
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x, **keywords):
+        x += self.bias
+        return x
+
+
+class Gated(Block):
+    """Of another class, with small lists in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.adapters = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+
+
+def twice(net):
+    return make_reversible(make_reversible(net, "layers[:3]"), "layers[2:4]")
+
+
+def of_two_kinds(**beside):
+    """The stream runs through one list of blocks of two classes."""
+    net = Model(lambda: None, 0)
+    net.layers = nn.ModuleList([Block(), Gated(), Block(), Gated()])
+    for name, part in beside.items():
+        net.add_module(name, part)
+    return net
+
+
+def two_lists(second=Gated):
+    net = nn.Module()
+    net.a, net.b = nn.ModuleList([Block(), Block()]), nn.ModuleList([second(), second()])
+    return net
+
+
+def options(**given):
+    return lambda: ReversibleSequence(sequence(2).blocks, **given)
+
+
+PRE, POST = "register_forward_pre_hook", "register_forward_hook"
+EDITED, REPLACED = "modified by an inplace operation", "replaced the inputs or outputs of a ReversibleBlock"
+SPLIT = {"split": lambda block: (block.norm1, block.norm2)}
+REFUSED = [
+    (options(backward="revresible"), "autograd, checkpoint, checkpoint8, offload, reversible, pareprop"),
+    (options(backward=None), "or a list of them, not None"),
+    (options(store=3), "up to 2"),
+    (options(store=-1), "up to 2"),
+    (options(store=True), "not True"),
+    (options(store=[0, 2]), "indices below 2"),
+    (options(keep=["atention"]), "attention"),
+    (options(keep=["aten.mm"]), "aten.mm.default"),
+    (options(keep=["aten.view.default"]), "changes or returns its input"),
+    (options(keep=["aten.relu_.default"]), "changes or returns its input"),
+    (options(keep=["aten.linear.default"]), "not made of others"),
+    (options(keep=["aten._to_copy.default"]), "autocast"),
+    (options(keep=["aten.native_dropout.default"]), "draw no random numbers"),
+    (options(exact="yes"), "exact must be"),
+    (options(exact=-3), "exact must be"),
+    (options(tile=-1), "tile must be a number of tokens or None, not"),
+    (options(tile="512"), "tile must be a number of tokens or None, not"),
+    (options(on_mismatch="ignore"), "on_mismatch must be one of store, error, not 'ignore'"),
+    (lambda: ReversibleBlock(torch.tanh, Branch()), "must be modules, not a builtin_function_or_method"),
+    (lambda: ReversibleSequence([nn.Linear(4, 4)]), "must be ReversibleBlocks, not Linear"),
+    (lambda: ReversibleSequence([Other(Branch(), Branch())]), "overrides forward"),
+    (lambda: setattr(sequence(2), "exact", True), "exact"),
+    (lambda: call(f_kwargs=3), "one dict for each block, not 3"),
+    (lambda: call(f_kwargs=[{}, {}, {}]), "for 3 blocks of 2"),
+    (lambda: call(torch.zeros(2, 4), torch.zeros(3, 4)), "same shape"),
+    (lambda: call(torch.zeros(2, 4), torch.zeros(2, 4).double()), "same shape"),
+    (lambda: call(*(torch.zeros(2, 4).int(),) * 2), "same shape"),
+    *(
+        (lambda b=b: with_branch(Lambda(lambda x: x[..., :1]), b), "preserve the shape")
+        for b in ("autograd", "checkpoint", "reversible")
+    ),
+    *((lambda b=b: with_branch(Lambda(torch.Tensor.double), b), "dtype") for b in ("autograd", "checkpoint", "pareprop")),
+    (lambda: with_branch(nn.LSTM(WIDTH, WIDTH)), "return one tensor"),
+    (lambda: with_branch(nn.ReLU(inplace=True)), "changed its input in place"),
+    (
+        lambda: call(change=lambda net: setattr(net.blocks[0], "f", Lambda(report)), f_kwargs=[{"log": []}, {}]),
+        "changed a list or dict",
+    ),
+    *((lambda b=b: edited_output(b), EDITED) for b in ("reversible", "pareprop")),  # a checkpoint stores others
+    *((lambda b=b: switched(b), "switch after the backward") for b in ("checkpoint", "reversible")),
+    (lambda: call(change=hooked(POST, lambda m, i, out: (out[0] * 2, out[1]))), REPLACED),
+    (lambda: call(change=hooked(PRE, lambda m, i: (i[0] * 2, *i[1:]))), REPLACED),
+    (lambda: call(*torch.rand(2, WIDTH, WIDTH).double(), change=hooked(PRE, lambda m, i: (i[0].T, i[1].T, *i[2:]))), REPLACED),
+    *(
+        (lambda kind=kind: call(change=hooked(kind, edit, 1)), "inputs or outputs of a ReversibleBlock in place")
+        for kind in (POST, PRE)
+    ),
+    (lambda: call(change=compiled), "compiled branches"),
+    # blocks of other models
+    (
+        lambda: with_block(lambda: Lambda(lambda x, **_: x[:, 1:])),
+        r"must keep the shape of its input: \(3, 5, 8\) became \(3, 4, 8\)",
+    ),
+    (lambda: with_block(lambda: Lambda(lambda x, **_: {"stream": x})), "a tuple or list that begins with one, not dict"),
+    *((lambda b=b: with_block(InPlace, b), "in place") for b in ("autograd", "reversible")),
+    *((lambda b=b: changed_after_use(b), "in ?place") for b in ("autograd", "checkpoint", "reversible")),
+    *((lambda index=index: in_evaluation(index), rf"block {index} is in eval\(\) and others are in train") for index in (0, 5)),
+    (checkpointed_model, r"turn off gradient checkpointing, or use checkpoint\(..., use_reentrant=False\)"),
+    (lambda: checkpointed_blocks(True), r"turn off gradient checkpointing, or use checkpoint\(..., use_reentrant=False\)"),
+    (lambda: checkpointed_blocks(False), "block 5 ran again in the backward without the blocks before it"),
+    *(
+        (lambda bits=bits: reversible(bits=bits), words)
+        for bits, words in (
+            (0, "bits must be 1 to 8, not 0"),
+            (9, "not 9"),
+            ([2, 0, 1, 1, 1], "not 0"),
+            ([2], "bits lists 1 number; 6 blocks take 5"),
+            (2.5, "bits must be a number from 1 to 8"),
+            (None, "bits must be a number"),
+            ("2", "bits must be a number"),
+            (True, "bits must be a"),
+        )
+    ),
+    (lambda: make_reversible(model(), "layer"), "'layer' is not a list of blocks; the model has layers"),
+    (lambda: make_reversible(nn.Linear(2, 2)), "Linear has no list of at least two equal blocks"),
+    (lambda: make_reversible(two_lists()), "several lists of blocks: a, b; name one"),
+    (lambda: make_reversible(of_two_kinds(other=nn.ModuleList([Block(), Block()]))), "layers.1.adapters, .*, other; name one"),
+    (lambda: shared("b"), "b.0 and b.1 are one block"),
+    (lambda: shared("a", "b"), "a.1 and b.1 are one block"),
+    (lambda: make_reversible(reversible()), "reversible already"),
+    (lambda: twice(model()), r"'layers\[2:4\]' are reversible already"),
+    (lambda: make_reversible(model(), "layers[6:]"), r"'layers\[6:\]' holds none of the 6 blocks of 'layers'"),
+    (lambda: make_reversible(model(), "layers[::2]"), r"'layers\[::2\]' is not a list of blocks; the model has layers"),
+    (lambda: make_reversible(model(), ["layers[:3]", "layers[2:]"]), "layers.2 is in two lists"),
+    (lambda: make_reversible(model(), ["layers", "layers[2:]"]), "layers.2 is in two lists"),
+    (lambda: make_reversible(model(), "layers[1:]", **SPLIT), "split replaces a whole list of blocks"),
+    (
+        lambda: make_reversible(net := model(), net.layers),
+        r"takes the name of a list of blocks \('layers'\), not the list itself",
+    ),
+    (lambda: reversible().layers[0]._replicate_for_data_parallel(), "start one process for each GPU"),
+    (lambda: recompute(model(), backward="reversible"), "backward must be one of autograd, .*not 'reversible'"),
+    (lambda: recompute(model(), backward=["checkpoint"]), "backward lists 1 schedule for 6 blocks"),
+    (lambda: recompute(model(), "embed"), "'embed' is not a list of blocks; the model has layers"),
+    (lambda: recompute(net := model(), net.layers), r"recompute takes the name of a list of blocks \('layers'\)"),
+    (lambda: recompute(reversible()), "the blocks 'layers' are reversible already"),
+    (lambda: recompute(sequence(2)), "the blocks are those of a ReversibleSequence, .* set sequence.backward"),
+    (lambda: make_reversible(recomputed(model())), "the blocks are recomputed already; undo"),
+    (lambda: recomputed(model()).layers[0]._replicate_for_data_parallel(), "start one process for each GPU"),
+    *(
+        (lambda take=take, tile=tile: take(model(), tile=tile), "tile must be a number of tokens or None")
+        for take, tile in ((make_reversible, 0), (recompute, 8.0), (recompute, True))
+    ),
+    (lambda: tile_loss(nn.Linear(2, 2)), "Linear is no language model of transformers"),
+]
+
+
+@pytest.mark.parametrize(("do", "words"), REFUSED, ids=[f"{number} {words[:40]}" for number, (_, words) in enumerate(REFUSED)])
+def test_refused(do, words):
+    with pytest.raises((ValueError, TypeError, RuntimeError, AttributeError), match=words):
+        do()
+
+
+def test_a_wrong_option_changes_nothing():
+    net = model()
+    for change in (lambda: make_reversible(net, tile=0), lambda: recompute(net, backward="x"), lambda: reversible(net, bits=0)):
+        with pytest.raises(ValueError):
+            change()
+    assert all("forward" not in vars(part) for part in net.modules())
+
+
+def test_the_list_that_the_stream_runs_through():
+    net = of_two_kinds(stem2=nn.Sequential(nn.Sequential(nn.ReLU()), nn.Linear(2, 2), nn.ReLU()))
+    assert stack_of(make_reversible(net).layers[0]).blocks == list(net.layers)
 
 
 def test_half_precision_streams_are_warned_of():
-    net = sequence().bfloat16()
+    net = sequence(2, backward="reversible").bfloat16()
     with pytest.warns(UserWarning, match="streams of torch.bfloat16"):
         net(*(stream.bfloat16() for stream in streams()))
-
-
-def test_keeping_results_of_compiled_branches():
-    net = ReversibleSequence(sequence().blocks, keep=["attention"])
-    net.blocks[0].f.compile(backend="eager")
-    with pytest.raises(ValueError, match="compiled branches"):
-        net(*streams())
