@@ -51,10 +51,10 @@ def fit(task, data, callbacks, folder=None, logger=None, **options):
     return trainer, losses.seen
 
 
-def assert_trains_as_without(callback: pl.Callback, folder: Path, make=images, **options) -> None:
-    """The losses and weights are bit for bit those of a training without the callback."""
+def assert_trains_as_without(callbacks: list[pl.Callback], folder: Path, make=images, **options) -> None:
+    """The losses and weights are bit for bit those of a training without the callbacks."""
     task, data = make()
-    _, losses = fit(task, data, [callback], folder, **options)
+    _, losses = fit(task, data, callbacks, folder, **options)
     plain, data = make()
     _, expected = fit(plain, data, [], folder / "plain", **options)
     assert losses == expected and len(losses) == 8

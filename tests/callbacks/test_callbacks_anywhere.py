@@ -3,8 +3,10 @@
 import warnings
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from memo import Memo
+from shown_runs import assert_trains_as_without
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,17 +27,29 @@ class Regression(pl.LightningModule):
         return self.net(x)
 
     def training_step(self, batch, batch_idx):
-        return self(batch["x"]).square().mean()
+        return self(inputs_of(batch)).square().mean()
 
     def validation_step(self, batch, batch_idx):
-        self.log("val/loss", self(batch["x"]).square().mean())
+        self.log("val/loss", self(inputs_of(batch)).square().mean())
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(module, folder, added):
-    data = [{"x": x} for (x,) in TensorDataset(torch.randn(8, 4))]
+def inputs_of(batch):
+    if isinstance(batch, torch.Tensor):
+        return batch
+    return batch["x"] if isinstance(batch, dict) else batch[0]
+
+
+DATA = {
+    "dictionary": [{"x": x} for x in torch.ones(8, 4)],
+    "list of one tensor": TensorDataset(torch.ones(8, 4)),
+    "tensor": torch.ones(8, 4),
+}
+
+
+def fit(module, folder, added, data=DATA["dictionary"]):
     loader, logger = DataLoader(data, batch_size=4), Memo()
     trainer = pl.Trainer(
         max_epochs=2, accelerator="cpu", logger=logger, log_every_n_steps=1, callbacks=added, enable_model_summary=False,
@@ -54,9 +68,10 @@ MONITORS = (
 )
 
 
-def test_what_does_not_apply_does_nothing(tmp_path):
-    added = [getattr(callbacks, name)() for name in MONITORS]
-    logged, said = fit(Regression(), tmp_path, [progress("lines"), *added, BestCheckpoint(tmp_path / "checkpoints")])
+@pytest.mark.parametrize("data", DATA)
+def test_what_does_not_apply_does_nothing(data, tmp_path):
+    added = [progress("lines"), *(getattr(callbacks, name)() for name in MONITORS), BestCheckpoint(tmp_path / "checkpoints")]
+    logged, said = fit(Regression(), tmp_path, added, DATA[data])
     assert not said and {tag.partition("/")[0] for tag in logged - {"epoch"}} == {"memory", "optimization", "throughput", "val"}
     assert not list(tmp_path.rglob("*.ckpt"))  # no metric chooses one
 
@@ -82,3 +97,8 @@ def test_the_replay_of_a_graph_is_not_watched(tmp_path):
     module.graphed = GraphedStep(module.training_step, module.parameters())
     assert replays(module) and not replays(Regression())
     assert "reversible/drift" not in fit(module, tmp_path, [progress("lines"), DriftMonitor(), BestCheckpoint(tmp_path)])[0]
+
+
+def test_what_looks_at_a_training_does_not_change_it(tmp_path):
+    names = ("Predictions", "ConfusionMatrix", "OptimizationMonitor", "Histograms")
+    assert_trains_as_without([getattr(callbacks, name)() for name in names], tmp_path)

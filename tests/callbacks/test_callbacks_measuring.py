@@ -5,7 +5,6 @@ import math
 import mmap
 import random
 import warnings
-from itertools import pairwise
 
 import lightning.pytorch as pl
 import pytest
@@ -16,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from holotrain.callbacks import DriftMonitor, MemoryMonitor, ThroughputMonitor, peak_flops, training_flops
-from holotrain.callbacks.memory import CudaProbe, Growth, LinuxProbe, Probe
+from holotrain.callbacks.memory import CudaProbe, Growth, LinuxProbe
 from holotrain.models import RevViT
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible
 
@@ -63,26 +62,20 @@ def eat(mib):
 
 
 @RESETTABLE
-def test_the_peak_of_a_window_is_seen_in_its_phase_and_forgotten_after():
-    memo = fit(Module(lambda batch: batch == 1 and eat(200)), MemoryMonitor())
+def test_a_peak_is_seen_in_its_phase_and_forgotten_after():
+    monitor = MemoryMonitor()
+    memo = fit(Module(lambda batch: batch == 1 and eat(200), lambda batch: eat(400)), monitor, validation=True)
     phase = dict(memo.of("memory/forward_backward_peak_bytes"))
     optimizer = dict(memo.of("memory/optimizer_peak_bytes"))
     assert list(phase) == [1, 2, 3, 4]
     assert phase[2] - phase[1] > 150 * MIB and phase[2] - phase[3] > 150 * MIB
     assert phase[2] - optimizer[2] > 150 * MIB
     peak = dict(memo.of("memory/peak_bytes"))  # the last value is the result of the run
-    assert peak[1] < phase[2] == peak[2] == peak[3] == peak[4]
-    assert not memo.of("memory/reserved_bytes")
-
-
-@RESETTABLE
-def test_validation_has_a_peak_of_its_own():
-    monitor = MemoryMonitor()
-    memo = fit(Module(None, lambda batch: batch == 0 and eat(200)), monitor, validation=True)
+    assert peak[1] < phase[2] == peak[2] == peak[3]
     validation = memo.of("memory/validation_peak_bytes")[-1][1]
-    training = max(value for _, value in memo.of("memory/forward_backward_peak_bytes"))
-    assert validation - training > 150 * MIB
-    assert monitor.peak_bytes == validation
+    assert validation - phase[2] > 150 * MIB and monitor.peak_bytes == validation
+    assert all(memo.of(f"memory/{mark}") for mark in ("forward", "backward", "step", "validation"))
+    assert not memo.of("memory/reserved_bytes")
 
 
 class Wide(Module):
@@ -140,11 +133,6 @@ def test_an_exception_ends_the_tracking_of_a_step():
     assert MIB <= before == monitor.step_peak_bytes < 4 * MIB
 
 
-def test_windows_count_optimizer_steps():
-    memo = fit(Module(), MemoryMonitor(every_n_steps=2), samples=16, accumulate_grad_batches=2)
-    assert [step for step, _ in memo.of("memory/peak_bytes")] == [2, 4]
-
-
 class Leak(pl.Callback):
     """Keeps 8 MiB of every step, as a callback that collects outputs does."""
 
@@ -165,7 +153,6 @@ class Leak(pl.Callback):
         (lambda leak: [Module(lambda _: leak.keep(16))], {}, "forward and backward"),
         (lambda leak: [Module(), leak], {"accumulate_grad_batches": 2, "samples": 96}, "data loading and callbacks"),
         (lambda leak: [Module(None, lambda _: leak.keep(16))], {"validation": True, "val_check_interval": 1}, "validation"),
-        (lambda leak: [Module(lambda batch: batch == 12 and leak.keep(256))], {}, None),  # a table that is built once
         pytest.param(lambda _: [Module(lambda batch: eat(8 * (batch + 1)))], {}, None, marks=RESETTABLE),  # longer batches
     ],
 )
@@ -178,45 +165,6 @@ def test_a_leak_is_told_once_with_its_phase(made_with, options, phase):
     leaks = [str(warning.message) for warning in told if "memory grows" in str(warning.message)]
     assert len(leaks) == (phase is not None)
     assert all(f"MiB a step, most of it in {phase}:" in leak for leak in leaks)
-
-
-class Holding(Module):
-    """Holds another number of MiB in each phase; the monitor reads before the module's own hook of the same name."""
-
-    def __init__(self):
-        super().__init__()
-        self.leak = Leak()
-
-    def hold(self, mib):
-        while self.leak.kept:
-            self.leak.kept.pop().close()
-        self.leak.keep(mib)
-
-    def training_step(self, batch, batch_idx):
-        self.hold(200)
-        return super().training_step(batch, batch_idx)
-
-    def on_after_backward(self):
-        self.hold(150)
-
-    def on_before_optimizer_step(self, optimizer):
-        self.hold(100)
-
-    def on_train_batch_end(self, *_):
-        self.hold(1)
-
-    def validation_step(self, batch, batch_idx):
-        self.hold(50)
-
-
-@RESETTABLE
-def test_the_marks_are_what_each_phase_leaves_in_use():
-    memo = fit(Holding(), MemoryMonitor(), validation=True, val_check_interval=1)
-    marks = [dict(memo.of(f"memory/{mark}")) for mark in ("forward", "backward", "step", "validation")]
-    assert [list(mark) for mark in marks] == [[1, 2, 3, 4]] * 3 + [[2, 3, 4]]  # a validation is logged with the next step
-    for step in (2, 3, 4):
-        held = [mark[step] / MIB for mark in marks]
-        assert [before - after for before, after in pairwise(held)] == pytest.approx([50, 50, 50], abs=15)
 
 
 def grown(curve, steps):
@@ -249,14 +197,6 @@ def test_a_leak_is_found_the_later_the_slower_it_is(rate, before):
 )
 def test_what_is_no_leak_is_not_told(curve):
     assert grown(curve, 5000) is None
-
-
-def test_the_portable_probe_only_grows():
-    probe = Probe()
-    before = probe.current()
-    torch.ones(100 * MIB // 4).sum()
-    peak, current = probe.read()
-    assert current == peak >= before > MIB and probe.reserved() == 0
 
 
 @pytest.mark.cuda
@@ -326,17 +266,11 @@ def test_a_period_of_zero_measures_and_logs_nothing(own, trainers):
     assert not [name for _, row in rows for name in row if "/" in name]
 
 
-def test_validation_does_not_count():
-    monitor, memo = timed_fit(samples=12, batch=3, validation=True, val_check_interval=2, max_epochs=2, log_every_n_steps=3)
-    assert {value for _, value in memo.of("throughput/step_seconds")} == {2.0}
-    assert [step for step, _ in memo.of("throughput/step_seconds")] == [2, 4, 6, 8]
-    assert monitor.samples_per_second == 1.5
-
-
-def test_accumulated_batches_all_count():
-    monitor, memo = timed_fit(samples=12, batch=2, accumulate_grad_batches=3)
-    assert memo.of("throughput/samples_per_second") == [(1, 1.0), (2, 1.0)]
-    assert memo.of("throughput/step_seconds") == [(1, 6.0), (2, 6.0)]
+def test_validation_does_not_count_and_all_accumulated_batches_do():
+    accumulated = {"samples": 24, "batch": 2, "accumulate_grad_batches": 3, "max_epochs": 2, "log_every_n_steps": 3}
+    _, memo = timed_fit(validation=True, val_check_interval=6, **accumulated)
+    assert memo.of("throughput/step_seconds") == [(step, 6.0) for step in (2, 4, 6, 8)]
+    assert memo.of("throughput/samples_per_second") == [(step, 1.0) for step in (2, 4, 6, 8)]
 
 
 def test_tokens_and_utilisation():
@@ -379,16 +313,10 @@ def test_a_reversible_model_recomputes_its_blocks_once():
     [
         ("NVIDIA H100 80GB HBM3", "bf16-mixed", 989.5),
         ("NVIDIA H100 PCIe", "16-mixed", 756),
-        ("NVIDIA H100 NVL", "bf16-true", 835),
-        ("NVIDIA H200", "bf16-mixed", 989.5),
-        ("NVIDIA B200", "bf16-mixed", 2250),
         ("NVIDIA A100-SXM4-80GB", "32-true", 19.5),
-        ("NVIDIA L40S", "bf16-mixed", 362),
         ("NVIDIA GeForce RTX 4090", "16-mixed", 165.2),
-        ("NVIDIA GeForce RTX 5090", "bf16-mixed", 209.5),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16-mixed", None),
         ("NVIDIA GeForce RTX 4090 D", "bf16-mixed", None),
-        ("NVIDIA GH200 480GB", "bf16-mixed", None),
         ("NVIDIA A1000", "bf16-mixed", None),
         ("NVIDIA H100", "64-true", None),
         ("cpu", "32-true", None),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from compared import assert_equal
 from memo import Memo
-from shown_runs import Logged, adamw, assert_trains_as_without, fit, images
+from shown_runs import Logged, adamw, fit, images
 from small_trainings import quiet_trainer
 from torch import nn
 from torch.nn.utils import get_total_norm
@@ -71,35 +71,6 @@ def test_the_norm_of_each_part_adds_up_to_the_total():
     assert list(parts_of(["weight", "bias"])) == ["weight", "bias"]
 
 
-def test_other_steps_copy_nothing(monkeypatch):
-    """Neither samples nor norms are taken in a step that is not logged."""
-    from holotrain.callbacks import optimization
-
-    taken = []
-    monkeypatch.setattr(optimization, "get_total_norm", lambda tensors: taken.append("norm") or get_total_norm(tensors))
-    monkeypatch.setattr(optimization, "sample", lambda parameter: taken.append("sample") or sample(parameter))
-    run(Regression(), OptimizationMonitor(every_n_steps=13))
-    run(Regression(), OptimizationMonitor(every_n_steps=0))
-    assert taken == []
-    run(Regression(), OptimizationMonitor(every_n_steps=12))
-    assert taken.count("norm") == 3  # gradient, weights, change
-
-
-def test_a_step_without_gradients_logs_nothing():
-    class Silent(Regression):
-        def training_step(self, batch, batch_idx):
-            return None
-
-        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
-            optimizer_closure()
-
-        def on_before_optimizer_step(self, optimizer):
-            pass
-
-    memo = run(Silent(), OptimizationMonitor(every_n_steps=1))
-    assert memo.of(NORM) == memo.of(RATIO) == []
-
-
 class HalfPrecision(pl.plugins.precision.MixedPrecision):
     """16-mixed on a CPU: scales and unscales gradients, and computes in fp32."""
 
@@ -131,11 +102,6 @@ def test_the_change_of_a_large_tensor_is_estimated_from_some_columns():
     assert (taken.norm() * weight(matrix)).item() == pytest.approx(matrix.norm().item(), rel=0.01)
     assert_equal(sample(matrix[:3, :5]), matrix[:3, :5].flatten())
     assert sample(torch.tensor(2.0)).tolist() == [2.0] and weight(torch.empty(0)) == 0
-
-
-@pytest.mark.parametrize("make", [lambda: OptimizationMonitor(1, per_block=True), lambda: Histograms(1)])
-def test_a_training_is_the_same_with_and_without(make, tmp_path):
-    assert_trains_as_without(make(), tmp_path)
 
 
 class Look(pl.Callback):

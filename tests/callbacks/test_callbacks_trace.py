@@ -69,18 +69,13 @@ def test_a_few_batches_are_traced_and_the_rest_is_left_alone(tmp_path):
     operators = (tmp_path / "trace-operators.txt").read_text()
     assert "aten::addmm" in operators and "recompute 1.g" in operators
     assert max(counts(tmp_path)) > 0
+    assert_equal_parameters(module, fit(None, 20))
 
 
-@pytest.mark.parametrize("batches, traced", [(1, [1]), (2, [2]), (3, [2, 3]), (6, [4, 5, 6])])
-def test_a_short_training_leaves_a_trace_of_what_there_was(tmp_path, batches, traced):
-    fit(TraceProfiler(tmp_path), batches)
+@pytest.mark.parametrize(("batches", "epochs", "traced"), [(1, 1, [1]), (3, 1, [2, 3]), (5, 2, [4, 5])])
+def test_a_short_training_or_epoch_leaves_a_trace_of_what_there_was(tmp_path, batches, epochs, traced):
+    fit(TraceProfiler(tmp_path), batches, max_epochs=epochs)
     assert [name for name in names(tmp_path) if name.startswith("batch ")] == [f"batch {number}" for number in traced]
-
-
-def test_an_epochs_end_ends_what_is_recorded(tmp_path):
-    module = fit(TraceProfiler(tmp_path), 5, max_epochs=4)  # the first epoch ends with batch 5
-    assert [number for number, on in enumerate(module.profiled, 1) if on] == [1, 4, 5]
-    assert [name for name in names(tmp_path) if name.startswith("batch ")] == ["batch 4", "batch 5"]
 
 
 def test_a_training_that_fails_leaves_a_trace(tmp_path):
@@ -94,11 +89,6 @@ def test_a_training_that_fails_leaves_a_trace(tmp_path):
         fit(TraceProfiler(tmp_path), 6, Failing())
     assert [name for name in names(tmp_path) if name.startswith("batch ")] == ["batch 4", "batch 5"]
     assert not torch.autograd.profiler._is_profiler_enabled
-
-
-def test_tracing_changes_no_weight(tmp_path):
-    traced, alone = fit(TraceProfiler(tmp_path), 6), fit(None, 6)
-    assert_equal_parameters(traced, alone)
 
 
 def test_a_large_trace_is_zipped_and_takes_the_place_of_a_small_one(tmp_path, monkeypatch):

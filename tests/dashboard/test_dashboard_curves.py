@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from holotrain.dashboard.curves import smoothed, thinned
+from holotrain.dashboard.curves import thinned
 from holotrain.dashboard.logs import read_events, read_images, read_scalars
 from holotrain.errors import UserError
 
@@ -31,13 +31,6 @@ def test_thinning_keeps_ends_and_what_sticks_out():
     assert {0, 777, 5005, 10_000} <= set(kept.tolist())
     assert thinned(values[:200], 200).tolist() == list(range(200))
     assert thinned(values, 1).tolist()[0] == 0
-
-
-def test_smoothing_is_the_mean_of_what_lies_around():
-    values = np.random.default_rng(0).normal(size=100)
-    found = smoothed(values, 5)
-    assert found[50] == pytest.approx(values[48:53].mean())
-    assert found[0] == pytest.approx(values[:3].mean()) and found[99] == pytest.approx(values[97:].mean())
 
 
 def test_a_resumed_run_counts_once(tmp_path):

@@ -26,10 +26,6 @@ def test_the_contraction_takes_one_workspace_whatever_the_batch_and_the_depth(la
     assert 0.9 * WORKSPACE["cpu"] < beside_the_result(layers, batch, outputs) <= WORKSPACE["cpu"]
 
 
-def test_a_small_contraction_takes_no_more_than_it_needs():
-    assert beside_the_result(4, 16) == 2 * 3 * 16 * 64 * FLOAT
-
-
 def peak_of_a_step(batch: int) -> int:
     """At the least workspace, so that what grows with the batch is the network's own."""
     network = ErrorDiffusionNetwork(16, 1, 8, 40)

@@ -164,25 +164,6 @@ def test_the_contraction_sums_each_samples_update(monkeypatch, rule, layers, wor
     torch.testing.assert_close(contract(activities, error, rule), each.sum(2), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("frozen", ["incoming", "hidden", "outgoing"])
-def test_frozen_weights_have_no_gradient(frozen):
-    network, x, targets = example()
-    half_squares(network, x, targets).backward()
-    whole = {name: parameter.grad for name, parameter in network.named_parameters()}
-    network.zero_grad()
-    getattr(network, frozen).requires_grad_(False)
-    half_squares(network, x, targets).backward()
-    for name, parameter in network.named_parameters():
-        assert parameter.grad is None if name == frozen else torch.equal(parameter.grad, whole[name])
-
-
-def test_gradients_lie_in_memory_as_weights_do():
-    network, x, targets = example()
-    half_squares(network, x, targets).backward()
-    for parameter in network.parameters():
-        assert parameter.grad.stride() == parameter.stride()
-
-
 def test_under_autocast_layers_are_in_its_type():
     network, x, targets = example(dtype=torch.float32, width=8, batch=32)
     whole = gradients(network, x, targets)

@@ -8,7 +8,6 @@ from small_models import FAMILIES, example, text_batch
 from torch import nn
 
 from holotrain import models
-from holotrain.models import compile_blocks
 from holotrain.models.adapters import Adapted, adapter_width, add_adapters, freeze
 
 ENCODER = {"classes": 3, "dropout": 0.0, "attention_dropout": 0.0}
@@ -119,17 +118,6 @@ def test_adapters_are_made_where_and_as_the_model_is():
     add_adapters(model, 3)
     up = model.blocks.blocks[1].g.up.weight
     assert (up.device.type, up.dtype) == ("meta", torch.bfloat16)
-
-
-def test_adapted_blocks_compile(monkeypatch):
-    """Each branch, adapter and all, in one piece."""
-    compiled = []
-    monkeypatch.setattr(nn.Module, "compile", lambda module, *rest, **options: compiled.append(module))
-    model = model_of("RevViT")
-    add_adapters(model, 3)
-    compile_blocks(model)
-    assert compiled == [branch for block in model.blocks.blocks for branch in (block.f, block.g)]
-    assert all(isinstance(branch, Adapted) for branch in compiled)
 
 
 def test_impossible_adapters_are_refused():

@@ -10,7 +10,7 @@ from holotrain.models import compile_blocks
 from holotrain.models.building import build
 
 CASES = [*((name, {}) for name in TRANSFORMERS), ("RoBERTa", {"norm": "post"}), ("RevSwin", {"backward": "pareprop"})]
-QUICK = [("RevViT", {}), ("GPT", {}), ("RevRoBERTa", {}), ("RoBERTa", {"norm": "post"})]
+QUICK = [("RevViT", {}), ("RoBERTa", {"norm": "post"})]
 MODELS = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
 
 
@@ -33,24 +33,13 @@ def test_gradients_are_those_of_the_model_as_it_is(name, options):
 
 
 @pytest.mark.parametrize(("name", "codes"), [("RevViT", 4), slow("ViT", 4), slow("RevGPT", 4), slow("RevRoBERTa", 4)])
-def test_twelve_blocks_share_the_codes_of_one(name, codes):
+def test_blocks_share_the_codes_of_one(name, codes):
     """Those of f and g, and both again for the first block, in which no sample is dropped. No graph breaks."""
     torch.compiler.reset()
     counters.clear()
-    arguments = FAMILIES[name.removeprefix("Rev")] | {"depth": 12, "dropout": 0.1, "drop_path": 0.2}
+    arguments = FAMILIES[name.removeprefix("Rev")] | {"depth": 4, "dropout": 0.1, "drop_path": 0.2}
     model = build(f"holotrain.models.{name}", arguments)
     compile_blocks(model, backend="eager")
     for _ in range(2):  # with the recomputations
         model(example(name)).square().sum().backward()
     assert counters["stats"]["unique_graphs"] == codes and not counters["graph_break"]
-
-
-@pytest.mark.parametrize(("backward", "breaks"), [("autograd", 0), ("checkpoint", 0), ("reversible", 1)])
-def test_a_model_compiled_as_a_whole_breaks_its_graph_where_blocks_are_rebuilt_alone(backward, breaks):
-    torch.compiler.reset()
-    counters.clear()
-    model = torch.compile(build("holotrain.models.RevViT", FAMILIES["ViT"] | {"backward": backward}), backend="eager")
-    model(torch.randn(3, 1, 8, 8)).sum().backward()
-    reasons = {line.splitlines()[0] for line in counters["graph_break"]}
-    assert len([reason for reason in reasons if "torch.compiler.disable" in reason]) >= breaks
-    assert counters["stats"]["unique_graphs"] == 1 + breaks and bool(reasons) == bool(breaks)

@@ -34,8 +34,10 @@ def uncached(model, prompt, count):
     return tokens[0, len(prompt) :]
 
 
-@pytest.mark.parametrize("lengths", [(1, 7, 30), (7,), (7, 7, 7)])
-@pytest.mark.parametrize(("model_class", "positions"), [(GPT, "rotary"), (RevGPT, "rotary"), (RevGPT, "learned")])
+@pytest.mark.parametrize(
+    ("model_class", "positions", "lengths"),
+    [(GPT, "rotary", (1, 7, 30)), (RevGPT, "rotary", (7,)), (RevGPT, "learned", (7, 7, 7)), (RevGPT, "learned", (1, 7, 30))],
+)
 def test_cached_generation_is_the_uncached_one(model_class, positions, lengths, monkeypatch):
     """64 greedy tokens in float64, several prompts at once. Those of one length need no mask."""
     model = model_of(model_class, positions=positions).double()
@@ -59,11 +61,6 @@ def test_compiled_generation_is_the_same(compiler):
     assert_equal(continued(model, prompts, 8, compiled=True), continued(model, prompts, 8))
 
 
-def test_it_stops_where_the_context_is_full():
-    model = model_of(context=10)
-    assert continued(model, [torch.tensor([1, 2, 3])], 100).shape == (1, 7)
-
-
 def test_an_ended_text_stays_ended_and_all_ended_end_it():
     model = model_of()
     prompts = [torch.tensor([3]), torch.tensor([9, 8])]
@@ -79,17 +76,14 @@ def test_an_ended_text_stays_ended_and_all_ended_end_it():
     assert min(lengths) < 60
 
 
-def test_a_seed_draws_the_same_again():
-    model, prompt = model_of(), [torch.tensor([3])]
-    seeded = (torch.Generator().manual_seed(seed) for seed in (1, 1, 2))
-    texts = [continued(model, prompt, 40, Sampling(), generator=generator).tolist() for generator in seeded]
-    assert texts[0] == texts[1] != texts[2]
-
-
 @pytest.mark.parametrize(("prompt", "words"), [([], "at least one token"), ([1] * 100, "leaves no room in a context of 100")])
 def test_impossible_prompts_are_refused(prompt, words):
     with pytest.raises(ValueError, match=words):
         generate(model_of(), [torch.tensor(prompt, dtype=torch.long)], 3)  # at the call
+
+
+def test_it_stops_where_the_context_is_full():
+    assert continued(model_of(context=10), [torch.tensor([1, 2, 3])], 100).shape == (1, 7)
 
 
 def test_between_tokens_the_caller_trains_in_its_own_mode():
@@ -108,31 +102,6 @@ def test_between_tokens_the_caller_trains_in_its_own_mode():
     assert_equal(torch.stack(seen, 1), expected)
 
 
-def test_a_caller_in_any_mode_keeps_it():
-    """No mode, no_grad and inference mode around single tokens of one text."""
-    model, prompt = model_of(), [torch.tensor([3, 4])]
-    tokens, texts = [], generate(model, prompt, 3, GREEDY)
-    for mode in (torch.inference_mode(), torch.no_grad(), torch.enable_grad()):
-        with mode:
-            before = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-            tokens.append(next(texts))
-            assert (torch.is_inference_mode_enabled(), torch.is_grad_enabled()) == before
-    assert not any(token.is_inference() for token in tokens)
-    assert_equal(torch.stack(tokens, 1), continued(model, prompt, 3))
-
-
-def test_texts_that_are_interleaved_or_abandoned_do_not_meet():
-    model, prompts = model_of(), ([torch.tensor([3, 4])], [torch.tensor([9, 8, 7])])
-    expected = [continued(model, prompt, 10) for prompt in prompts]
-    left, right, third = (generate(model, prompt, 10, GREEDY) for prompt in (*prompts, prompts[0]))
-    next(third)
-    pairs = [next(left), next(right)]
-    third.close()
-    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    for text, first, rest in zip(expected, pairs, (left, right), strict=True):
-        assert_equal(torch.stack([first, *rest], 1), text)
-
-
 def test_a_mistake_within_a_step_leaves_the_mode_as_it_was():
     model = model_of()
     texts = generate(model, [torch.tensor([3])], 5)
@@ -147,23 +116,21 @@ def test_a_mistake_within_a_step_leaves_the_mode_as_it_was():
 LOGITS = torch.tensor([[2.0, 0.0, 1.0, -1.0]])
 
 
-def test_temperature_divides_logits():
-    torch.testing.assert_close(Sampling(0.5).probabilities(LOGITS), (LOGITS * 2).softmax(-1))
-    assert Sampling(0).draw(LOGITS).tolist() == [0]
-
-
-def test_top_k_keeps_the_likeliest():
-    kept = Sampling(top_k=2).probabilities(LOGITS)
-    torch.testing.assert_close(kept, torch.tensor([[2.0, float("-inf"), 1.0, float("-inf")]]).softmax(-1))
-    torch.testing.assert_close(Sampling(top_k=99).probabilities(LOGITS), LOGITS.softmax(-1))
-
-
-@pytest.mark.parametrize(("top_p", "kept"), [(0.1, [0]), (0.63, [0]), (0.65, [0, 2]), (0.9, [0, 1, 2]), (1.0, [0, 1, 2, 3])])
-def test_top_p_keeps_the_fewest_that_reach_it(top_p, kept):
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"top_k": 2}, [0, 2]),
+        ({"top_k": 99}, [0, 1, 2, 3]),
+        *(({"top_p": top_p}, kept) for top_p, kept in ((0.1, [0]), (0.63, [0]), (0.65, [0, 2]), (0.9, [0, 1, 2]))),
+        ({"temperature": 0.5}, [0, 1, 2, 3]),
+    ],
+)
+def test_the_likeliest_keep_their_shares(options, kept):
     """The probabilities are 0.644, 0.087, 0.237, 0.032."""
-    full, nucleus = LOGITS.softmax(-1)[0], Sampling(top_p=top_p).probabilities(LOGITS)[0]
-    assert nucleus.nonzero().flatten().tolist() == kept
-    torch.testing.assert_close(nucleus[kept], full[kept] / full[kept].sum())
+    full = (LOGITS / options.get("temperature", 1)).softmax(-1)[0]
+    left = Sampling(**options).probabilities(LOGITS)[0]
+    assert left.nonzero().flatten().tolist() == kept
+    torch.testing.assert_close(left[kept], full[kept] / full[kept].sum())
 
 
 def test_draws_follow_the_probabilities():

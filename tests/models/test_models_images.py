@@ -62,26 +62,6 @@ def test_drop_path_keeps_the_mean_and_drops_whole_samples():
     assert_equal(drop.eval()(torch.ones(3, 2, 2)), torch.ones(3, 2, 2))
 
 
-@pytest.mark.parametrize("model_class", [ViT, RevViT])
-def test_a_class_token_alone_is_read_by_the_head(model_class):
-    """What the blocks give out for patches has no gradient."""
-    model = model_class(image_size=8, patch_size=4, channels=1, classes=3, dim=8, depth=2, heads=2, pool="class")
-    outputs = []
-    model.blocks.register_forward_hook(lambda module, inputs, output: outputs.append(output))
-    logits = model(torch.randn(2, 1, 8, 8))
-    for gradient in torch.autograd.grad(logits.sum(), outputs[0] if isinstance(outputs[0], tuple) else outputs):
-        assert gradient.shape == (2, 5, 8)
-        assert gradient[:, 0].abs().max() > 0 and not gradient[:, 1:].any()
-
-
-@pytest.mark.parametrize("model_class", [ViT, RevViT])
-def test_layer_scale_begins_with_its_value(model_class):
-    without, with_scales = model_class(**IMAGE).state_dict(), model_class(**IMAGE, layer_scale=0.5).state_dict()
-    added = {name: with_scales[name] for name in with_scales.keys() - without.keys()}
-    assert {*added} == {f"blocks.blocks.{block}.{branch}.scale.weight" for block in (0, 1) for branch in "fg"}
-    assert all(torch.equal(scale, torch.full((16,), 0.5)) for scale in added.values())
-
-
 @pytest.mark.parametrize(
     ("network", "arguments", "store", "stored"),
     [

@@ -7,7 +7,6 @@ from small_models import FAMILIES
 from holotrain.models import load_pretrained
 from holotrain.models.building import build
 from holotrain.models.checkpoint_files import read_weights
-from holotrain.models.pretrained import take_over
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, torch.int64])
@@ -17,11 +16,6 @@ def test_weights_of_other_numbers_are_not_converted(dtype):
     name = "head.weight"
     with pytest.raises(ValueError, match=f"head.weight is {dtype}, not a floating-point type$"):
         load_pretrained(model, weights | {name: weights[name].to(dtype)})
-    with pytest.raises(ValueError, match=f"w is {dtype}, not a floating-point type$"):
-        take_over({"w": torch.ones(3)}, {"w": torch.ones(3).to(dtype)}, "x")
-    counts = {"count": torch.zeros((), dtype=dtype)}
-    take_over(counts, {"count": torch.ones((), dtype=torch.int64)}, "x")
-    assert counts["count"] == 1
 
 
 def test_a_folder_of_transformers_is_read_as_others(tmp_path):

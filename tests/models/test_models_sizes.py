@@ -7,7 +7,6 @@ import timm
 import torch
 from covering import slow
 from pytest import approx
-from small_models import FAMILIES
 from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain import models
@@ -77,48 +76,3 @@ def test_sizes_are_the_published_ones_and_timms(name, size, parameters, macs, ti
         assert (parameter_count(model), multiply_adds(model)) == (parameter_count(reference), multiply_adds(reference))
     if size == "paper_base":  # blocks 1, 3 and 14 are transitions
         assert [len(stage.blocks.blocks) for stage in model.stages] == [1, 1, 10, 1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "size"), [("RevGPT", "small"), ("RevGPT", "medium"), ("RevRoBERTa", "base"), ("RevRoBERTa", "large")]
-)
-def test_sizes_are_nearly_transformers(name, size):
-    """Which learns the positions of GPT, and is post-norm."""
-    import transformers
-
-    model = of_size(name, size)
-    dim, depth, heads = SIZES[name.removeprefix("Rev")][size].values()
-    with torch.device("meta"):
-        if name == "RevGPT":
-            reference = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=dim, n_layer=depth, n_head=heads))
-        else:
-            config = transformers.RobertaConfig(
-                vocab_size=50265, max_position_embeddings=514, type_vocab_size=1, hidden_size=dim,
-                num_hidden_layers=depth, num_attention_heads=heads, intermediate_size=4 * dim,
-            )  # fmt: skip
-            reference = transformers.RobertaForMaskedLM(config)
-    assert parameter_count(model) == approx(parameter_count(reference), rel=0.01)
-    assert multiply_adds(model) == approx(multiply_adds(reference), rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("family", "arguments"),
-    [
-        *(("ViT", arguments) for arguments in VIT_SIZES.values()),
-        *(("Swin", arguments) for arguments in SWIN_SIZES.values()),
-        *((family, FAMILIES[family]) for family in ("MViT", "GPT", "RoBERTa")),
-    ],
-)
-def test_the_twins_differ_in_what_two_streams_need(family, arguments):
-    with torch.device("meta"):
-        twins = [getattr(models, f"{prefix}{family}")(**arguments) for prefix in ("", "Rev")]
-    plain, reversible = ({name: p.shape for name, p in model.named_parameters()} for model in twins)
-    shared, fused = set(plain) & set(reversible), family in ("ViT", "Swin")
-    last = f"stages.{len(arguments['depths']) - 1}." if family == "Swin" else ""
-    fusions = {f"{last}fusion.norm.{kind}" for kind in ("weight", "bias") if fused}
-    for stage in range(len(arguments["depths"]) - 1 if family == "Swin" else 0):
-        fusions |= {f"stages.{stage}.fusion.project.{kind}" for kind in ("weight", "bias")}
-    assert {name for name in shared if plain[name] != reversible[name]} == ({"head.weight"} if fused else set())
-    assert set(plain) - shared == ({"norm.weight", "norm.bias"} if fused else set())
-    assert set(reversible) - shared == fusions

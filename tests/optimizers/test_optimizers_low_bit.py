@@ -12,8 +12,6 @@ from torch.utils._pytree import tree_leaves
 
 from holotrain.optimizers import low_bit
 
-NAMES = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
-
 
 def trained(model, optimizer, steps):
     for step in steps:
@@ -31,8 +29,9 @@ def model_of() -> nn.Module:
     return nn.Sequential(nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 5))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("AdamW8bit", torch.float32), ("AdamW4bit", torch.bfloat16), ("AdamWFp8", torch.float64)]
+)
 def test_a_training_is_resumed_to_the_bit_from_plain_tensors(name, dtype):
     whole, model = model_of().to(dtype), model_of().to(dtype)
     expected = trained(whole, low_bit(name, whole.parameters(), lr=0.01), range(5))

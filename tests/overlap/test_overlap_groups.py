@@ -4,21 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
-from holotrain.overlap import Columns, OverlappedRowwise
+from holotrain.overlap import Columns
 from holotrain.overlap.groups import Job, group_sizes
-from holotrain.overlap.linear import SequenceShards
 from holotrain.overlap.overlapped_product import Overlap
 
 
 def job(rows: int, collective: str = "all_reduce") -> Job:
     return Job(rows, 4, 6, collective, 2, torch.float32, torch.device("cpu"))
-
-
-@pytest.mark.parametrize(("rows", "groups", "sizes"), [(8, 2, [4, 4]), (7, 3, [3, 2, 2]), (2, 5, [1, 1]), (0, 3, [])])
-def test_groups_are_as_equal_as_can_be(rows, groups, sizes):
-    assert group_sizes(groups, job(rows), None) == (sizes, False)
 
 
 @pytest.mark.parametrize("columns", [Columns(2), Columns([3, 3]), lambda job, collectives: Columns((3, 3))])
@@ -48,13 +41,3 @@ def test_a_message_is_the_tensor_of_all_ranks():
     assert job(5, "all_gather").message(3) == 2 * 3 * 4 * 4
     assert job(5, "all_to_all").message(3) == 3 * 6 * 4
     assert replace(job(5, "all_to_all"), before=True).message(3) == 3 * 4 * 4
-
-
-def test_a_sequence_that_comes_first_is_not_copied():
-    x = torch.randn(6, 5)
-    assert SequenceShards(0, 6, 3).side_by_side(x).data_ptr() == x.data_ptr()
-
-
-def test_a_style_takes_linear_layers_alone():
-    with pytest.raises(TypeError, match="OverlappedRowwise applies to nn.Linear only, not to LayerNorm"):
-        OverlappedRowwise()._apply(nn.LayerNorm(3), None)

@@ -12,7 +12,7 @@ from tracked_memory import check_plan
 
 from holotrain.models import RevGPT, RevViT
 from holotrain.optimizers import InBackward
-from holotrain.planning import Planner, Size, TrainingStep, choose_schedules, fake_tensors, simulate_step
+from holotrain.planning import TrainingStep, fake_tensors, simulate_step
 from holotrain.tasks.optimizer_functions import adafactor, adamw, adamw_low_bit, muon, sgd
 
 SIZES = {"image_size": 32, "patch_size": 4, "dim": 64, "heads": 2, "classes": 10}
@@ -84,25 +84,6 @@ def test_the_bytes_of_the_optimizers_state_are_those_that_it_holds(optimizer, le
     assert planned == sum({storage._cdata: storage.nbytes() for storage in storages}.values())
     entries = sum(parameter.numel() for parameter in step.model.parameters())
     assert least * entries <= planned <= most * entries
-
-
-@pytest.mark.slow
-def test_schedules_are_chosen_with_it():
-    def make_model(backward, depth):
-        return vit(backward, depth or 4)
-
-    def planner(in_backward):
-        def make_step(model, batch):
-            x = torch.zeros(batch, 3, 32, 32)
-            optimizer = InBackward(adamw(model)) if in_backward else adamw(model)
-            loss = lambda: model(x).square().mean()  # noqa: E731
-            return TrainingStep(model, loss, optimizer, held={"batch": [x]}, sequences=[model.blocks])
-
-        return Planner(make_model, make_step, "cuda", Size("batch", 4), backward="reversible")
-
-    budget = planner(False).footprint("pareprop").bound
-    usual, ours = (choose_schedules(planner(in_backward), budget, measure=False) for in_backward in (False, True))
-    assert ours.cost < usual.cost and ours.bound <= budget
 
 
 def test_a_step_that_needs_the_gradients_is_no_step_in_the_backward():

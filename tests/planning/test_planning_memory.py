@@ -22,7 +22,6 @@ from holotrain.planning.allocators import (
     HALF,
     PER_THREAD,
     Allocator,
-    goes_to_onednn,
     scratch,
 )
 from holotrain.planning.cuda_rules import cuda_rules
@@ -248,28 +247,6 @@ def test_a_gpu_has_workspaces_in_its_place_and_rounds_each_storage_up(packing):
         exact = simulate_step(training_step("RevViT", "reversible", fake=True))
         rounded = simulate_step(training_step("RevViT", "reversible", fake=True), ALLOCATORS["cuda"])
     assert exact.peak < rounded.peak < 1.2 * exact.peak
-
-
-def test_an_optimizer_that_multiplies_in_half_precision_has_scratch(packing):
-    class Multiplies(torch.optim.SGD):
-        def step(self):
-            half = model.weight.grad.bfloat16()
-            (half @ half).float()
-
-    with fake_tensors():
-        model = nn.Linear(512, 512, bias=False)
-        planned = simulate_step(TrainingStep(model, lambda: model.weight.sum(), Multiplies(model.parameters())))
-    assert planned.scratch_by_phase["update"] > 512 * 512 * 2 > planned.scratch_by_phase["forward"]
-
-
-def test_the_machine_is_asked_as_pytorch_asks_it(monkeypatch):
-    assert not goes_to_onednn(torch.float32)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.backends.mkldnn, "enabled", False)
-        assert not goes_to_onednn(torch.bfloat16)
-    if torch.backends.mkldnn.is_available():
-        for dtype, name in ((torch.bfloat16, "_is_mkldnn_bf16_supported"), (torch.float16, "_is_mkldnn_fp16_supported")):
-            assert goes_to_onednn(dtype) == getattr(torch.ops.mkldnn, name)()
 
 
 @pytest.mark.parametrize("backward", ["reversible", *(slow(other) for other in REVERSIBLE if other != "reversible")])

@@ -9,7 +9,7 @@ from small_planners import planner
 
 from holotrain.planning import TooSmall, choose_batch, choose_schedules, free_memory, make_plan
 from holotrain.planning.allocators import HALF
-from holotrain.planning.memory_plan import largest_batch, largest_depth
+from holotrain.planning.memory_plan import largest_batch
 
 
 def test_what_must_fit_is_the_bound(monkeypatch):
@@ -32,15 +32,6 @@ def test_what_must_fit_is_the_bound(monkeypatch):
     assert figures["bound"] == plan.configured.bound == figures["peak"] + figures["scratch"]
     with pytest.raises(TooSmall):
         choose_schedules(packed, budget)
-
-
-@pytest.mark.slow
-def test_the_largest_depth_fits_and_one_more_block_does_not():
-    planned = planner()
-    budget = planned.footprint("checkpoint", depth=7).bound
-    found = largest_depth(planned, "checkpoint", budget)
-    assert (found.option, found.configured, found.value, found.exact) == ("depth", 2, 7, False)
-    assert planned.footprint("checkpoint", depth=8).bound > budget
 
 
 def test_a_batch_that_is_chosen_leaves_a_margin():

@@ -10,10 +10,9 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
-from bench_ramps import EXACT, Bits, Networks, Text, bits_of, clip, weighted
+from bench_ramps import EXACT, Bits, Networks, clip
 
 from holotrain.reversible import make_reversible
-from holotrain.reversible.two_step import tapered
 
 OPTIONS = argparse.Namespace(dim=16, heads=2, context=8, batch=3)
 
@@ -71,28 +70,6 @@ def test_networks_side_by_side_compute_what_make_reversible_computes():
         torch.testing.assert_close(found, one(tokens).flatten(0, 1), atol=1e-3, rtol=0)
         apart = (found - plain).abs().max().item()
         assert apart < 1e-5 if bits[which][0] == EXACT else apart > 0.02
-
-
-def test_ramps_are_lists_of_bits():
-    for depth in (1, 2, 3, 4, 12, 30):
-        for bits, ramp in ((4, "6 5 | 4 | 5 6"), (3, "6 5 4 | 3 | 4 5 6"), (2, "6 5 4 3 | 2 | 3 4 5 6")):
-            assert bits_of(ramp, depth, [], []) == tapered(bits, depth)
-    assert bits_of("8 6 | 2 |", 6, [], []) == [8, 6, 2, 2, 2]
-    assert bits_of("| 3 | 4 5", 5, [], []) == [3, 3, 4, 5]
-
-
-@pytest.mark.parametrize(("errors", "expected"), [([1, 1, 1, 1], [3, 3, 3, 3]), ([8, 1, 1, 2], [5, 2, 2, 3])])
-def test_weighted_bits_go_where_errors_are_large(errors, expected):
-    assert weighted(errors, 0.5, 3) == expected
-
-
-def test_another_order_has_the_same_samples():
-    text = Text.__new__(Text)
-    text.options = OPTIONS
-    data = torch.zeros(1000)
-    first, again, other = (text.samples(data, 20, 5, order) for order in (0, 0, 1))
-    assert torch.equal(first, again) and not torch.equal(first, other)
-    assert torch.equal(first.flatten().sort().values, other.flatten().sort().values)
 
 
 def test_the_gradient_of_each_network_is_clipped_by_itself():

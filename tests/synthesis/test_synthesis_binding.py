@@ -10,7 +10,7 @@ from compared import assert_close, assert_equal
 from scipy.linalg import hadamard
 
 from holotrain.synthesis import hadamard_bind, hadamard_unbind, phasor_bind, phasor_unbind
-from holotrain.synthesis.binding import Hadamard, _hadamard, folded, next_power_of_two, units
+from holotrain.synthesis.binding import Hadamard, _hadamard, folded, next_power_of_two
 
 LENGTHS = [1, 2, 3, 7, 8, 97, 1000, 4096]
 
@@ -152,21 +152,6 @@ def test_blocks_are_bound_one_by_one(bind, unbind):
     third = bind(x[:, 32:48], folded(key, 16))
     assert_close(bound[:, 32:48], third, atol=1e-6)
     assert_close(unbind(bound, key, block_length=16)[:, 32:48], unbind(third, folded(key, 16)), atol=1e-6)
-
-
-def test_a_folded_key_samples_the_spectrum():
-    key = normal(1000, dtype=torch.float64)
-    finer = torch.fft.rfft(key, n=1024)
-    assert_close(torch.fft.rfft(folded(key, 256)), finer[::4])
-    assert_close(torch.fft.rfft(folded(key, 1024)), finer)
-
-
-def test_units_are_phasors_or_signs():
-    spectrum = torch.tensor([3 + 4j, 0, 1e-12, -2j])
-    assert_close(units(spectrum, 1), torch.tensor([0.6 + 0.8j, 1, 1, -1j]))
-    assert_close(units(spectrum, 0), torch.tensor([0.6 + 0.8j, 0, 0, -1j]))
-    assert units(torch.tensor([2.0, 0.0, -0.5]), 1).tolist() == [1, 1, -1]
-    assert units(torch.tensor([[2.0, 0.0, -0.5], [0.0, 0.0, 0.0]]), 0).tolist() == [[1, 1, -1], [0, 0, 0]]
 
 
 @pytest.mark.parametrize(
