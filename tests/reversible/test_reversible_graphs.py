@@ -1,4 +1,7 @@
-"""A step captured as a CUDA graph: every schedule, with random numbers that move on and repeat where they must."""
+"""A step captured as a CUDA graph: every schedule, with random numbers that move on and repeat where they must.
+
+test_order_of_streams.py captures steps on a GPU on paper.
+"""
 
 import ast
 from pathlib import Path
@@ -6,37 +9,27 @@ from pathlib import Path
 import pytest
 import torch
 from compared import assert_close
-from torch import nn
+from engine_cases import F64, WIDTH, sequence
 
-from holotrain.reversible import GraphedStep, ReversibleBlock, ReversibleSequence
+from holotrain.reversible import GraphedStep
 from holotrain.reversible.graphs import WARM_UPS
 
-WIDTH = 16
 ROOT = Path(__file__).parents[2]
-SCHEDULES = ["autograd", "checkpoint", "reversible", "pareprop"]
-needs_cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 
-class Model(nn.Module):
-    def __init__(self, backward, dropout):
-        super().__init__()
-        torch.manual_seed(0)
+def step_of(backward, dropout, device="cuda"):
+    net = sequence(4, dropout, backward=backward).to(device)
 
-        def branch():
-            layers = nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(dropout), nn.Linear(32, WIDTH), nn.Dropout(dropout)
-            return nn.Sequential(*layers)
-
-        self.sequence = ReversibleSequence([ReversibleBlock(branch(), branch()) for _ in range(4)], backward)
-
-    def forward(self, x):
-        y1, y2 = self.sequence(x, x.tanh())
+    def loss(x):
+        y1, y2 = net(x, x.tanh())
         return (y1 * y2.sin()).mean()
+
+    return net, loss, GraphedStep(loss, net.parameters())
 
 
 def test_tensors_off_the_gpu_are_refused():
-    model = Model("reversible", 0.0)
     with pytest.raises(ValueError, match="CUDA device"):
-        GraphedStep(model, model.parameters())(torch.zeros(2, WIDTH))
+        step_of("reversible", 0.0, "cpu")[-1](torch.zeros(2, WIDTH, dtype=F64))
 
 
 def test_no_capture_forbids_other_threads_what_a_loader_does():
@@ -50,42 +43,37 @@ def test_no_capture_forbids_other_threads_what_a_loader_does():
     assert modes and set(modes) == {"'thread_local'"}
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 class TestOnCuda:
-    pytestmark = needs_cuda
-
-    @pytest.mark.parametrize("backward", SCHEDULES)
+    @pytest.mark.parametrize("backward", ["autograd", "checkpoint", "reversible", "pareprop"])
     def test_gradients_equal_an_ordinary_steps(self, backward):
-        model = Model(backward, 0.0).double().cuda()
-        step = GraphedStep(model, model.parameters())
+        net, loss_of, step = step_of(backward, 0.0)
         for number in range(WARM_UPS + 4):
-            x = torch.full((3, WIDTH), 0.1 * number, dtype=torch.float64, device="cuda").cumsum(-1)
+            x = torch.full((3, WIDTH), 0.1 * number, dtype=F64, device="cuda").cumsum(-1)
             loss = step(x)
-            grads = [p.grad.clone() for p in model.parameters()]
-            true = model(x)
-            reference = torch.autograd.grad(true, list(model.parameters()))
+            grads = [p.grad.clone() for p in net.parameters()]
+            true = loss_of(x)
+            reference = torch.autograd.grad(true, list(net.parameters()))
             assert_close(loss, true, rtol=1e-12)
             assert_close(grads, reference, rtol=1e-10, atol=1e-12)
             del true, reference  # a graph of another stream must not be alive in the capture
-        other = torch.ones(5, WIDTH, dtype=torch.float64, device="cuda")  # another shape: an ordinary step
-        assert_close(step(other), model(other))
+        other = torch.ones(5, WIDTH, dtype=F64, device="cuda")  # another shape: an ordinary step
+        assert_close(step(other), loss_of(other))
 
     @pytest.mark.parametrize("backward", ["reversible", "pareprop"])
     def test_dropout_repeats_in_the_recomputation_and_moves_on_between_replays(self, backward):
-        model = Model(backward, 0.3).double().cuda()
-        step = GraphedStep(model, model.parameters())
-        x = torch.linspace(-1, 1, 3 * WIDTH, dtype=torch.float64, device="cuda").view(3, WIDTH)
+        net, _, step = step_of(backward, 0.3)
+        x = torch.linspace(-1, 1, 3 * WIDTH, dtype=F64, device="cuda").view(3, WIDTH)
         for _ in range(WARM_UPS):
             step(x)
-        losses, drifts = [], []
-        for _ in range(5):
-            losses.append(step(x).item())
-            drifts.append(model.sequence.checks.errors[0].item())
-        assert len(set(losses)) == 5
-        assert max(drifts) <= 1e-12  # with other masks the rebuilt input would be far off
+        found = [(step(x).item(), net.checks.errors[0].item()) for _ in range(5)]
+        assert len({loss for loss, _ in found}) == 5
+        assert max(drift for _, drift in found) <= 1e-12  # with other masks the rebuilt input would be far off
 
     def test_capturing_without_it_is_refused(self):
-        model = Model("reversible", 0.3).cuda()
-        x = torch.zeros(2, WIDTH, device="cuda")
-        model(x).backward()
+        _, loss, _ = step_of("reversible", 0.3)
+        x = torch.zeros(2, WIDTH, dtype=F64, device="cuda")
+        loss(x).backward()
         with pytest.raises(RuntimeError, match="GraphedStep"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            model(x)
+            loss(x)

@@ -12,7 +12,7 @@ import torch
 from compared import assert_equal
 from torch import nn
 
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, recomputation, tape
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, recomputing, tape
 
 WIDTH = 8
 MAIN, SIDE = "the default stream", "side stream 1"
@@ -35,32 +35,36 @@ class Gradient(torch.autograd.Function):
 
 
 class Branch(nn.Module):
+    """``before`` is called with its name and input when it is recomputed."""
+
+    before = None
+
     def __init__(self, machine, name):
         super().__init__()
         self.weight, self.machine, self.name = nn.Parameter(torch.rand(WIDTH)), machine, name
 
     def forward(self, x):
+        if recomputing():
+            if Branch.before is not None:
+                Branch.before(self.name, x)
+            self.machine.log.append((f"recompute {self.name}", self.machine.current.name))
         return Gradient.apply(x.sin(), self.weight, self.machine, self.name)
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    again = recomputation.Branch.run_again
-
     from paper_gpu import paper_gpu  # needs NumPy, which the tests marked cuda do without
 
     with paper_gpu(monkeypatch) as machine:
-
-        def logged(self, *arguments):
-            machine.log.append((f"recompute {self.name}", machine.current.name))
-            return again(self, *arguments)
-
-        monkeypatch.setattr(recomputation.Branch, "run_again", logged)
         yield machine
 
 
 def log_of(machine):
     return [entry for entry in machine.log if entry[0].startswith(("recompute", "gradient"))]
+
+
+def ahead(machine):
+    return {what.removeprefix("recompute ") for what, stream in log_of(machine) if stream == SIDE}
 
 
 def net_on(machine, depth, backward="pareprop"):
@@ -90,46 +94,42 @@ def test_each_half_is_recomputed_beside_the_gradients_of_the_half_behind_it(mach
 
 def test_a_schedule_a_block_says_what_runs_ahead(machine):
     gradients(net_on(machine, 3, ["reversible", "pareprop", "reversible"]), rows(3))
-    assert {what for what, stream in log_of(machine) if stream == SIDE} == {"recompute 1.f", "recompute 1.g"}
+    assert ahead(machine) == {"1.f", "1.g"}
 
 
 def test_a_recomputation_that_finds_no_memory_is_put_off(machine, monkeypatch):
     """Once, and said once: where there was none, no later backward tries again, unless its batch is smaller."""
-    logged, failures = recomputation.Branch.run_again, []
+    failures = []
 
-    def short_of_memory(self, source, *rest):
-        if machine.current.name == SIDE and self.name in ("2.f", "1.g") and len(source) == 3:
-            failures.append(self.name)
-            source * 2  # it had begun
+    def short_of_memory(name, x):
+        if machine.current.name == SIDE and name in ("2.f", "1.g") and len(x) == 3:
+            failures.append(name)
+            x * 2  # it had begun
             raise torch.OutOfMemoryError
-        return logged(self, source, *rest)
 
     net, x = net_on(machine, 4), rows(3)
     plain = gradients(net, x)
-    monkeypatch.setattr(recomputation.Branch, "run_again", short_of_memory)
+    monkeypatch.setattr(Branch, "before", staticmethod(short_of_memory))
     with pytest.warns(UserWarning, match="in turn from now on") as said:
         assert_equal(gradients(net, x), plain)
         machine.log.clear()
         assert_equal(gradients(net, x), plain)
     assert failures == ["2.f", "1.g"] and len(said) == 1
-    ahead = {what for what, stream in log_of(machine) if stream == SIDE}
-    assert ahead == {f"recompute {half}" for half in ("3.f", "2.g", "1.f", "0.g", "0.f")}
+    assert ahead(machine) == {"3.f", "2.g", "1.f", "0.g", "0.f"}
     machine.log.clear()
     gradients(net, rows(2))
-    assert ("recompute 2.f", SIDE) in machine.log and len(failures) == 2
+    assert "2.f" in ahead(machine) and len(failures) == 2
 
 
 def test_a_branch_that_talks_to_other_processes_is_not_put_off(machine, monkeypatch):
     """They would have met its collectives in another order."""
-    logged = recomputation.Branch.run_again
 
-    def short_of_memory(self, source, *rest):
+    def short_of_memory(name, x):
         if machine.current.name == SIDE:
             raise torch.OutOfMemoryError
-        return logged(self, source, *rest)
 
     monkeypatch.setattr(tape, "is_tensor_parallel", lambda module: True)
-    monkeypatch.setattr(recomputation.Branch, "run_again", short_of_memory)
+    monkeypatch.setattr(Branch, "before", staticmethod(short_of_memory))
     with pytest.raises(torch.OutOfMemoryError):
         gradients(net_on(machine, 4), rows(3))
 
@@ -169,19 +169,14 @@ class TestOnCuda:
         net = ReversibleSequence([ReversibleBlock(DelayedBranch(), DelayedBranch()) for _ in range(3)], "autograd")
         net.double().cuda()
         x = torch.randn(2, 3, WIDTH, dtype=torch.float64).cuda()
-
-        def gradients():
-            y1, y2 = net(x, x.tanh())
-            return torch.autograd.grad((y1 * y2.sin()).sum(), list(net.parameters()))
-
-        reference = gradients()
+        reference = gradients(net, x.requires_grad_())
         net.backward = "pareprop"
         stream = torch.cuda.Stream() if current == "another" else torch.cuda.current_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            first = gradients()
+            first = gradients(net, x)
             for _ in range(200):
-                assert_equal(gradients(), first)
+                assert_equal(gradients(net, x), first)
         torch.cuda.synchronize()
         for ours, true in zip(first, reference, strict=True):
             assert ((ours - true).abs().max() / true.abs().max()).item() <= 1e-10

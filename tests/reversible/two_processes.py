@@ -15,6 +15,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.nn.parallel import DistributedDataParallel
 
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, recompute, recomputing
+from holotrain.reversible.tiled_loss import tile_loss
+
+try:
+    import transformers
+except ModuleNotFoundError:
+    transformers = None
 
 WIDTH, DEPTH, BATCH = 16, 4, 4
 events: list[str] = []
@@ -241,14 +247,57 @@ def stack_errors(rank: int) -> dict[str, float]:
     return found
 
 
+def tiled_model(tied: bool):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    config = transformers.Qwen3Config(vocab_size=97, num_key_value_heads=2, tie_word_embeddings=tied, **sizes)
+    return transformers.AutoModelForCausalLM.from_config(config).double().train()
+
+
+def tiled_step(net, rows: slice) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(97, (2 * BATCH, 24), generator=torch.Generator().manual_seed(1))[rows]
+    for _ in range(2):
+        net.zero_grad()
+        torch.manual_seed(2)
+        net(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    return {name.removeprefix("module."): whole(parameter.grad) for name, parameter in net.named_parameters()}
+
+
+def shard_language_model(net, *more):
+    for part in (*net.model.layers, *more):
+        fully_shard(part)
+    return fully_shard(net)
+
+
+TILED = {
+    "ddp": (DistributedDataParallel, True),
+    "fsdp2": (shard_language_model, True),
+    "fsdp2, the head apart": (lambda net: shard_language_model(net, net.lm_head), False),
+}
+
+
+def tiled_errors(rank: int) -> dict[str, float]:
+    """Of a loss in tiles, against one process with the whole loss on the whole batch."""
+    float64_stays = lambda self: self if self.dtype == torch.float64 else self.to(torch.float32)  # noqa: E731
+    torch.Tensor.float = float64_stays  # ty: ignore[invalid-assignment]
+    worst = {}
+    for name, (wrap, tied) in TILED.items():
+        net = wrap(tile_loss(tiled_model(tied), most_logits=5 * BATCH * 97))
+        expected, found = tiled_step(tiled_model(tied), slice(None)), tiled_step(net, slice(rank * BATCH, (rank + 1) * BATCH))
+        worst[name] = max(((found[key] - each).abs().max() / each.abs().max()).item() for key, each in expected.items())
+    return worst
+
+
 def find(rank: int) -> dict:
     init_device_mesh("cpu", (2,))
     found = {"errors": {}, "orders": {}, "refused": {}, "stacks": stack_errors(rank)}
     for backward in ("checkpoint", "reversible", "pareprop"):
-        found["errors"][backward] = {name: error(backward, name, rank) for name in CASES}
+        names = {"checkpoint": [*CASES][::2], "reversible": CASES, "pareprop": [*CASES][1::2]}[backward]
+        found["errors"][backward] = {name: error(backward, name, rank) for name in names}
         if backward != "checkpoint":
             found["orders"][backward] = {kind: order(kind, backward, rank) for kind in ("ddp", "fsdp2")}
     found["refused"] = {name: refusal(name) for name in REFUSED}
+    found["tiled"] = tiled_errors(rank) if transformers else {}
     return found
 
 
