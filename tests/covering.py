@@ -25,6 +25,11 @@ def paired(*options: Sequence) -> list[tuple]:
     return [tuple(values[number % len(values)] for values in options) for number in range(max(map(len, options)))]
 
 
+def name_of(value: object) -> str:
+    """What pytest shows of a parameter, the same in each of its processes."""
+    return getattr(value, "__name__", str(value))
+
+
 def pairwise(*options: Sequence) -> list[tuple]:
     """Cases in which any two values of two options meet, a few of the full product."""
     places = [[(option, number) for number in range(len(values))] for option, values in enumerate(options)]

@@ -7,7 +7,7 @@ import pytest
 import small_stacks
 import torch
 from compared import assert_equal
-from covering import pairwise
+from covering import name_of, pairwise
 from small_stacks import BLOCKS, PLACES, USES, WIDTH, Block, gradients, inputs, model, recomputed, reversible
 from torch import nn
 
@@ -46,7 +46,7 @@ FACTORS = {
 
 
 @pytest.mark.filterwarnings("ignore:the model changes the stream")
-@pytest.mark.parametrize(tuple(FACTORS), pairwise(*FACTORS.values()), ids=str)
+@pytest.mark.parametrize(tuple(FACTORS), pairwise(*FACTORS.values()), ids=name_of)
 def test_gradients_equal_those_of_stored_blocks(way, around, block, use, dtype, bits):
     make, backward = WAYS[way]
     dtype, amp = DTYPES[dtype]

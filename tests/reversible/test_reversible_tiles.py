@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from compared import assert_equal
-from covering import pairwise
+from covering import name_of, pairwise
 from paper_gpu import paper_gpu
 from small_planners import made
 from torch import nn
@@ -140,7 +140,7 @@ FACTORS = {
 }
 
 
-@pytest.mark.parametrize(tuple(FACTORS), pairwise(*FACTORS.values()), ids=str)
+@pytest.mark.parametrize(tuple(FACTORS), pairwise(*FACTORS.values()), ids=name_of)
 def test_gradients_are_those_without_tiles(options, tile, loss, use, exact):
     net, plain = network(tile=tile, exact=exact, **options), network(exact=exact)
     found = []
