@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, recomputing, replay
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, recomputation, recomputing, replay
 from holotrain.reversible.grid import FixedPointGrid
 
 RECOMPUTING = ("checkpoint", "reversible", "pareprop")
@@ -672,8 +672,7 @@ def test_a_recomputation_that_fails_leaves_everything_as_it_was(engine, fails, m
     y1, _ = torch.func.functional_call(net, own, streams())
     before = dict(net.named_parameters())
     if fails == "reads":
-        monkeypatch.setattr(replay.Replay, "begin", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        monkeypatch.setattr(replay.Replay, "end", lambda self: None)
+        monkeypatch.setattr(recomputation.Branch, "_called", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         y1.sum().backward()
     assert all(value is before[name] for name, value in net.named_parameters()) and not recomputing()
@@ -697,13 +696,13 @@ class Settings(nn.Module):
 def test_libraries_choose_in_the_recomputation_as_in_the_forward(monkeypatch, backward):
     """Attention's order and the default dtype are those of the forward, and no convolution is chosen by a race, which each
     thread has for itself."""
-    ordinary = replay.Replay.__init__
+    ordinary = replay.Call.__init__
 
     def on_gpu(self, *arguments):
         ordinary(self, *arguments)
         self.on_gpu = True
 
-    monkeypatch.setattr(replay.Replay, "__init__", on_gpu)
+    monkeypatch.setattr(replay.Call, "__init__", on_gpu)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     default, branch = torch._C._get_sdp_priority_order(), Settings()
     net = ReversibleSequence([ReversibleBlock(branch, branch)], backward)
