@@ -144,8 +144,7 @@ class Branch:
     def _settle_states(self) -> None:
         """Keeps the states of the generators that were used, and the settings."""
         call = self.call
-        if self._draws is None:
-            call.settle()
+        call.settle(first=self._draws is None)
         self._settings = call.settings  # earlier branches keep theirs
         before, self._states, after = self._states, [], []
         for then in before:

@@ -140,15 +140,14 @@ class Call:
         put_back(states)
         self.present = states
 
-    def settle(self) -> None:
-        """After the first run of a branch: takes over settings that it changed, since it has computed with them.
+    def settle(self, first: bool) -> None:
+        """After a branch, or its ``first`` run: takes over settings that it changed, since it has computed with them.
 
         The first use of an operator may do so: on Hopper and Blackwell the first attention of a process puts cuDNN's kernel
         before the others (``priority_order`` in PyTorch's sdp_utils.cpp), and uses it at once.
         """
-        present = _Settings.present(self.settings.kinds)
-        if present != self.settings:
-            self.settings, self._compared_in = present, -1
+        if (first or torch._C._get_sdp_priority_order() != self.settings.order) and not self.as_now():
+            self.settings, self._compared_in = _Settings.present(self.settings.kinds), -1
 
     def as_now(self) -> bool:
         """Whether the settings are now as they were."""
