@@ -14,10 +14,10 @@ backward_schedules  what each block stores and what it recomputes, and results t
 tokenwise           which modules work token by token, so that they can be taken in tiles
 kept_inputs         the ways to keep a block's input until the backward
 recomputation       a branch that runs again in the backward
-tape                the backward of branches in order, whose inputs are rebuilt
+tape                records the branches of one forward, and rebuilds their inputs in the backward
 side_stream         a second CUDA stream
 checks              whether what is rebuilt is right, and what follows if not
-replay              random numbers, autocast and attention kernels, put back for the recomputation
+replay              autocast, attention kernels and the like, put back, and what earlier runs of a branch have shown
 random_state        random number generators, also those of a captured CUDA graph
 context             whether a recomputation, a plan, a capture or a backward is running
 reads               parameters, buffers and arguments, which must be the same in the recomputation

@@ -68,7 +68,7 @@ class GraphedStep:
     def _ordinary(self, inputs: tuple[Tensor, ...]) -> Tensor:
         for parameter in self._parameters:
             parameter.grad = None
-        with Call(inputs[0].device).uncached():  # a cast weight in the cache would be captured as it was
+        with Call(inputs[0].device).settings.reinstated(cached=False):  # a cast weight in the cache would be captured as it was
             loss = self._loss(*inputs)
         loss.backward()
         return loss.detach()

@@ -9,8 +9,8 @@ A checkpointed branch runs again from its stored input, and one on a tape (:mod:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any, Self
@@ -19,15 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch._C._autograd import _pop_saved_tensors_default_hooks as _pop_hooks
 from torch._C._autograd import _push_saved_tensors_default_hooks as _push_hooks
+from torch.autograd import profiler
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from holotrain.numeric import counted
 from holotrain.reversible.backward_schedules import Casts, Kept
-from holotrain.reversible.context import graph_is_retained
+from holotrain.reversible.context import graph_is_retained, in_recomputation, in_trace
 from holotrain.reversible.kept_inputs import WAYS, Whole
+from holotrain.reversible.random_state import PYTHON_AND_NUMPY, next_pair, put_back, source_of
 from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, require_unwrapped
-from holotrain.reversible.replay import Call, Replay, history_of
+from holotrain.reversible.replay import Call, history_of, one_convolution
 
 _kind_of = attrgetter("shape", "dtype")
 
@@ -74,7 +76,7 @@ class Branch:
         self._forward = forward or module
         self._keywords, self._arguments = keywords, Arguments(keywords) if keywords else None
         self._reads, self.history = Reads(parts), history_of(module, parts)
-        self._replay = Replay(call, module, self.history, self._arguments.generators if self._arguments else [])
+        self._note_states(self._arguments.generators if self._arguments else [])
         self._kept = Kept(keep) if keep else None
         self.kinds: list[tuple[torch.Size, torch.dtype]] = []
         # The parameters that are saved, and, by place, those of which views or casts are, by their address.
@@ -83,6 +85,17 @@ class Branch:
         # The leaves that the forward saved and that are no parameters of the module, and their versions.
         self._leaves: list[tuple[Tensor, int]] = []
         self.saved: list[Tensor | None] = []
+
+    def _note_states(self, generators: list[Any]) -> None:
+        """Before the forward: the states of all random number generators that it may use."""
+        history, self._training = self.history, self.module.training
+        self._draws = history.draws.get(self._training)
+        self._states = self.call.states()
+        if generators or history.generators or self._draws is not False:
+            others = map(source_of, generators + history.generators)
+            others = [*others, *PYTHON_AND_NUMPY] if self._draws is not False else others
+            self._states = self._states + [source.read() for source in others]
+        self._pair = next_pair(self.call.device) if self.call.on_gpu else None
 
     def run(self, source: Tensor, supply: Callable[[Self], None]) -> Any:
         """The forward: returns the module's output, with a graph whose saved tensors are discarded.
@@ -102,7 +115,7 @@ class Branch:
             tensor, saved[number] = saved[number], None  # activations go as they are used
             return tensor
 
-        around: list[AbstractContextManager] = [self._replay.repeatable()] if self._replay.on_gpu else []
+        around: list[AbstractContextManager] = [self._repeatable()] if self.call.on_gpu else []
         if self._kept is not None:
             around.append(self._kept.keeping())
         try:
@@ -122,11 +135,26 @@ class Branch:
             )
         if self._arguments is not None:
             self._keywords = self._arguments.settle(self._keywords)
-        self._replay.settle()
+        self._settle_states()
         self._reads.settle()
         self._note(packed, source)
         if self._kept is not None:
             self._kept.settle(needed=bool(packed))
+
+    def _settle_states(self) -> None:
+        """Keeps the states of the generators that were used, and the settings."""
+        call = self.call
+        call.settle(first=self._draws is None)
+        self._settings = call.settings  # earlier branches keep theirs
+        before, self._states, after = self._states, [], []
+        for then in before:
+            now = then[0].read()
+            after.append(now)
+            if now[2] != then[2]:
+                self._states.append(then)
+        call.present = after[: len(call.sources)]
+        if self._draws is None:
+            self.history.draws[self._training] = any(source in PYTHON_AND_NUMPY for source, _, _ in self._states)
 
     def _note(self, packed: list[Tensor], source: Tensor) -> None:
         """Notes what autograd would have saved: shapes and dtypes, parameters and other leaves."""
@@ -199,18 +227,7 @@ class Branch:
 
         if self.tile is not None:
             source = source[:, self.tile].contiguous()
-        update = None
-        try:
-            self._reads.begin()
-            try:
-                self._replay.begin(self.name)
-                update = self._called(source.detach().requires_grad_(self._differentiable), pack, _never, self._reused(ahead))
-            except _AllSaved:
-                pass
-            finally:
-                self._replay.end()
-        finally:
-            self._reads.end()
+        update = self._called_as_then(source, pack, self._around(ahead))
         if self._casts is not None and self.tile is not None and self.tile.start == 0:
             self._casts.release()
         saved = packed.copy()
@@ -221,14 +238,46 @@ class Branch:
         history.verified = True
         return update.detach() if isinstance(update, Tensor) else tree_map_only(Tensor, Tensor.detach, update), saved
 
-    def _reused(self, ahead: bool) -> list[AbstractContextManager]:
-        """The contexts of a recomputation in which results are reused."""
+    def _called_as_then(self, source: Tensor, pack: Callable, around: Sequence[AbstractContextManager]) -> Any:
+        """Calls the module with all as it was before the forward; None if it has been stopped."""
+        token, grad_mode, present = in_recomputation.set(True), torch.is_grad_enabled(), None
+        try:
+            self._reads.begin()
+            if self._states:
+                present = put_back(self._states)
+            torch._C._set_grad_enabled(True)  # private: what torch.set_grad_enabled calls, without an object
+            return self._called(source.detach().requires_grad_(self._differentiable), pack, _never, around)
+        except _AllSaved:
+            return None
+        finally:
+            torch._C._set_grad_enabled(grad_mode)
+            if present is not None:
+                put_back(present)
+            in_recomputation.reset(token)
+            self._reads.end()
+
+    def _around(self, ahead: bool) -> list[AbstractContextManager]:
+        """The contexts of a recomputation."""
         around: list[AbstractContextManager] = []
+        if profiler._is_profiler_enabled:
+            around.append(in_trace("recompute", self.name))
+        if self._settings is not self.call.settings or not self.call.is_unchanged():
+            around.append(self._settings.reinstated(self._settings.cached))
+        if self.call.on_gpu:
+            around.append(self._repeatable(recomputation=True))
         if self._kept is not None:
             around.append(self._kept.reusing(self._reads.storages(), ahead or graph_is_retained()))
         if self._casts is not None:
             around.append(self._casts.shared(self._reads.storages()))
         return around
+
+    @contextmanager
+    def _repeatable(self, recomputation: bool = False) -> Generator[None]:
+        """The context in which the branch runs on a GPU."""
+        pair = self._pair
+        own = nullcontext() if pair is None else pair.used(pair.recomputation if recomputation else pair.forward)
+        with one_convolution(), own:
+            yield
 
     def _require_same(self, saved: list[Tensor]) -> None:
         """

@@ -1,4 +1,4 @@
-"""What a branch's result depends on besides its input and its weights, put back for the recomputation.
+"""What a branch's result depends on besides its input and its weights, and what earlier runs have shown of it.
 
 This is the state of every random number generator that the branch used (PyTorch's on the CPU and on the device, those among the
 keyword arguments, Python's and NumPy's global ones), autocast, the default dtype, and the attention kernels that may be chosen.
@@ -7,23 +7,19 @@ keyword arguments, Python's and NumPy's global ones), autocast, the default dtyp
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.autograd import profiler
 from torch.backends import cuda as kernels
 
-from holotrain.reversible.context import backward_id, in_recomputation, in_trace
+from holotrain.reversible.context import backward_id
 from holotrain.reversible.random_state import (
-    PYTHON_AND_NUMPY,
     State,
     generators_among,
-    next_pair,
     put_back,
-    source_of,
     sources_of,
 )
 
@@ -84,6 +80,7 @@ class _Settings(NamedTuple):
 
     @contextmanager
     def reinstated(self, cached: bool) -> Generator[None]:
+        """Inside, the settings are these; not ``cached``: autocast casts weights anew in each run."""
         before = [allowed() for allowed, _ in _KERNELS]
         with ExitStack() as stack:
             for kind, enabled, dtype in zip(self.kinds, self.enabled, self.dtypes, strict=True):
@@ -107,7 +104,7 @@ _KERNELS = (
 
 
 @contextmanager
-def _one_convolution() -> Generator[None]:
+def one_convolution() -> Generator[None]:
     """Inside, cuDNN takes the algorithm that its heuristics name, among those that repeat their result bit for bit.
 
     With ``benchmark`` it takes the fastest of a few runs. Each thread measures for itself, and a backward has another one than
@@ -126,7 +123,7 @@ class Call:
     """What all branches of one forward share, on the device of the streams."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.on_gpu = device, device.type == "cuda"
         self.settings = _Settings.present(("cpu",) if device.type in ("cpu", "meta") else ("cpu", device.type))
         self.sources = sources_of(device)
         self.present: list[State] | None = None
@@ -143,15 +140,14 @@ class Call:
         put_back(states)
         self.present = states
 
-    def settle(self) -> None:
-        """After the first run of a branch: takes over settings that it changed, since it has computed with them.
+    def settle(self, first: bool) -> None:
+        """After a branch, or its ``first`` run: takes over settings that it changed, since it has computed with them.
 
         The first use of an operator may do so: on Hopper and Blackwell the first attention of a process puts cuDNN's kernel
         before the others (``priority_order`` in PyTorch's sdp_utils.cpp), and uses it at once.
         """
-        present = _Settings.present(self.settings.kinds)
-        if present != self.settings:
-            self.settings, self._compared_in = present, -1
+        if (first or torch._C._get_sdp_priority_order() != self.settings.order) and not self.as_now():
+            self.settings, self._compared_in = _Settings.present(self.settings.kinds), -1
 
     def as_now(self) -> bool:
         """Whether the settings are now as they were."""
@@ -163,70 +159,3 @@ class Call:
         if task == -1 or task != self._compared_in:
             self._compared_in, self._unchanged = task, self.as_now()
         return self._unchanged
-
-    def uncached(self) -> AbstractContextManager:
-        """Inside, autocast as it was but without its cache of cast weights, so that each run casts them."""
-        return self.settings.reinstated(cached=False)
-
-
-class Replay:
-    """The state before one run of a branch, put back for its recomputation; ``generators`` are among its keyword arguments."""
-
-    def __init__(self, call: Call, branch: nn.Module, history: BranchHistory, generators: list[Any]) -> None:
-        self._call, self._branch, self._training, self._history = call, branch, branch.training, history
-        self._known = history.draws.get(branch.training)
-        self._states = call.states()
-        if generators or history.generators or self._known is not False:
-            others = [*map(source_of, generators + history.generators), *(PYTHON_AND_NUMPY if self._known is not False else ())]
-            self._states = self._states + [source.read() for source in others]
-        self.on_gpu = call.device.type == "cuda"
-        self._pair = next_pair(call.device) if self.on_gpu else None
-
-    @contextmanager
-    def repeatable(self, recomputation: bool = False) -> Generator[None]:
-        """The context in which the branch runs on a GPU."""
-        pair = self._pair
-        own = nullcontext() if pair is None else pair.used(pair.recomputation if recomputation else pair.forward)
-        with _one_convolution(), own:
-            yield
-
-    def settle(self) -> None:
-        """After the run: keeps the state of the generators that were used, and the settings."""
-        if self._known is None:
-            self._call.settle()
-        self._settings = self._call.settings  # earlier branches keep theirs
-        before, self._states, after = self._states, [], []
-        for then in before:
-            now = then[0].read()
-            after.append(now)
-            if now[2] != then[2]:
-                self._states.append(then)
-        self._call.present = after[: len(self._call.sources)]
-        if self._known is None:
-            self._history.draws[self._training] = any(source in PYTHON_AND_NUMPY for source, _, _ in self._states)
-
-    def begin(self, doing: str) -> None:
-        """From here on all is as it was then, gradients are recorded, and :func:`recomputing` is true."""
-        call = self._call
-        self._token, self._grad_mode = in_recomputation.set(True), torch.is_grad_enabled()
-        self._present, self._contexts = None, None
-        if self._states:
-            self._present = put_back(self._states)
-        unchanged = self._settings is call.settings and call.is_unchanged()
-        if self.on_gpu or not unchanged or profiler._is_profiler_enabled:
-            self._contexts = ExitStack()
-            self._contexts.enter_context(in_trace("recompute", doing))
-            if not unchanged:
-                self._contexts.enter_context(self._settings.reinstated(self._settings.cached))
-            if self.on_gpu:
-                self._contexts.enter_context(self.repeatable(recomputation=True))
-        torch._C._set_grad_enabled(True)  # private: what torch.set_grad_enabled calls, without an object
-
-    def end(self) -> None:
-        """Everything is again as it was before :meth:`begin`."""
-        torch._C._set_grad_enabled(self._grad_mode)
-        if self._contexts is not None:
-            self._contexts.close()
-        if self._present is not None:
-            put_back(self._present)
-        in_recomputation.reset(self._token)

@@ -116,7 +116,7 @@ def _drops_elements(part: nn.Module) -> bool:
 def _works_on(branch: nn.Module, x: Tensor, keywords: dict[str, Any]) -> bool:
     """Tries a branch on one sample. All that its layers read is compared, since the last layer may begin with zeros."""
     attributes = [value for part in branch.modules() for value in vars(part).values()]
-    mixes, generators = [], generators_among([*attributes, *tree_leaves(keywords)])
+    call, mixes, generators = Call(x.device), [], generators_among([*attributes, *tree_leaves(keywords)])
     before = [(buffer, buffer._version, buffer.clone()) for buffer in branch.buffers()]
 
     def run(piece: Tensor) -> list[Tensor]:
@@ -133,7 +133,7 @@ def _works_on(branch: nn.Module, x: Tensor, keywords: dict[str, Any]) -> bool:
 
     try:
         # A weight that is cast without a gradient must not stay in the cache of autocast.
-        with generators_unmoved(x.device, generators), (call := Call(x.device)).uncached():
+        with generators_unmoved(x.device, generators), call.settings.reinstated(cached=False):
             drawn = [source.read() for source in PYTHON_AND_NUMPY]
             states = call.states()
             works = _same_in_pieces(branch, run, x[:1]) and not have_drawn(states)

@@ -165,9 +165,9 @@ class TwoStep(Coupling):
         self.grid, self._sign, self._bits, self._rebuilt = grid, sign, bits, rebuilt
         above, below = weights
         # g, a and 1 - a - g
-        self._gain = 0.0 if bits is None else sign * 2.0**-bits
+        self._gain = None if bits is None else sign * 2.0**-bits
         self._weight = sign * ((above - below) / 2) + (above + below) / 2
-        self._rest = 1 - self._weight - self._gain
+        self._rest = 1 - self._weight if self._gain is None else 1 - self._weight - self._gain
         # The graph holds the coupling, which lets go of what is in the graph.
         self._x: Tensor | None = x
         self._graphs = graphs
@@ -268,7 +268,7 @@ class TwoStep(Coupling):
 
     def gradients(self, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         """Those of target, source and update."""
-        before = None if isinstance(self._gain, float) else grad * self._gain.to(grad.dtype)
+        before = None if self._gain is None else grad * self._gain.to(grad.dtype)
         return before, grad * self._rest.to(grad.dtype), (grad * self._weight.to(grad.dtype)).to(self.written_as)
 
 
