@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from holotrain.optimizers import InBackward
 from holotrain.optimizers.low_bit import parts_of
+from holotrain.optimizers.stepping import refuse_in_backward
 from holotrain.planning.allocators import ALLOCATORS, Allocator
 from holotrain.planning.fake_tensors import assume_ones
 from holotrain.planning.tracker import AllocationTracker, Footprint
@@ -58,9 +59,10 @@ class TrainingStep:
     sequences: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
-        by_norm = bool(self.clip) and not self.clip_value
-        if self.in_backward and (self.batches > 1 or self.rewrite is not None or by_norm):
-            raise ValueError("an optimizer that steps in the backward leaves no gradients to accumulate, rewrite or clip")
+        if self.in_backward:
+            by_norm = bool(self.clip) and not self.clip_value
+            uses = {"accumulation": self.batches > 1, "a rewrite": self.rewrite is not None, "clipping by norm": by_norm}
+            refuse_in_backward(uses)
 
     @property
     def in_backward(self) -> bool:
