@@ -14,6 +14,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as Tr
 from holotrain.checkpoints.comparison import FreshState, compare_callbacks, compare_loops, require_counts
 from holotrain.numeric import mixed_seed
 from holotrain.reversible import stacks_in
+from holotrain.targets import is_of
 
 KEY = "exact_resume"
 
@@ -41,9 +42,13 @@ class ExactResume(pl.Callback):
         self.seed = seed
         self._to_restore: dict[str, Any] | None = None
         self._fresh: FreshState | None = None
+        self._callbacks: dict[str, Any] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         wait_for_whole_steps(trainer)
+        for callback in trainer.callbacks:  # ty: ignore[missing-attribute]
+            if is_of(type(callback).__module__, ["holotrain", "lightning"]):  # of others, nothing is known
+                self._callbacks[callback.state_key] = callback.state_dict()
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         loader = trainer.train_dataloader
@@ -53,7 +58,7 @@ class ExactResume(pl.Callback):
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         compare_loops(checkpoint, trainer)
-        compare_callbacks(checkpoint, trainer.callbacks)  # ty: ignore[unresolved-attribute]
+        compare_callbacks(checkpoint["callbacks"], self._callbacks)
         self._to_restore = checkpoint.get(KEY)
         if self._to_restore is not None:
             loops = checkpoint["loops"]["fit_loop"]
