@@ -323,7 +323,7 @@ STATES = {
     "stepped batches below 0": (loops("epoch_loop.state_dict", "_batches_that_stepped", -(10**12)), UNFIT),
     "no count of steps": (
         lambda held: held["loops"]["fit_loop"].pop("epoch_loop.automatic_optimization.optim_progress"),
-        DAMAGED,
+        "global_step does not fit: it is 3, and the loops count 0",
     ),
 }
 """Changes of what only a training that continues takes over."""
