@@ -13,7 +13,9 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as Tr
 
 from holotrain.checkpoints.comparison import FreshState, compare_callbacks, compare_loops, require_counts
 from holotrain.numeric import mixed_seed
+from holotrain.optimizers.low_bit import UnfitState
 from holotrain.reversible import stacks_in
+from holotrain.targets import is_of
 
 KEY = "exact_resume"
 
@@ -41,9 +43,14 @@ class ExactResume(pl.Callback):
         self.seed = seed
         self._to_restore: dict[str, Any] | None = None
         self._fresh: FreshState | None = None
+        self._callbacks: dict[str, Any] = {}
+        self._step: int | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         wait_for_whole_steps(trainer)
+        for callback in trainer.callbacks:  # ty: ignore[missing-attribute]
+            if is_of(type(callback).__module__, ["holotrain", "lightning"]):  # of others, nothing is known
+                self._callbacks[callback.state_key] = callback.state_dict()
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         loader = trainer.train_dataloader
@@ -52,8 +59,9 @@ class ExactResume(pl.Callback):
         checkpoint[KEY] = {"random": _of_all_ranks(states), "shares": shard_of(trainer)[1]}
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._step = checkpoint["global_step"]
         compare_loops(checkpoint, trainer)
-        compare_callbacks(checkpoint, trainer.callbacks)  # ty: ignore[unresolved-attribute]
+        compare_callbacks(checkpoint["callbacks"], self._callbacks)
         self._to_restore = checkpoint.get(KEY)
         if self._to_restore is not None:
             loops = checkpoint["loops"]["fit_loop"]
@@ -66,6 +74,8 @@ class ExactResume(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.ckpt_path is not None and self._fresh is not None:
             self._fresh.compare(trainer.optimizers)
+            if self._step not in (None, trainer.global_step):
+                raise UnfitState(f"global_step does not fit: it is {self._step}, and the loops count {trainer.global_step}")
         saved, self._to_restore, self._fresh = self._to_restore, None, None
         if saved is not None:
             self._restore(saved, trainer, pl_module)

@@ -1,6 +1,7 @@
 """Reading a checkpoint into a run, and writing the configuration of a run into its checkpoints."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -129,7 +130,9 @@ def described_model(
         except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise UserError(f"ckpt_path: {path} describes no model that can be built: {first_line(error)}") from error
     prefix, weights = "" if trained is None else "model.", checkpointed.weights(path)
-    _load(model, {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}, path)
+    weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+    with _of_the_same_model(path):
+        checkpoint_files.load_weights(model, weights, path)
     return model, description
 
 
@@ -138,9 +141,11 @@ def checked_names(description: dict[str, Any]) -> set[tuple[str, str]]:
     return {*targets({TARGET: description["target"], **description["arguments"]})}
 
 
-def _load(module: nn.Module, weights: dict[str, Any], path: Path) -> None:
+@contextmanager
+def _of_the_same_model(path: Path) -> Generator[None]:
+    """Turns a ValueError of a comparison of weights into a UserError."""
     try:
-        checkpoint_files.load_weights(module, weights, path)
+        yield
     except ValueError as error:
         raise UserError(f"ckpt_path: {path} holds another model: {error}") from error
 
@@ -163,13 +168,17 @@ def load_weights(task: pl.LightningModule, path: Path) -> None:
         UserError: the checkpoint cannot be read, or holds another model.
     """
     if not checkpointed.is_exported(path):
-        _load(task, checkpointed.weights(path), path)
+        weights = checkpointed.weights(path)
+        with _of_the_same_model(path):
+            checkpoint_files.load_weights(task, weights, path)
         return
     with as_user_error("ckpt_path"):
         model = saved.load(path, vouched=checked_names(checkpointed.metadata(path)["description"]))
         if is_quantised(model):
             quantise(model_of(task))
-    _load(model_of(task), model.state_dict(), path)
+    with _of_the_same_model(path):
+        checkpoint_files.require_same(model_of(task).state_dict(), model.state_dict())
+    model_of(task).load_state_dict(model.state_dict())
 
 
 def check_continuable(task: pl.LightningModule, config: FitConfig, path: Path) -> None:
@@ -188,10 +197,8 @@ def check_continuable(task: pl.LightningModule, config: FitConfig, path: Path) -
             )
     for part in checkpointed.WEIGHTS:
         if part in checkpoint:
-            try:
+            with _of_the_same_model(path):
                 checkpoint_files.require_same(task.state_dict(), checkpoint[part])
-            except ValueError as error:
-                raise UserError(f"ckpt_path: {path} holds another model: {error}") from error
     for group, option in (("optimizer", TARGET), ("scheduler", TARGET), ("synthesis", "mode")):
         chosen = getattr(config, group)
         now = None if chosen is None else chosen.plain().get(option)

@@ -210,8 +210,14 @@ def test_a_stream_continues_where_its_shard_was(saved, before, after):
         trainer = Mock(global_rank=rank, world_size=len(after), global_step=1, max_steps=-1, train_dataloader=loader)
         trainer.strategy.distributed_sampler_kwargs = {"rank": shard, "num_replicas": size}
         trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = False
-        progress = {"epoch_loop.batch_progress": {"is_last_batch": True}}
-        saved_states = {KEY: {"random": states, "shares": 2}, "global_step": 1, "loops": {"fit_loop": progress}}
+        trainer.fit_loop.state_dict.return_value = {}
+        progress = {"epoch_loop.batch_progress": {"is_last_batch": True}, "state_dict": {}}
+        saved_states = {
+            KEY: {"random": states, "shares": 2},
+            "global_step": 1,
+            "loops": {"fit_loop": progress},
+            "callbacks": {},
+        }
         callback.on_load_checkpoint(trainer, torch.nn.Identity(), saved_states)
         callback.on_train_start(trainer, torch.nn.Identity())
         return loader
