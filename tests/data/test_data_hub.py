@@ -239,8 +239,16 @@ def test_images_that_were_saved_to_disk(images):
         for index in range(len(data.split(part))):
             image, label = data.split(part)[index]
             assert image.getpixel((0, 0))[2] == label
+    batches = [next(iter(pictures(images, channels_last=last, num_workers=1).train_dataloader()))[0] for last in (False, True)]
+    assert torch.equal(*batches) and batches[0].is_contiguous() and not batches[1].is_contiguous()
+    assert batches[1].is_contiguous(memory_format=torch.channels_last)
     two = pictures(images, classes=["c", "a"])
     assert two.class_names == ["c", "a"] and {label for _, label in (two.split("train")[i] for i in range(30))} == {0, 1}
+
+
+def test_a_folder_of_images_is_read_too(tmp_path):
+    data = pictures(write_folder(tmp_path / "root", parts=("train", "test")), test_split="test", val_fraction=0.3)
+    assert data.class_names == ["cat", "dog"] and [len(data.split(part)) for part in ("train", "val", "test")] == [8, 4, 12]
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -253,22 +261,6 @@ def test_minus_one_is_a_class_unless_classes_have_names(images, tmp_path, named)
     assert data.class_names == (["a", "b"] if named else ["-1", "0", "1"])
     train = data.split("train")
     assert Counter(train[index][1] for index in range(len(train))) == dict.fromkeys(range(2 if named else 3), 20)
-
-
-def test_channels_last_changes_the_strides_alone(images):
-    batches = [next(iter(pictures(images, channels_last=last, num_workers=1).train_dataloader())) for last in (False, True)]
-    assert torch.equal(batches[0][0], batches[1][0]) and torch.equal(batches[0][1], batches[1][1])
-    assert batches[0][0].is_contiguous() and batches[1][0].is_contiguous(memory_format=torch.channels_last)
-    assert not batches[1][0].is_contiguous()
-
-
-def test_a_folder_of_images_is_read_too(tmp_path):
-    write_folder(tmp_path / "root", parts=("train", "test"))
-    data = HubImages(
-        str(tmp_path / "root"), cache_dir=str(tmp_path / "cache"), image_size=16, test_split="test", val_fraction=0.3
-    )
-    data.setup()
-    assert data.class_names == ["cat", "dog"] and [len(data.split(part)) for part in ("train", "val", "test")] == [8, 4, 12]
 
 
 def test_an_image_is_shown_as_it_was_held():
