@@ -178,7 +178,7 @@ def require_uncompressed(path: Path) -> None:
         raise UserError(f"data: {path} is compressed; unpack it")
 
 
-def rows_without(dataset: "Dataset | IterableDataset", columns: Sequence[str]) -> list[int]:
+def rows_without(dataset: "Dataset | IterableDataset", columns: Sequence[str | None]) -> list[int]:
     """The rows, counted from 1, that have nothing in one of the columns, as far as there are such columns."""
     found, before = [], 0
     for table in dataset.with_format("arrow").iter(1000):

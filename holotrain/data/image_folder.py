@@ -157,11 +157,10 @@ class ImageFolder(SizedImages):
             raise UserError(f"data.root: {self.root / 'train'} holds one class; at least two are needed")
 
     def setup(self, stage: str | None = None) -> None:
-        test = "test" if (self.root / "test").is_dir() else "val"
-        folders = {"train": "train", "val": "val", "test": test}
-        self._splits = {
-            name: LabelledFiles(self._samples(folder), self.on_corrupt, self.megapixels) for name, folder in folders.items()
-        }
+        self._splits = {}
+        for part in ("train", "val", "test"):
+            folder = "val" if part == "test" and not (self.root / "test").is_dir() else part
+            self._splits[part] = LabelledFiles(self._samples(folder), self.on_corrupt, self.megapixels)
 
     def predict_dataloader(self) -> Loader:
         """The test set in batches (images, paths); in place of a file that is skipped, a blank image without a path."""

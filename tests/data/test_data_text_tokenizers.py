@@ -38,12 +38,6 @@ def bpe() -> SubwordTokenizer:
     return SubwordTokenizer.trained(["the quick brown fox <s> jumps\n" * 3, "def f(x):\n    return the fox\n"] * 5, 300)
 
 
-def test_a_vocabulary_without_room_for_the_bytes():
-    with pytest.raises(ValueError, match="vocab_size must be at least"):
-        SubwordTokenizer.trained(SAMPLES, ByteTokenizer.vocab_size - 1)
-    assert SubwordTokenizer.trained(SAMPLES, ByteTokenizer.vocab_size).vocab_size == ByteTokenizer.vocab_size
-
-
 @pytest.fixture(params=["bytes", "bpe"])
 def tokenizer(request, bpe):
     return ByteTokenizer() if request.param == "bytes" else bpe
@@ -60,19 +54,11 @@ def test_text_comes_back_without_special_tokens(tokenizer):
         assert tokenizer.decode(ids) == text
         assert tokenizer.decode([tokenizer.start_id, *ids.tolist(), tokenizer.end_id, tokenizer.pad_id]) == text
         assert np.array_equal(tokenizer.encode(text.encode()), ids)
-
-
-def test_a_batch_is_its_texts_end_to_end(tokenizer):
+        assert tokenizer.byte_lengths[ids].sum() == len(text.encode())
+    assert not tokenizer.byte_lengths[[*specials]].any()
     ids, lengths = tokenizer.encode_batch(texts())
     parts = np.split(ids, np.cumsum(lengths)[:-1])
     assert [part.tolist() for part in parts] == [tokenizer.encode(text).tolist() for text in texts()]
-
-
-def test_bytes_of_text_are_counted_from_ids(tokenizer):
-    for text in texts():
-        ids = tokenizer.encode(text)
-        assert tokenizer.byte_lengths[ids].sum() == len(text.encode())
-        assert not tokenizer.byte_lengths[[*tokenizer.specials.values()]].any()
 
 
 def test_bytes_that_are_no_text_are_shown_as_such(tokenizer):
@@ -84,15 +70,15 @@ def test_bytes_that_are_no_text_are_shown_as_such(tokenizer):
 def test_tokenizers_travel_as_text(tokenizer):
     copy = tokenizer_from_json(tokenizer.to_json())
     assert type(copy) is type(tokenizer)
-    assert (copy.vocab_size, copy.specials, copy.fingerprint) == (
-        tokenizer.vocab_size,
-        tokenizer.specials,
-        tokenizer.fingerprint,
-    )
+    for name in ("vocab_size", "specials", "fingerprint"):
+        assert getattr(copy, name) == getattr(tokenizer, name)
     assert copy.encode("the fox 🧪").tolist() == tokenizer.encode("the fox 🧪").tolist()
 
 
 def test_training_is_a_function_of_the_texts(bpe):
+    with pytest.raises(ValueError, match="vocab_size must be at least"):
+        SubwordTokenizer.trained(SAMPLES, ByteTokenizer.vocab_size - 1)
+    assert SubwordTokenizer.trained(SAMPLES, ByteTokenizer.vocab_size).vocab_size == ByteTokenizer.vocab_size
     lines = [f"word{number % 7} other{number % 3} the end\n" for number in range(50)]
     one, other = SubwordTokenizer.trained(lines, 320), SubwordTokenizer.trained(lines[::-1], 320)
     assert one.to_json() == other.to_json()

@@ -60,8 +60,6 @@ class TextDataModule(LoadingModule):
         tokenizer, vocab_size: known at once; for a ``"bpe"``, after ``prepare_data``.
         class_names, num_classes: known after ``prepare_data``; [] and 0 if documents have no labels.
 
-    Raises:
-        UserError: there is no such tokenizer.
     """
 
     label: str | None = None
@@ -124,11 +122,7 @@ class TextDataModule(LoadingModule):
 
     @abstractmethod
     def rows(self) -> list[Rows]:
-        """The text and the labels, read with the datasets library.
-
-        Raises:
-            UserError: there is none, or some of it cannot be read.
-        """
+        """The text and the labels, read with the datasets library."""
 
     def rules(self, **options: Any) -> DocumentRules:
         """How rows become documents, from the options of all text."""
@@ -136,7 +130,7 @@ class TextDataModule(LoadingModule):
 
     @property
     def unit(self) -> Literal["file", "paragraph", "line"]:
-        """What a document is. Unless another unit is asked for, a labelled file or row is one document."""
+        """What a document is."""
         return self.chosen_unit or ("file" if self.layout == "packed" or self.label else "paragraph")
 
     @property
@@ -163,11 +157,7 @@ class TextDataModule(LoadingModule):
         return {name: {"documents": len(part.offsets) - 1, "tokens": len(part.tokens)} for name, part in self._corpora.items()}
 
     def prepare_data(self) -> None:
-        """Reads and tokenises the text, if it is not in the cache yet; a stream reads its held-out parts.
-
-        Raises:
-            UserError: there is no text, some of it cannot be read, a part would be empty, or the cache cannot be written.
-        """
+        """Reads and tokenises the text, if it is not in the cache yet; a stream reads its held-out parts."""
         try:
             self.cache.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -57,11 +57,7 @@ class TextFile:
 
 
 def matches(option: str, patterns: str | Sequence[str], part: str | None = None) -> list[TextFile]:
-    """The files that match glob patterns, named below the part of the pattern that has no wildcard.
-
-    Raises:
-        UserError: no file matches a pattern.
-    """
+    """The files that match glob patterns, named below the part of the pattern that has no wildcard."""
     found = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         whole = Path(pattern).expanduser()
@@ -88,11 +84,7 @@ def rows_of(
 ) -> list[Rows]:
     """Files, in groups of one part and label each. With enough files, whole ones are held out; else documents.
 
-    Args:
-        streaming, num_proc, expansion: see :func:`~holotrain.data.hub.files_read`.
-
-    Raises:
-        UserError: one cannot be read.
+    ``streaming``, ``num_proc`` and ``expansion`` are those of :func:`~holotrain.data.hub.files_read`.
     """
     chosen = {file.part for file in files}
     drawn = [file for file in files if file.part is None]
@@ -133,7 +125,7 @@ def held_out_files(names: Sequence[str], val_fraction: float, test_fraction: flo
 
 
 def searched(
-    files: Sequence[TextFile], cache: Path, columns: Sequence[str] = (), expansion: float = EXPANSION
+    files: Sequence[TextFile], cache: Path, columns: Sequence[str | None] = (), expansion: float = EXPANSION
 ) -> dict[TextFile, list[int] | None]:
     """The rows of each file that have nothing in one of the columns; None: the file cannot be read.
 
@@ -155,7 +147,9 @@ def searched(
     return dict.fromkeys(files) | dict(zip(readable, empty, strict=True))
 
 
-def _search(file: TextFile, cache: Path, columns: Sequence[str] = (), expansion: float = EXPANSION) -> list[int] | UserError:
+def _search(
+    file: TextFile, cache: Path, columns: Sequence[str | None] = (), expansion: float = EXPANSION
+) -> list[int] | UserError:
     """The rows that have nothing in one of the columns, or why the file cannot be read."""
     try:
         with hub.library_errors(str(file.path)):
@@ -220,10 +214,6 @@ class TextInColumns(TextDataModule):
         self.text_column, self.skip = text, on_error == "skip"
         self.label = label if self.labels else None
 
-    def columns(self, label: str | None) -> list[str]:
-        """Those in which a row must have something."""
-        return [self.text_column, *([label] if label else [])]
-
     def rules(self, label: str | None = None, **options: Any) -> DocumentRules:
         return super().rules(text=self.text_column, label=label, skip=self.skip, **options)
 
@@ -263,7 +253,7 @@ class TextFiles(Expanding, TextInColumns):
     def rows(self) -> list[Rows]:
         label, files = None if self.label == "folder" else self.label, self.files()
         if self.skip:
-            found = searched(files, self.cache, self.columns(label), self.expansion)
+            found = searched(files, self.cache, [self.text_column, label], self.expansion)
             files = [file for file, empty in found.items() if empty is not None]
             named = sorted((str(file.path), empty) for file, empty in found.items())
             warn_of_left_out("file", "that cannot be read", [name for name, empty in named if empty is None])
@@ -280,7 +270,7 @@ class HubText(FromHub, TextInColumns):
         found = self.opened(self.streaming)
         if self.skip and not self.streaming:
             with hub.library_errors("the text"):
-                empty = {self.splits[part]: rows_without(each, self.columns(self.label)) for part, each in found.items()}
+                empty = {self.splits[part]: rows_without(each, [self.text_column, self.label]) for part, each in found.items()}
             names = [f"{self.name}:{split}:{row}" for split, rows in empty.items() for row in rows]
             warn_of_left_out("row", "without text or class", names)
         return [Rows.checked(each, rules if part == "train" else replace(rules, part=part)) for part, each in found.items()]

@@ -93,11 +93,7 @@ class Rows:
 
     @classmethod
     def checked(cls, dataset: Any, rules: DocumentRules, source: str = "the data") -> "Rows":
-        """The columns that ``rules`` names. ``source``, which should have them, is for messages.
-
-        Raises:
-            UserError: a column is missing or of another type.
-        """
+        """The columns that ``rules`` names, if ``source``, as messages call the data, has them and of these types."""
         from datasets import Value
 
         kind = column(dataset, "data.text", rules.text, source)
@@ -158,7 +154,7 @@ def joined(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray, np.n
 
 
 def held_out_document(text: str, val_fraction: float, test_fraction: float) -> str:
-    """The part of a document, chosen by a hash of its text, so that equal documents are always in the same part."""
+    """The part of a document, by a hash of its text: equal documents are in the same part."""
     place = fraction_of(text)
     return "test" if place < test_fraction else "val" if place < test_fraction + val_fraction else "train"
 
