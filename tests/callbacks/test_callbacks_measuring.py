@@ -150,7 +150,7 @@ class Leak(pl.Callback):
 @pytest.mark.parametrize(
     ("made_with", "options", "phase"),
     [
-        (lambda leak: [Module(lambda _: leak.keep(16))], {}, "forward and backward"),
+        (lambda leak: [Module(lambda _: leak.keep(8))], {"samples": 100}, "forward and backward"),  # it goes on
         (lambda leak: [Module(), leak], {"accumulate_grad_batches": 2, "samples": 96}, "data loading and callbacks"),
         (lambda leak: [Module(None, lambda _: leak.keep(16))], {"validation": True, "val_check_interval": 1}, "validation"),
         pytest.param(lambda _: [Module(lambda batch: eat(8 * (batch + 1)))], {}, None, marks=RESETTABLE),  # longer batches

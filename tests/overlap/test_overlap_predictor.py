@@ -10,7 +10,7 @@ import torch
 
 from holotrain.overlap import Columns, Job, Predictor, predictor
 from holotrain.overlap.links import Link, MeasuredLink
-from holotrain.overlap.predictor import candidates, makespan
+from holotrain.overlap.predictor import TILE_COLUMNS, TILE_ROWS, candidates, makespan, slowdown, unit_of
 
 CPU = torch.device("cpu")
 
@@ -126,6 +126,17 @@ def test_a_link(collective, rounds):
 def test_a_measured_link_is_straight_between_what_was_measured():
     link = MeasuredLink({"all_reduce": {1000: 1.0, 3000: 2.0}})
     assert [link.seconds("all_reduce", size, 2) for size in (10, 1000, 2000, 3000, 6000)] == [1.0, 1.0, 1.5, 2.0, 4.0]
+
+
+def test_waves():
+    assert slowdown(TILE_ROWS, 132 * TILE_COLUMNS, 132) == 2.0  # one wave becomes two
+    assert slowdown(4096, 4096, 132) == 1.0
+    assert unit_of(job(4096), 132) == 132 * 128
+    assert unit_of(job(512, "reduce_scatter", ranks=4), 8) == 8 * 128 / 4
+    assert unit_of(job(31), None) == 4
+    few = Job(200, 64, 50_000, "all_reduce", 2, torch.float32, CPU)  # two rows of tiles, each of three waves
+    assert unit_of(few, 132) == 128
+    assert unit_of(few.turned, 132) == 132 // 2 * 128
 
 
 def test_on_a_gpu_groups_beside_a_collective_lose_what_it_takes(monkeypatch):

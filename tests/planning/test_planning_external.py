@@ -74,7 +74,7 @@ def test_a_plan_of_a_model_of_others_is_what_a_step_takes(name, size):
 
 
 @pytest.mark.parametrize("name", ["gpt2", slow("qwen3")])
-@pytest.mark.parametrize("way", ["reversible", "checkpoint", "autograd"])
+@pytest.mark.parametrize("way", ["reversible", slow("checkpoint"), slow("autograd")])
 @pytest.mark.filterwarnings("ignore")
 def test_the_plan_of_a_few_tiles_is_that_of_all(name, way, monkeypatch):
     """A plan takes some tiles of the loss, of MLPs and of couplings for all."""

@@ -67,8 +67,7 @@ def test_a_plan_is_what_the_tensors_take(make, optimizer):
     [
         (adamw, 8, 8.1),
         (partial(adamw_low_bit, bits="8bit"), 2, 3),
-        (partial(adamw_low_bit, bits="4bit"), 1, 2),
-        (partial(adamw_low_bit, bits="fp8"), 2, 3),
+        slow(partial(adamw_low_bit, bits="4bit"), 1, 2),
         (adafactor, 0, 0.5),
         (muon, 4, 5),
     ],

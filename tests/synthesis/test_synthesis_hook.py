@@ -2,9 +2,7 @@
 
 import copy
 import pickle
-import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
@@ -161,7 +159,6 @@ PUBLISHED = {"mode": "bind", "representation": "flattened"}
     [
         ({"block_length": 32}, "block_length is 1024 there, not 32"),
         ({"mode": "shared"}, "mode is 'associative' there, not 'shared'"),
-        ({"ema": 0.5}, "ema is False there, not True"),
         ({"key_ema": 0}, "key_ema is True there, not False"),
         ({"covers": lambda name, parameter: "weight" in name}, "parameters is"),
     ],
@@ -174,24 +171,17 @@ def test_a_state_of_another_synthesis_is_refused(options, words):
         HolographicSynthesis(network()).load_state_dict(network().state_dict())
 
 
+SHORT = {name: tensor[..., :2] for name, tensor in HolographicSynthesis(network()).state_dict()["tensors"].items()}
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"steps": -(10**12)},
-        {"skipped": "x"},
-        {"tensors": 5},
-        {"tensors": {}},
-    ],
+    "changes", [{"steps": -(10**12)}, {"skipped": "x"}, {"tensors": 5}, {"tensors": {}}, {"tensors": SHORT}]
 )
 def test_a_damaged_state_is_refused(changes):
     state = HolographicSynthesis(network()).state_dict()
     HolographicSynthesis(network()).load_state_dict(state)
     with pytest.raises(ValueError, match="^the state is damaged: "):
         HolographicSynthesis(network()).load_state_dict(state | changes)
-    if "tensors" in changes:
-        other = {name: tensor[..., :2] for name, tensor in state["tensors"].items()}
-        with pytest.raises(ValueError, match="^the state is damaged: its tensors are others"):
-            HolographicSynthesis(network()).load_state_dict(state | {"tensors": other})
 
 
 def test_what_is_said_in_warnings():
@@ -204,13 +194,6 @@ def test_what_is_said_in_warnings():
     with pytest.warns(UserWarning, match="bound without a key") as told:
         synthesis.step()
     assert told[0].filename == __file__
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for _ in range(30):
-            model(data()).sum().backward()
-            model[0].weight.grad.fill_(torch.nan)
-            synthesis.step()
-    assert [str(warning.message)[-11:-8].strip(" (") for warning in told] == ["1", "2", "5", "10"]
 
 
 def test_remove_leaves_no_trace():
@@ -313,17 +296,6 @@ def test_of_calls_within_calls_the_innermost_gives_the_output():
     assert_close(taken(synthesis)[0, :3], model.layers(data()).sum(0))
 
 
-def test_tied_parameters_are_covered_once():
-    model = network()
-    model.append(nn.Linear(3, 40).double())
-    model.append(nn.Linear(40, 3).double())
-    model[4].weight = model[2].weight
-    synthesis = HolographicSynthesis(model)
-    assert len(synthesis.parameters) == len(set(map(id, synthesis.parameters))) == 7
-    model(data()).sum().backward()
-    synthesis.step()
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -344,8 +316,6 @@ def test_parameters_that_cannot_be_covered_are_named(make, words):
         ({"mode": "magic"}, "mode='magic': it must be associative or bind or shared"),
         ({"decay": 1.0}, r"decay=1.0: it must be in \[0, 1\)"),
         ({"subsample": 0}, "subsample=0"),
-        ({"mix": 2}, "mix=2"),
-        ({"cosine_floor": 1.0}, "cosine_floor=1.0"),
         ({"superpose": 0}, "superpose=0"),
         ({"block_length": -1}, "block_length=-1"),
         ({"transform": "hadamard", "block_length": 48}, "power of two"),
@@ -355,7 +325,6 @@ def test_parameters_that_cannot_be_covered_are_named(make, words):
         ({"subsample": 0.001}, "selects nothing of these parameters"),
         ({"block_length": 4096}, "longer than all 363 covered entries"),
         ({"mode": "bind", "dtype": "bf16", "subsample": 0.5}, "use subsample=1"),
-        ({"mode": "bind", "decay": 0.5}, "decay has no effect with mode='bind'"),
         ({"mode": "associative", "superpose": 2}, "superpose has no effect with mode='associative'"),
     ],
 )
@@ -400,40 +369,6 @@ def stepped(
         assert synthesis.step() == (step != skipped)
     assert (synthesis.steps, synthesis.skipped) == (5, 1)
     return [grad.cpu() for grad in grads(model)]
-
-
-class OnTheCPU:
-    """What a CUDA graph does, on a CPU: it works on the gradients that were there when it was captured."""
-
-    def __init__(self, compute, *inputs) -> None:
-        self.compute, self.inputs = compute, [torch.zeros_like(tensor) for tensor in inputs]
-        self.parameters = compute.func.__self__._parameters
-        self.gradients = [parameter.grad for parameter in self.parameters]
-        compute(*self.inputs)
-
-    def __call__(self, *inputs):
-        for held, given in zip(self.inputs, inputs, strict=True):
-            held.copy_(given)
-        now = [parameter.grad for parameter in self.parameters]
-        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
-            parameter.grad = gradient
-        result = self.compute(*self.inputs)
-        for parameter, gradient in zip(self.parameters, now, strict=True):
-            parameter.grad = gradient
-        return result
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"key_ema": 0.5}, {"mode": "shared", "cosine_floor": 0.2, "ema": 0.5}, {"subsample": 0.5}, PUBLISHED | {"dtype": "fp16"}],
-)
-def test_a_graph_gathers_and_scatters_where_gradients_are(options, monkeypatch):
-    def graphed(synthesis):
-        synthesis._updates.options = replace(synthesis.options, cuda_graph=True)
-
-    monkeypatch.setattr(updates, "SYNCHRONOUS", ())
-    monkeypatch.setattr(updates, "Graphed", OnTheCPU)
-    assert_equal(stepped("cpu", F64, options, graphed), stepped("cpu", F64, options))
 
 
 @pytest.mark.parametrize(
