@@ -50,18 +50,17 @@ class Branch(nn.Module):
         return self.dropout(self.outer(hidden)) * (scale if isinstance(scale, float) else float(scale[0]))
 
 
-class BatchNormBranch(Branch):
-    def __init__(self, dropout):
-        super().__init__(dropout)
-        self.norm = nn.BatchNorm1d(3)
+def batch_norm(dropout):
+    branch = Branch(dropout)
+    branch.norm = nn.BatchNorm1d(3)
+    return branch
 
 
-class SpectralNormBranch(Branch):
+def spectral_norm(dropout):
     """The weight depends on a buffer that every forward changes."""
-
-    def __init__(self, dropout):
-        super().__init__(dropout)
-        self.inner = torch.nn.utils.parametrizations.spectral_norm(self.inner)
+    branch = Branch(dropout)
+    branch.inner = torch.nn.utils.parametrizations.spectral_norm(branch.inner)
+    return branch
 
 
 class InplaceBranch(Branch):
@@ -169,8 +168,8 @@ class DrawingBranch(Branch):
 
 BRANCHES = {
     "plain": Branch,
-    "batch norm": BatchNormBranch,  # all public engines: statistics updated twice
-    "spectral norm": SpectralNormBranch,
+    "batch norm": batch_norm,  # all public engines: statistics updated twice
+    "spectral norm": spectral_norm,
     "in-place operations": InplaceBranch,
     "checkpointing within": CheckpointedBranch,
     "a sequence within": NestedBranch,
@@ -205,11 +204,6 @@ def block(net, index):
     return net.blocks[index % len(net.blocks)]
 
 
-def freeze_blocks(net, stem):
-    for index in (0, 2):
-        block(net, index).requires_grad_(False)
-
-
 def train_adapters_only(net, stem):
     """A layer of one block, and a bias of another."""
     stem.requires_grad_(False)
@@ -221,10 +215,6 @@ def train_adapters_only(net, stem):
 def share_blocks(net, stem):
     net.blocks[2 % len(net.blocks)] = net.blocks[0]
     net.blocks[-1].g = net.blocks[-1].f
-
-
-def tie_to_the_stem(net, stem):
-    block(net, 1).f.inner = nn.Sequential(stem, block(net, 1).f.inner)
 
 
 def hook_parameters(net, stem):
@@ -244,13 +234,9 @@ def hook_modules(net, stem):
         each.register_forward_pre_hook(lambda *_: torch.rand(3) is None or None)
 
 
-def exchange(net, stem):
-    for each in net.blocks:
-        each.exchange = True
-
-
-def exchange_some(net, stem):
-    block(net, 0).exchange = block(net, 2).exchange = True
+def exchange(net, stem=None, after=lambda number: True):
+    for number, each in enumerate(net.blocks):
+        each.exchange = after(number)
 
 
 def prepare_two(net, stem):
@@ -262,14 +248,14 @@ NETWORKS = {
     "as it is": lambda net, stem: None,
     "evaluation": lambda net, stem: net.eval(),
     "frozen stem": lambda net, stem: stem.requires_grad_(False),  # RevTorch, xformers, revlib: no gradients at all
-    "frozen blocks": freeze_blocks,
+    "frozen blocks": lambda net, stem: net.blocks[::2].requires_grad_(False),
     "adapters only": train_adapters_only,
     "shared blocks": share_blocks,
-    "tied to the stem": tie_to_the_stem,
+    "tied to the stem": lambda net, stem: setattr(net.blocks[0].f, "inner", nn.Sequential(stem, net.blocks[0].f.inner)),
     "tensor hooks": hook_parameters,
     "module hooks": hook_modules,
     "exchange": exchange,
-    "exchange after some": exchange_some,
+    "exchange after some": lambda net, stem: exchange(net, after=lambda number: number % 3 == 0),
     "two of these": prepare_two,
 }
 
@@ -292,10 +278,6 @@ def tensors(net):
 def nested(net):
     gain = learned(2 * WIDTH)
     return [gain], {}, {"options": {"gains": [gain, 3]}}
-
-
-def generator(net):
-    return [], {"generator": torch.Generator().manual_seed(11)}, {}
 
 
 def module(net):
@@ -321,7 +303,7 @@ KEYWORDS = {
     "tensors": tensors,
     "numbers": lambda net: ([], {"scale": 0.5}, {"scale": -2.0}),
     "nested tensors": nested,
-    "a generator": generator,
+    "a generator": lambda net: ([], {"generator": torch.Generator().manual_seed(11)}, {}),
     "an array": array,
     "a module": module,
     "one for each block": one_for_each,
@@ -330,78 +312,58 @@ KEYWORDS = {
 """From the sequence: tensors that learn, and f_kwargs and g_kwargs that may hold them."""
 
 
-def by_backward(net, run, x, leaves):
-    loss = run(x)
-    loss.backward()
-    return loss, [leaf.grad for leaf in leaves(net)]
+USES = [
+    "backward",
+    "autograd.grad",
+    "retained graph",
+    "two forwards",  # RevTorch, xformers, Reformer: 41% with dropout
+    "input alone",
+    "one weight",
+    "inner block",
+    "second derivative",
+    "within a checkpoint",
+    "first stream",  # the last g then has no gradient
+    "second stream",
+]
 
 
-def by_grad(net, run, x, leaves):
-    loss = run(x)
-    return loss, torch.autograd.grad(loss, leaves(net), allow_unused=True)
-
-
-def retained(net, run, x, leaves):
-    loss = run(x)
-    loss.backward(retain_graph=True)
-    loss.backward()
-    return loss, [leaf.grad for leaf in leaves(net)]
-
-
-def two_forwards(net, run, x, leaves):
-    loss = run(x) + 2 * run(x + 1)
-    loss.backward()
-    return loss, [leaf.grad for leaf in leaves(net)]
-
-
-def input_alone(net, run, x, leaves):
-    loss = run(x.requires_grad_())
-    return loss, torch.autograd.grad(loss, [x])
-
-
-def one_weight(net, run, x, leaves):
-    weight = block(net, 2).f.outer.weight.requires_grad_()
-    loss = run(x)
-    return loss, torch.autograd.grad(loss, [weight])
-
-
-def inner_block(net, run, x, leaves):
-    """A loss on an inner block alone, and together with one on the output: features taken by a hook."""
-    seen = []
-    hook = block(net, 2).register_forward_hook(lambda module, inputs, output: seen.append(output[0]))
-    loss = run(x)
+def differentiated(use, net, run, x, leaves):
+    """The loss and gradients; ``run`` returns the loss of an input."""
+    if use in ("input alone", "second derivative"):
+        x.requires_grad_()
+    if use == "second derivative":  # a penalty on the gradient, as in WGAN-GP: the graph of a backward is differentiated
+        with sdpa_kernel(SDPBackend.MATH):  # the only one with a second derivative
+            loss = run(x)
+            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss, torch.autograd.grad(grad.square().sum(), leaves(), allow_unused=True)
+    seen, hook = [], block(net, 2).register_forward_hook(lambda module, inputs, output: seen.append(output[0]))
+    weight = block(net, 2).f.outer.weight
+    if use == "one weight":
+        weight.requires_grad_()
+    elif use != "inner block":
+        hook.remove()
+    loss = run(x) + (2 * run(x + 1) if use == "two forwards" else 0)
     hook.remove()
-    grads = torch.autograd.grad(seen[-1].sin().sum(), leaves(net), retain_graph=True, allow_unused=True)
-    return loss, [*grads, *torch.autograd.grad(seen[-1].sin().sum() + loss, leaves(net), allow_unused=True)]
+    if use in ("input alone", "one weight"):
+        return loss, torch.autograd.grad(loss, [x if use == "input alone" else weight])
+    if use == "inner block":  # a loss on its features alone, and together with one on the output
+        features = seen[-1].sin().sum()
+        alone = torch.autograd.grad(features, leaves(), retain_graph=True, allow_unused=True)
+        return loss, [*alone, *torch.autograd.grad(features + loss, leaves(), allow_unused=True)]
+    if use == "autograd.grad":
+        return loss, torch.autograd.grad(loss, leaves(), allow_unused=True)
+    if use == "retained graph":
+        loss.backward(retain_graph=True)
+    loss.backward()
+    return loss, [leaf.grad for leaf in leaves()]
 
 
-def second_derivative(net, run, x, leaves):
-    """A penalty on the gradient, as in WGAN-GP: the graph of the first backward is differentiated, too."""
-    with sdpa_kernel(SDPBackend.MATH):  # the only one with a second derivative
-        loss = run(x.requires_grad_())
-        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-    return loss, torch.autograd.grad(grad.square().sum(), leaves(net), allow_unused=True)
-
-
-USES = {
-    "backward": by_backward,
-    "autograd.grad": by_grad,
-    "retained graph": retained,
-    "two forwards": two_forwards,  # RevTorch, xformers, Reformer: 41% with dropout
-    "input alone": input_alone,
-    "one weight": one_weight,
-    "inner block": inner_block,
-    "second derivative": second_derivative,
-    "within a checkpoint": by_backward,
-    "first stream": by_backward,  # the last g then has no gradient
-    "second stream": by_backward,
-}
 FACTORS = {
     "engine": [*ENGINES],
     "branch": [*BRANCHES],
     "network": [*NETWORKS],
     "keywords": [*KEYWORDS],
-    "use": [*USES],
+    "use": USES,
     "dropout": [0.0, 0.3],  # memcnn: 90% with dropout
     "depth": [1, 2, 3, 4, 5, 9],  # minREV: depth 1 and every odd depth from 3
 }
@@ -450,15 +412,15 @@ def outcome(
         of_one = {"first stream": y1, "second stream": y2}
         return of_one[use].sin().sum() if use in of_one else (y1 * y2.sin()).sum()
 
-    def leaves(net):
+    def leaves():
         return list(dict.fromkeys(p for p in (outer, *learning, *stem.parameters(), *net.parameters()) if p.requires_grad))
 
     losses, grads = [], []
     for step in range(2):
         x = torch.randn(2, 3, WIDTH, dtype=F64, generator=torch.Generator().manual_seed(step)).to(device)
-        for leaf in leaves(net):
+        for leaf in leaves():
             leaf.grad = None
-        loss, found = USES[use](net, run, x, leaves)
+        loss, found = differentiated(use, net, run, x, leaves)
         losses.append(loss)
         grads += [None if grad is None else grad.clone() for grad in found]
     drawn = torch.rand(3, device=device).tolist(), random.random(), random.gauss(0, 1)
