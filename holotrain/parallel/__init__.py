@@ -1,8 +1,8 @@
 """Several processes: how they start and find each other, and Lightning's strategies for them.
 
 rank           ProcessRank: rank and size of this process
-launch         starts the processes of one machine, with Lightning's launcher
-process_group  Processes: messages between the processes of a job, and their process group
+launch         starts the processes of one machine
+process_group  Processes: jobs for the processes of a launcher, and the process group of each job
 strategies     DDP, and FSDP2 with tensor parallel; clipping of gradients over a mesh
 stages         pipelines: each process has some of the blocks
 

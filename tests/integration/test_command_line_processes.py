@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed
 from compared import assert_close, assert_equal
-from covering import long, slow
 from forked import Forked
 from gloo_pair import by_forks, statuses_of
 from left_by_runs import assert_same_weights, only, summary, weights
@@ -333,16 +332,21 @@ def test_a_mistake_under_torchrun_is_printed_once(tmp_path, monkeypatch):
     assert said[1] == "" and not any(Path("runs/fit").iterdir())
 
 
-@pytest.mark.parametrize("job", ["0", "1"])
-def test_a_sharded_training_continues_in_one_process(holotrain, left, job):
-    """Job 0 began under FSDP2, job 1 tensor parallel."""
-    checkpoint = left[0] / "did_begun" / job / LAST
-    kept = load(checkpoint)["state_dict"]
-    assert {type(weight) for weight in kept.values()} == {torch.Tensor}
-    assert checkpoint.is_dir() and all(weight.is_meta for weight in kept.values())
-    words = [*CONTINUED, f"data.batch_size={8 if job == '1' else 16}"]
-    rest = losses(alone_in(holotrain, "rest", *words, f"ckpt_path={checkpoint}", "trainer=default"))
-    assert rest == pytest.approx(losses(alone_in(holotrain, "whole", *words))[3:], rel=1e-9)
+def test_one_process_continues_what_tensor_parallel_ones_began(holotrain, left):
+    checkpoint = left[0] / "did_begun/1" / LAST
+    state = load(checkpoint)["state_dict"]
+    assert {type(weight) for weight in state.values()} == {torch.Tensor}
+    assert checkpoint.is_dir() and all(weight.is_meta for weight in state.values())
+    rest = losses(alone_in(holotrain, "rest", *CONTINUED, f"ckpt_path={checkpoint}", "trainer=default"))
+    assert rest == pytest.approx(losses(alone_in(holotrain, "whole", *CONTINUED))[3:], rel=1e-9)
+
+
+def test_one_process_resumes_in_the_folder_of_a_sharded_training(holotrain, left):
+    """It writes whole checkpoints."""
+    folder, words = Path(shutil.copytree(left[0] / "did_begun/0", "resumed")), [*CONTINUED, "data.batch_size=16"]
+    alone_in(holotrain, str(folder), *words, "trainer=default", "resume=true")
+    assert losses(folder) == pytest.approx(losses(alone_in(holotrain, "whole", *words)), rel=1e-9)
+    assert (summary(folder)["steps"], load(folder / LAST)["global_step"]) == (6, 6)
 
 
 @pytest.mark.slow
@@ -371,27 +375,13 @@ def test_a_sharded_checkpoint_is_read_by_one_process(holotrain, left):
     assert_equal(exported, {name: weight.float() for name, weight in trained.items()})  # the run was in double precision
 
 
-def test_a_run_that_left_a_sharded_checkpoint_is_resumed_in_its_folder(holotrain, left):
-    """By one process, which writes whole checkpoints."""
-    folder = Path(shutil.copytree(left[0] / "did_begun" / "0", "resumed"))
-    words = ["trainer=default", "data.batch_size=16", "resume=true", f"hydra.run.dir={folder}"]
-    holotrain.done("fit", *CONTINUED, *words)
-    assert (summary(folder)["steps"], load(folder / LAST)["global_step"]) == (6, 6)
-
-
-COMMANDS, LOST = ("fit", "validate", "export"), ("tensors-*/*.safetensors", "tensors-*", "checkpoint.pt")
-
-
-@pytest.mark.parametrize(
-    ("command", "lost"),
-    [(slow if x == y else long)(command, lost) for x, command in enumerate(COMMANDS) for y, lost in enumerate(LOST)],
-)
-def test_a_checkpoint_that_lost_a_part_is_refused_in_a_line(holotrain, left, command, lost):
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["tensors-*/*.safetensors", "tensors-*", "checkpoint.pt"])
+def test_a_checkpoint_that_lost_a_part_is_refused_in_a_line(holotrain, left, lost):
     checkpoint = Path(shutil.copytree(left[0] / "did_begun/0" / LAST, "broken.ckpt"))
     part = min(checkpoint.glob(lost))
     shutil.rmtree(part) if part.is_dir() else part.unlink()
-    words = [*CONTINUED, "trainer=default"] if command == "fit" else []
-    err = holotrain.refused(command, *words, f"ckpt_path={checkpoint}")
+    err = holotrain.refused("validate", f"ckpt_path={checkpoint}")
     assert err.startswith("holotrain: ckpt_path: broken.ckpt/"), err
 
 
