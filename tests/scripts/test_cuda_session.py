@@ -117,5 +117,5 @@ def test_torch_and_pytest_are_all_that_it_needs():
     run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "left out: test_callbacks_measuring.py test_callbacks_trace.py" in run.stdout
-    for module in ("gradients", "graphs", "overlap", "rule", "signals", "text", "hook"):
+    for module in ("gradients", "graphs", "overlap", "rule", "signals", "text", "devices"):
         assert f"_{module}.py: " in run.stdout

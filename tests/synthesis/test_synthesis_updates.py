@@ -54,10 +54,6 @@ def figures_of(gradient, update) -> torch.Tensor:
     return torch.stack((torch.cosine_similarity(update, gradient, 0), update.norm()))
 
 
-def state_bytes(synthesis: HolographicSynthesis) -> int:
-    return sum(tensor.nbytes for tensor in synthesis.state_tensors)
-
-
 def updates(count=4, learn=True, **options):
     """The updates of some steps, with the gradients that they were made of; the weights move between steps."""
     model = network()
@@ -115,7 +111,6 @@ class Reference:
     ("options", "block"),
     [
         ({"block_length": 16}, 16),
-        ({"block_length": 64, "decay": 0.5}, 64),
         ({"block_length": 4}, 4),  # keys are longer, and folded
         ({"block_length": 64, "phase_only": True}, 64),
         ({"block_length": 16, "transform": "hadamard"}, 16),
@@ -160,7 +155,6 @@ def decayed(gradients, *decays):
         ({"decay": 0.5, "mix": 0.25}, lambda *g: 0.75 * decayed(g, 0.5, 0.5, 0.5) + 0.25 * g[-1]),
         ({"decay": 0.0, "ema": 0.75}, lambda *g: 0.25 * decayed(g, 0.75, 0.75, 0.75) / (1 - 0.75**3)),
         ({"decay": 0.0, "mode": "shared", "block_length": 16, "superpose": 4}, lambda *g: g[-1]),
-        ({"decay": 0.0, "subsample": 0.5, "mix": 0.5}, lambda *g: g[-1]),
     ],
 )
 def test_with_one_key_an_update_is_what_its_options_say_of_gradients(options, expected):
@@ -204,7 +198,6 @@ def algorithm_1(gradient: list[float], representation: list[float]) -> list[floa
     ("covered", "options", "error"),
     [
         ("", {}, 1e-9),  # 443 entries
-        ("0.", {}, 1e-9),  # 240
         ("3.bias", {}, 1e-9),  # 3, fewer than the output has
         ("3.", {"dtype": "fp16"}, 2**-11),
         ("3.", {"split": "cpu", "dtype": "fp16"}, 2**-11),
@@ -326,7 +319,7 @@ def test_a_subsample_leaves_the_other_entries_their_gradient():
     gradient, update = stepped(synthesis, model, 2 * x)
     changed = (update != gradient).view(-1, 64)
     assert changed.any(1).sum().item() == changed.all(1).sum().item() == 16  # a quarter of 64 runs; none of the bias's one
-    assert state_bytes(synthesis) == pytest.approx(model.weight.nbytes / 4, rel=0.02)
+    assert sum(tensor.nbytes for tensor in synthesis.state_tensors) == pytest.approx(model.weight.nbytes / 4, rel=0.02)
 
 
 @pytest.mark.parametrize("mode", ["associative", "shared"])
@@ -336,10 +329,9 @@ def test_blocks_of_any_length_are_made_of_a_subsample(mode, monkeypatch):
     assert synthesis.steps == 2 and all(update.isfinite().all() for _, update in result)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_a_hologram_of_which_nothing_remains_stays_finite(dtype):
+def test_a_hologram_of_which_nothing_remains_stays_finite():
     model = network(torch.float32)
-    synthesis = HolographicSynthesis(model, dtype=dtype, block_length=32, decay=0.5)
+    synthesis = HolographicSynthesis(model, dtype="fp16", block_length=32, decay=0.5)
     for step in range(300):
         _, update = stepped(synthesis, model, batches(1, torch.float32)[0], float(step == 0))
         assert update.isfinite().all()
