@@ -278,6 +278,7 @@ def test_images_of_another_size_and_number_of_classes(tmp_path, capsys):
         ([*TINY[:2], "model.arguments={dept: 2}"], "model: timm: "),
         ([*TINY, "task=causal_lm", *TEXT], "model: CausalLM trains GPT or HuggingFace, not Timm"),
         ([*TINY, "model.blocks=blocks"], "model.blocks: names the blocks to make reversible; give reversible=4bit too"),
+        ([*TINY, "model.adapters={r: 4}"], "model.adapters: give a width, or model.adapters._target_=peft.LoraConfig"),
         ([*TINY, "model.pretrained=nowhere"], "model: there is no file nowhere"),
         (["model=huggingface", "model.name=./nowhere"], "model.name: there is no folder ./nowhere"),
         (["model=huggingface", "model.name=someone/something"], "download=true downloads one from the Hub"),
@@ -301,18 +302,25 @@ def test_a_mistake_is_one_line(holotrain, tmp_path, words, said):
     write_network(Path("strange"), "vit", model_type="strange", auto_map={"AutoConfig": "evil.Config"})
     write_network(Path("code"), "vit", more=[{"_target_": "os.system", "command": "true"}])
     write_network(Path("kernel"), "vit", text={"_attn_implementation": "someone/kernel"})
-    status, _, err = holotrain("fit", *SHORT, *words)
-    assert status == 2 and said in err and len(err.splitlines()) == 1
+    assert said in holotrain.refused("fit", *SHORT, *words)
 
 
-@pytest.mark.parametrize("name", ["timm", "transformers"])
-def test_a_missing_library_is_one_line(holotrain, monkeypatch, name):
+PEFT = [*TINY, "model.adapters={_target_: peft.LoraConfig, r: 4}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "words", "what"),
+    [
+        ("timm", "timm", TINY, "this model needs"),
+        ("transformers", "huggingface", words_of("vit", "image_classification"), "this model needs"),
+        ("peft", "peft", PEFT, "these adapters need"),
+    ],
+)
+def test_a_missing_library_is_one_line(holotrain, monkeypatch, name, extra, words, what):
     monkeypatch.setitem(sys.modules, name, None)
     write_network(Path("network"), "vit")
-    words = TINY if name == "timm" else words_of("vit", "image_classification")
-    status, _, err = holotrain("fit", *SHORT, *words)
-    extra = "timm" if name == "timm" else "huggingface"
-    assert status == 2 and err == f"holotrain: model: this model needs {name}: pip install 'holotrain[{extra}]'\n"
+    err = holotrain.refused("fit", *SHORT, *words)
+    assert err == f"holotrain: model: {what} {name}: pip install 'holotrain[{extra}]'\n"
 
 
 @pytest.mark.slow
@@ -381,14 +389,6 @@ def test_lora_is_trained_and_merged(holotrain):
     back = transformers.AutoModelForImageClassification.from_pretrained("export").eval()
     torch.testing.assert_close(back(images).logits, trained(images))
     assert holotrain("fit", "resume=true", "hydra.run.dir=run", "trainer.max_steps=5")[0] == 0
-
-
-def test_a_configuration_of_adapters_is_one_of_pefts(holotrain, monkeypatch):
-    status, _, err = holotrain("fit", *SHORT, *TINY, "model.adapters={r: 4}")
-    assert status == 2 and "model.adapters: give a width, or model.adapters._target_=peft.LoraConfig" in err
-    monkeypatch.setitem(sys.modules, "peft", None)
-    status, _, err = holotrain("fit", *SHORT, *TINY, "model.adapters={_target_: peft.LoraConfig, r: 4}")
-    assert (status, err) == (2, "holotrain: model: these adapters need peft: pip install 'holotrain[peft]'\n")
 
 
 @pytest.mark.slow
