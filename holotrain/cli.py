@@ -44,7 +44,7 @@ from holotrain.targets import first_line
 
 if TYPE_CHECKING:
     from holotrain.commands.run_folder import Run
-    from holotrain.parallel.process_group import Processes
+    from holotrain.parallel.processes import Processes
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -187,7 +187,7 @@ class Launch:
         """The processes of the launcher."""
         if self.process is None:
             return None
-        from holotrain.parallel.process_group import Processes  # imports torch
+        from holotrain.parallel.processes import Processes  # imports torch
 
         return Processes(self.process)
 

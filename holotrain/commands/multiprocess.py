@@ -31,8 +31,7 @@ from holotrain.config.command_options import FitConfig, RunConfig
 from holotrain.config.structured import structured, to_container
 from holotrain.data.sampler import set_data_shard
 from holotrain.errors import UserError
-from holotrain.parallel.launch import started_processes
-from holotrain.parallel.process_group import Processes, destroy_group
+from holotrain.parallel.processes import Processes, destroy_group, started_processes
 from holotrain.parallel.rank import ProcessRank
 
 MULTIPROCESS_COMMANDS = ("fit", "validate", "test")
@@ -65,12 +64,8 @@ def run_job(command: str, config: RunConfig, run: Run, processes: Processes | No
         if processes is not None:
             return _run_with_others(processes, command, config, run)
         if (size := processes_of(config.trainer)) > 1:
-            with started_processes(command, size, run.hint):
-                processes = Processes(ProcessRank(0, size, 0, size))
-                try:
-                    return _run_with_others(processes, command, config, run)
-                finally:
-                    processes.close()
+            with started_processes(command, size, run.hint) as processes:
+                return _run_with_others(processes, command, config, run)
         if config.trainer.strategy != "single":
             console.print(f"trainer={config.trainer.strategy}: using one process for one device; set trainer.devices for more")
         return _run_command(command, config, run)

@@ -12,7 +12,7 @@ from holotrain.config.build import build_data
 from holotrain.config.command_options import RunConfig
 from holotrain.data.loader import LoadingModule
 from holotrain.errors import UserError
-from holotrain.parallel.process_group import FOREVER
+from holotrain.parallel.processes import FOREVER
 
 
 def shared_data(stage: str, config: RunConfig, checkpoint: Path | None, run: Run) -> pl.LightningDataModule:

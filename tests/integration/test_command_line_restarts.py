@@ -15,9 +15,7 @@ from forked import COMMAND_LINE, Forked
 from gloo_pair import by_forks
 from left_by_runs import assert_same_weights, summary, weights
 
-from holotrain.parallel.launch import started_processes
-from holotrain.parallel.process_group import Processes
-from holotrain.parallel.rank import ProcessRank
+from holotrain.parallel.processes import started_processes
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 
@@ -93,5 +91,4 @@ def test_processes_meet_on_this_machine_alone_and_import_nothing_from_the_workin
         port = int(os.environ["MASTER_PORT"])
         connections = psutil.Process().net_connections("tcp")
         listening = {c.laddr.ip for c in connections if c.status == "LISTEN" and c.laddr.port == port}
-        Processes(ProcessRank(0, 2, 0, 2)).close()
     assert listening == {"127.0.0.1"} and not Path("imported").exists() and os.environ == before
