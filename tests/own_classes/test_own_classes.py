@@ -260,9 +260,6 @@ def test_the_batch_size_is_chosen_by_the_plan(typed):
 
 @pytest.mark.slow
 def test_a_plan_names_the_options_that_the_data_have(typed):
-    from holotrain import compose
-    from holotrain.commands.memory_limits import rules
-
     words = [*GUEST[:-2], "data._target_=own_package.Trays", "data.tray=60", "model.width=64"]
     status, out, err = typed("plan", *words, "memory=1MiB", "hydra.run.dir=run")
     assert (status, err) == (0, "") and "data.batch_size" not in out
@@ -270,8 +267,6 @@ def test_a_plan_names_the_options_that_the_data_have(typed):
     most = plan["largest"]["batch"]
     assert f"batch=60: up to {most} under backward=reversible" in out
     assert f"batches of {most} samples (options: data.tray)" in plan["remedies"] and 0 < most < 60
-    config = compose("fit", ["experiment=guest", "model=net", *words[-3:]], "conf")
-    assert "smaller batches (options: data.tray)" in rules(config)
 
 
 def test_a_checkpoint_of_another_version_of_holotrain_is_one_line():
