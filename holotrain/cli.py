@@ -177,7 +177,10 @@ class Launch:
 
     def _sweep(self, launch: Callable[[], None]) -> None:
         """Lets Hydra run the jobs of a sweep, and shows their table."""
+        from holotrain.commands.console import quieten
+
         folder = prepare_sweep(self.start)
+        quieten()
         sys.argv.append(f"hydra.sweep.dir={quoted(str(folder))}")
         try:
             with explaining(self.arguments):

@@ -1,12 +1,11 @@
 """The table of a sweep: one row per job, with its overrides, metrics, throughput, peak memory and, if it failed, why."""
 
-import importlib
 from pathlib import Path
 
 from rich import box
 from rich.table import Table
 
-from holotrain.commands import summary
+from holotrain.commands import plan, summary
 from holotrain.commands.console import console, plain
 from holotrain.commands.writing import write_table
 from holotrain.config.jobs import Job
@@ -18,7 +17,7 @@ HEADINGS = dict(zip(summary.FIGURES, ("samples/s", "tokens/s", "s/step", "peak M
 
 def show_sweep(command: str, folder: Path, jobs: dict[Path, Job]) -> None:
     """Prints the table of the jobs and the best of them, and writes sweep.csv into the sweep's folder."""
-    row_of = importlib.import_module(f"holotrain.commands.{'plan' if command == 'plan' else 'summary'}").row
+    row_of = plan.row if command == "plan" else summary.row
     rows, done = [], []
     for place, job in jobs.items():
         row = {"job": job.number, "status": "failed"} | dict(word.lstrip("+").partition("=")[::2] for word in job.overrides)
@@ -30,7 +29,6 @@ def show_sweep(command: str, folder: Path, jobs: dict[Path, Job]) -> None:
             rows.append(row | {"error": str(error)})
     columns = sorted(dict.fromkeys(name for row in rows for name in row), key=lambda name: name == "error")
     write_table(folder / "sweep.csv", columns, [[row.get(name, "") for name in columns] for row in rows])
-
     varied = {name for name in columns if len({row[name] for row in rows if name in row}) > 1 and not name.startswith("train/")}
     shown = [name for name in columns if name in varied or name in ("job", "status", "error", *HEADINGS) or name[:5] == "best/"]
     table = Table(title=f"sweep of {counted(len(rows), 'job')}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
@@ -39,8 +37,7 @@ def show_sweep(command: str, folder: Path, jobs: dict[Path, Job]) -> None:
     for row in rows:
         table.add_row(*(_short(name, row.get(name, "")) for name in shown))
     aside = command == "plan" and any("json=-" in job.overrides for job in jobs.values())  # stdout is for the figures
-    # Wider than the screen, so that each row is one line, also in a log file.
-    plain(width=max(console.width, 240), stderr=aside).print(table)
+    plain(width=max(console.width, 240), stderr=aside).print(table)  # one line per row, also in a log file
     if command != "plan" and (best := summary.best_of(done)):
         console.print(f"best job: {jobs[best[0]].number}, {best[1]} {best[2]:.4g}")
     plain(stderr=aside, soft_wrap=True).print(f"written to {folder / 'sweep.csv'}")

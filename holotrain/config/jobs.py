@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -48,16 +47,10 @@ def read_jobs(folder: Path) -> dict[Path, Job]:
 
 
 def prepare_sweep(start: Start) -> Path:
-    """The folder of a sweep that is about to start. If all of its jobs are known, their options are checked.
-
-    Raises:
-        UserError: a mistake in the options of a job, or there is no job; or a file of the sweep is elsewhere.
-    """
+    """The folder of a sweep that is about to start. Raises a UserError if the options of a job, as far as known, are wrong."""
     arguments, search_path = start.arguments, create_config_search_path(config_folder())
     if arguments.config_dir:
         search_path.append("command-line", f"file://{Path(arguments.config_dir).resolve()}")
-    logging.getLogger("hydra_plugins.hydra_optuna_sweeper").setLevel(logging.CRITICAL)  # a failed job has said why it failed
-    logging.getLogger("optuna.storages").setLevel(logging.WARNING)  # it would print the random name of its study
     setup_globals()
     with explaining(arguments):
         loader = ConfigLoaderImpl(search_path)
@@ -75,13 +68,12 @@ def prepare_sweep(start: Start) -> Path:
 
 
 def _check_jobs(start: Start, jobs: list[list[str]]) -> None:
-    arguments = start.arguments
     if not jobs:
         raise UserError("-m: the sweep has no job, because one of its options has no value; range(0) has none, for example")
     for number, job in enumerate(jobs):
         try:
-            with explaining(arguments):
-                config = composed(arguments.primary, job, arguments.config_dir)
+            with explaining(start.arguments):
+                config = composed(start.arguments.primary, job, start.arguments.config_dir)
             start.structured(config, job)
         except UserError as error:
             varied = " ".join(word for word in job if any(word not in other for other in jobs))
