@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -24,18 +25,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from holotrain.commands.streams import open_streams, output_error
 from holotrain.config.command_line import (
-    CONFIGURATION_ERRORS,
-    REFUSALS,
     SHOWS,
     Arguments,
     explaining,
     parse,
     parse_words,
+    quoted,
 )
 from holotrain.config.command_options import WORD_COMMANDS
 from holotrain.config.composition import composed, config_folder, direction, key_of, register, to_plain
 from holotrain.config.help import command_help, overview, word_command_help
-from holotrain.config.jobs import Job, launched_jobs
+from holotrain.config.jobs import Job, prepare_sweep, read_jobs
 from holotrain.config.start import Start
 from holotrain.errors import UserError, files_named
 from holotrain.folders import LAST_CHECKPOINT, relative_to_cwd
@@ -120,7 +120,7 @@ def _run(argv: list[str]) -> int:
 
 
 class Ended(BaseException):
-    """A signal ended a run, with this exit status, and the sweep that it belongs to. Hydra would catch an Exception."""
+    """A signal ended a run, and with it the sweep that it belongs to. Hydra would catch an Exception."""
 
 
 class Launch:
@@ -149,38 +149,50 @@ class Launch:
         """
         arguments = self.arguments
         sys.argv = [f"holotrain {arguments.command}", *arguments.flags, *arguments.overrides]
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its exceptions unchanged, and `explained` turns them into one line
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its exceptions unchanged, and `explaining` turns them into one line
         launch = hydra_main(version_base="1.3", config_path=config_folder(), config_name=arguments.primary)(self.job)
-        with launched_jobs(self._check) as sweep, explaining(arguments):
-            try:
-                launch()
-                sweep.require_jobs()
-            except Ended as ended:
-                self.statuses.append(ended.args[0])
-            except KeyboardInterrupt:
-                self.statuses.append(_interrupted(arguments.command))
-            except CONFIGURATION_ERRORS:
-                raise
-            except REFUSALS as error:
-                if not sweep.launched:
-                    raise
-                print(f"holotrain: the sweeper ended: {first_line(error)}", file=sys.stderr)
-                if not any(job.exit_status for job in sweep.ended()):
-                    self.statuses.append(1)
-            except OSError as error:
-                raise UserError(
-                    f"cannot write to {error.filename or 'the output folder'}: {error.strerror or error}"
-                ) from error
-            finally:
-                if self.processes is not None:
-                    self.processes.close()
-        jobs = sweep.ended()
-        if jobs and sweep.folder is not None:
-            from holotrain.commands.sweep import show_sweep
+        try:
+            if not arguments.multirun or arguments.flag(*SHOWS) is not None:
+                with explaining(arguments):
+                    launch()
+            else:
+                self._sweep(launch)
+        except Ended:
+            pass
+        except KeyboardInterrupt:
+            self.statuses.append(_interrupted(arguments.command))
+        except OSError as error:
+            raise UserError(f"cannot write to {error.filename or 'the output folder'}: {error.strerror or error}") from error
+        finally:
+            if self.processes is not None:
+                self.processes.close()
+        return max(self.statuses, key=lambda status: (status > 128, status == 1, status))  # a signal, a defect, a mistake
 
-            show_sweep(arguments.command, sweep.folder, jobs)
-        statuses = [*self.statuses, *(job.exit_status for job in jobs)]
-        return max(statuses, key=lambda status: (status > 128, status == 1, status))  # a signal, else a defect, else a mistake
+    def _sweep(self, launch: Callable[[], None]) -> None:
+        """Lets Hydra run the jobs of a sweep, and shows their table."""
+        from holotrain.commands.console import quieten
+
+        folder = prepare_sweep(self.start)
+        quieten()
+        sys.argv.append(f"hydra.sweep.dir={quoted(str(folder))}")
+        try:
+            with explaining(self.arguments):
+                launch()
+        except Exception as error:  # of the sweeper or the launcher
+            explained = isinstance(error, UserError)  # as if an option of the command line were wrong
+            if (explained or isinstance(error, OSError)) and not read_jobs(folder):
+                raise
+            cause = cast("Exception", error.__context__) if explained else error
+            print(f"holotrain: the sweep ended: {first_line(cause)}", file=sys.stderr)
+            self.statuses.append(2 if explained else 1)
+        finally:
+            with suppress(OSError):  # such as: it is not empty
+                folder.rmdir()
+            if jobs := read_jobs(folder):
+                from holotrain.commands.sweep import show_sweep
+
+                self.statuses += [job.exit_status for job in jobs.values()]
+                show_sweep(self.arguments.command, folder, jobs)
 
     @cached_property
     def processes(self) -> Processes | None:
@@ -198,11 +210,12 @@ class Launch:
             Ended: a signal ended the run.
         """
         hydra = cast("DictConfig", HydraConfig.get())  # which HydraConf only describes
-        folder = relative_to_cwd(
-            Path(to_plain(hydra.runtime)["output_dir"])
-        )  # unresolved: its name may look like an interpolation
-        overrides = to_plain(hydra.overrides.task)  # unresolved: interpolations mean other options
-        left, run = Job(hydra.job.get("num", 0), overrides, 0, folder=folder), None
+        # Unresolved: the name of a folder may look like an interpolation, and those of overrides mean other options.
+        folder = relative_to_cwd(Path(to_plain(hydra.runtime)["output_dir"]))
+        overrides, swept = to_plain(hydra.overrides.task), hydra.mode is RunMode.MULTIRUN
+        job, run, value = Job(hydra.job.get("num", 0), overrides), None, None
+        if swept:
+            job.write(folder)
         try:
             with files_named():
                 typed = self.start.structured(config, overrides, hydra.runtime.choices)
@@ -216,31 +229,31 @@ class Launch:
                 command, config_dir = self.arguments.command, self.arguments.config_dir
                 varied = self._varied(overrides)
                 run = Run(command, folder, overrides, typed.choices, varied, direction(hydra), config_dir)
-                left.exit_status = run_job(command, typed, run, self.processes)
-            left.error = next(iter(run.errors), None)
+                job.exit_status = run_job(command, typed, run, self.processes)
+            job.error = next(iter(run.errors), None)
         except UserError as error:
             print(f"holotrain: {error}", file=sys.stderr)
-            left.exit_status, left.error = 2, str(error)
+            job.exit_status, job.error = 2, str(error)
         except Exception as error:
             traceback.print_exc()
-            left.exit_status, left.error = 1, f"{type(error).__name__}: {error}".splitlines()[0]
+            job.exit_status, job.error = 1, f"{type(error).__name__}: {error}".splitlines()[0]
         except KeyboardInterrupt:
             print(self._kept(folder, run), file=sys.stderr)
-            left.exit_status, left.error = 128 + signal.SIGINT, "ended by SIGINT"
-        if hydra.mode is RunMode.MULTIRUN:
-            if self.arguments.command == "fit" and not left.exit_status:
+            job.exit_status, job.error = 128 + signal.SIGINT, "ended by SIGINT"
+        if swept:
+            job.write(folder)
+            if self.arguments.command == "fit" and not job.exit_status:
                 from holotrain.commands.summary import best
 
-                left.value = best(folder)
-            left.write(folder)
+                value = best(folder)
         else:
+            self.statuses.append(job.exit_status)
             with suppress(OSError):  # such as: it is not empty
                 folder.rmdir()
-        self.statuses.append(left.exit_status)
-        if left.exit_status > 128 or (self.process is not None and left.exit_status):  # the others have failed, too
-            raise Ended(left.exit_status)
+        if job.exit_status > 128 or (self.process is not None and job.exit_status):  # the other processes have failed, too
+            raise Ended
         gc.collect()  # trainers are reference cycles, and would use memory in the next job of a sweep
-        return left.value
+        return value
 
     def _kept(self, folder: Path, run: Run | None) -> str:
         """What is left of a run (None: it has not begun) that Ctrl-C has ended at once."""
@@ -258,11 +271,6 @@ class Launch:
         on_command_line = {override.key_or_group: override for override in self.arguments.parsed}
         keys = [key_of(word) for word in overrides]
         return [key for key in keys if key not in on_command_line or on_command_line[key].is_sweep_override()]
-
-    def _check(self, overrides: list[str]) -> None:
-        with explaining(self.arguments):
-            config = composed(self.arguments.primary, overrides, self.arguments.config_dir)
-        self.start.structured(config, overrides)
 
     def show(self) -> int:
         """``--cfg job``: prints the configuration."""

@@ -34,6 +34,8 @@ LEVELS = {
     "lightning.fabric": logging.WARNING,
     "torch.utils._pytree": logging.ERROR,  # torchao uses a deprecated part of torch
     "torch.distributed.tensor._redistribute": logging.ERROR,
+    "hydra_plugins.hydra_optuna_sweeper": logging.CRITICAL,  # a failed job has said why it failed
+    "optuna.storages": logging.WARNING,  # it would print the random name of its study
 }
 
 

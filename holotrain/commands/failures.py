@@ -13,6 +13,7 @@ from traceback import walk_tb
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
 
 from holotrain.commands.run_folder import Run
@@ -150,3 +151,25 @@ class SameFolder(pl.Callback):
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.is_global_zero:
             self.check()
+
+
+SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
+"""Parts of the RuntimeErrors of torch's allocators (CUDA, MPS, CPU, Windows) and NVIDIA's libraries."""
+
+
+class OutOfMemory(Exception):
+    """An allocation failed. The message is the requested size, or empty if it is not known."""
+
+
+@contextmanager
+def as_out_of_memory() -> Generator[None]:
+    """Raises an OutOfMemory instead of the error that an allocator of torch, NumPy or Python raises inside."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in SIGNS):
+            raise
+        if found := re.search(r"tried to allocate (\d+) bytes", str(error)):
+            raise OutOfMemory(f"{int(found[1]) / 2**20:.1f} MiB") from error
+        found = re.search(r"(?:tried|unable) to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+        raise OutOfMemory(found[1] if found else "") from error

@@ -22,14 +22,14 @@ from holotrain.commands.checkpoint import (
     chosen_before,
 )
 from holotrain.commands.evaluation import can_test, check_not_empty, evaluate, lightning_refusals
-from holotrain.commands.failures import SameFolder, of_the_system
-from holotrain.commands.measured import Measured
-from holotrain.commands.memory_limits import OutOfMemory, as_out_of_memory, chosen, explained
+from holotrain.commands.failures import OutOfMemory, SameFolder, as_out_of_memory, of_the_system
+from holotrain.commands.measured import BestValue, Measured
+from holotrain.commands.memory_limits import chosen, explained
 from holotrain.commands.planners import smallest_batch
 from holotrain.commands.run_folder import Run
 from holotrain.commands.shared_data import shared_data
 from holotrain.commands.summary import SUMMARY, Summary
-from holotrain.commands.tensorboard_tabs import BestValue, log_end, log_start
+from holotrain.commands.tensorboard_tabs import log_end, log_hyperparams
 from holotrain.commands.writing import write_whole
 from holotrain.config.build import build_task, description
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
@@ -91,7 +91,7 @@ def run(config: FitConfig, run: Run) -> int:
 
     if run.is_main:
         (run.folder / SUMMARY).unlink(missing_ok=True)  # that of an earlier part of the run is not its result
-        log_start(loggers, task, config, run, None if monitor is None else monitor.monitor)
+        log_hyperparams(loggers, task, config, run, None if monitor is None else monitor.monitor)
         log_text(loggers, "configuration", ["config.yaml"], [[resolved]], step=0)
     status, exit_status, words, tested = "completed", 0, None, {}
     try:

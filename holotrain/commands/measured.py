@@ -1,8 +1,11 @@
 """What a training has measured, in its checkpoints and in its summary."""
 
+import math
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 
 from holotrain.callbacks import MemoryMonitor, ThroughputMonitor
 
@@ -43,6 +46,33 @@ class Measured(pl.Callback):
         if self.resumed and isinstance(kept := checkpoint.get(KEY), dict):
             figures = {name: value for name, value in _numbers(kept).items() if name in (*OF_THROUGHPUT, *OF_MEMORY)}
             self._before = figures | {"metrics": _numbers(kept.get("metrics"))}
+
+
+class BestValue(pl.Callback):
+    """Logs the best value so far of the metric that selects the best checkpoint, as ``best/val/...``.
+
+    Args:
+        checkpoint: the callback that selects it. Its state is saved in checkpoints, so a resumed training goes on from there.
+    """
+
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
+        self.checkpoint = checkpoint
+        self.tag = f"best/{checkpoint.monitor}"
+        self.value: float | None = None
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
+        self.value = self.best_so_far(trainer.callback_metrics.get(self.checkpoint.monitor))
+        if self.value is not None:
+            for logger in trainer.loggers:
+                logger.log_metrics({self.tag: self.value}, step=trainer.global_step)
+
+    def best_so_far(self, latest: Tensor | None = None) -> float | None:
+        """The best finite value, that of an earlier part of the training and the latest included; None: there is none."""
+        known = [value for value in (self.value, self.checkpoint.best_model_score, latest) if value is not None]
+        finite = [float(value) for value in known if math.isfinite(value)]
+        return (max if self.checkpoint.mode == "max" else min)(finite, default=None)
 
 
 def _numbers(kept: Any) -> dict[str, float]:

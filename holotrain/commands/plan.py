@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich import box
@@ -11,10 +12,12 @@ from rich.table import Table
 
 from holotrain.commands.checkpoint import tokenizer_for
 from holotrain.commands.console import console, plain
-from holotrain.commands.memory_limits import chosen, described, proposals
+from holotrain.commands.memory_limits import chosen, described
 from holotrain.commands.planners import budget_of, longest_context, planner_of, smallest_batch, variants_of
+from holotrain.commands.proposals import proposals
 from holotrain.commands.run_folder import Run
 from holotrain.commands.writing import write_whole
+from holotrain.config.annotations import read_fields
 from holotrain.config.build import build_data
 from holotrain.config.command_options import PlanConfig
 from holotrain.errors import UserError
@@ -104,10 +107,26 @@ def planned(
         needed, less = [], {}
         if budget is not None and not plan.fits:
             begin("what would fit")
-            needed, less = proposals(config, data, planner, variants, budget, None if config.backward.open else plan)
+            needed, less = proposals(config, data, planner, variants, budget, plan.limits)
     except Unplannable as error:
         raise UserError(f"plan: {error}") from error
     return config, plan, needed, less
+
+
+def row(folder: Path) -> dict[str, Any] | None:
+    """A plan in the table of a sweep; None if there is no plan.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    path = folder / PLAN
+    if not path.is_file():
+        return None
+    kinds = {"backward": "str", "fits": "bool | None", "peak_bytes": "int", "largest": "dict[str, int]"}
+    plan = read_fields(path, kinds, "plan")
+    fits = {None: "", True: "yes", False: "no"}[plan["fits"]]
+    largest = {f"largest {name}": value for name, value in plan["largest"].items()}
+    return {"status": "planned", "schedule": plan["backward"], "peak_memory_bytes": plan["peak_bytes"], "fits": fits} | largest
 
 
 def _show(config: PlanConfig, run: Run, plan: Plan, needed: list[str]) -> None:

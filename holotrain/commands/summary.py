@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,9 @@ if TYPE_CHECKING:  # reading a summary does not import torch and Lightning
     from holotrain.config.command_options import RunConfig
 
 SUMMARY = "summary.json"
+
+FIGURES = ("samples_per_second", "tokens_per_second", "step_seconds", "peak_memory_bytes", "seconds")
+"""Those that the table of a sweep shows, beside the metrics."""
 
 REQUIRED = {"command", "status", "overrides", "metrics"}
 """What every summary holds."""
@@ -120,9 +125,22 @@ def read(folder: Path) -> dict[str, Any] | None:
     return read_fields(path, kinds | {"metrics": "dict[str, float | None]"}, "summary", kinds)  # null is what is not finite
 
 
-def best_value(found: dict[str, Any]) -> float | None:
-    """The best value of the monitored metric in a summary; None if there is none."""
-    return found["metrics"].get(f"best/{found.get('monitor')}")
+def row(folder: Path) -> dict[str, Any] | None:
+    """A run in the table of a sweep; None if it has no summary. Raises what :func:`read` does."""
+    found = read(folder)
+    if found is None:
+        return None
+    return {"status": found["status"]} | found["metrics"] | {name: found[name] for name in FIGURES if found[name] is not None}
+
+
+def best_of(folders: Iterable[Path]) -> tuple[Path, str, float] | None:
+    """The run with the best value of its monitored metric, that metric and the value; None unless several have one metric."""
+    found = [(value, folder, one) for folder in folders if (one := read(folder)) and (value := _best_value(one)) is not None]
+    if len(found) < 2 or len({(one["monitor"], one["mode"]) for _, _, one in found}) > 1:
+        return None
+    choose = max if found[0][2]["mode"] == "max" else min
+    value, folder, one = choose(found, key=itemgetter(0))
+    return folder, one["monitor"], value
 
 
 def best(folder: Path) -> float | None:
@@ -135,8 +153,12 @@ def best(folder: Path) -> float | None:
     found = read(folder)
     if found is None or found.get("monitor") is None:
         return None
-    value = best_value(found)
+    value = _best_value(found)
     return value if value is not None else -math.inf if found["mode"] == "max" else math.inf
+
+
+def _best_value(found: dict[str, Any]) -> float | None:
+    return found["metrics"].get(f"best/{found.get('monitor')}")
 
 
 def parameter_count(model: nn.Module) -> int:

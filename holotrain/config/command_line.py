@@ -119,9 +119,14 @@ def _verbatim(override: str) -> str:
         # Commas, brackets, quotes and interpolations keep their meaning: sweeps, lists, and what the user quotes.
         if re.fullmatch(r"[\w./,*+@-]*", value, re.ASCII) or value[0] in "'\"$" or (name in LISTS and value[0] == "["):
             return f"{key}={value}"
-    # Hydra's grammar reads quotes and the backslashes before them; OmegaConf reads interpolations.
-    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), value)
-    return f"{key}='{literal(escaped)}'"
+    return f"{key}={quoted(value)}"
+
+
+def quoted(text: str) -> str:
+    """A text as the value of an override. Hydra's grammar reads quotes and the backslashes before them; OmegaConf reads
+    interpolations."""
+    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text)
+    return f"'{literal(escaped)}'"
 
 
 def parse(argv: list[str]) -> Arguments:

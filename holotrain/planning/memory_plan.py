@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -289,7 +289,6 @@ class Plan:
         between_blocks: what the configured schedules keep between blocks that ``make_reversible`` coupled, in words; None: the
             model has no such blocks.
         variant: what was chosen of the variants; None: the training itself.
-        limits_of_least: if nothing fits, the largest batch under what needs least.
     """
 
     device: str
@@ -301,7 +300,6 @@ class Plan:
     limits: list[Limit]
     between_blocks: str | None = None
     variant: Variant | None = None
-    limits_of_least: Sequence[Limit] = ()
 
     @property
     def options(self) -> str:
@@ -379,18 +377,5 @@ def make_plan(
         limits = [largest_batch(planner, varied, budget, begin=begin)]
         if planner.depth is not None:
             limits.append(largest_depth(planner, varied, budget, begin))
-    of_least = []
-    if budget is not None and all(footprint.bound > budget for footprint in footprints.values()):
-        of_least = [_limit_of_least(planner, variants, budget)]
     between = kept_between_blocks(planner.fake_model(backward))
-    return Plan(planner.device, budget, name, backward, footprints, choice, limits, between, variant, of_least)
-
-
-def _limit_of_least(planner: Planner, variants: Sequence[Variant], budget: int) -> Limit:
-    """The largest batch of what needs least, with the options that make it."""
-    variant, _ = smallest(planner, variants)
-    least = planner if variant is None else variant.planner
-    name = least_memory(least)
-    limit = largest_batch(least, name, budget)
-    options = "" if variant is None else f" {variant.options}"
-    return replace(limit, option=f"backward={name}{options} {limit.option}")
+    return Plan(planner.device, budget, name, backward, footprints, choice, limits, between, variant)

@@ -8,7 +8,6 @@ from rich.status import Status
 
 from holotrain.commands import plan as command
 from holotrain.commands.plan import PLAN
-from holotrain.commands.sweep import read_plan
 from holotrain.errors import UserError
 
 
@@ -16,11 +15,11 @@ def test_a_plan_that_does_not_say_whether_it_fits_is_refused(tmp_path):
     """What is null fits nowhere in particular: the memory is not known."""
     found = {"backward": "reversible", "fits": None, "peak_bytes": 5, "largest": {}}
     (tmp_path / PLAN).write_text(json.dumps(found))
-    assert read_plan(tmp_path)["fits"] == ""
+    assert command.row(tmp_path)["fits"] == ""
     del found["fits"]
     (tmp_path / PLAN).write_text(json.dumps(found))
     with pytest.raises(UserError, match=f"{PLAN} is not the plan of a run: it has no 'fits'"):
-        read_plan(tmp_path)
+        command.row(tmp_path)
 
 
 @pytest.mark.parametrize("target", [None, "-"])

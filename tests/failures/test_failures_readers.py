@@ -22,7 +22,7 @@ from small_run import SMALL
 from torch.utils.tensorboard import SummaryWriter
 
 from holotrain.config import checkpointed
-from holotrain.config.jobs import JOB, Job
+from holotrain.config.jobs import JOB, Job, read_jobs
 from holotrain.config.start import compose
 from holotrain.data.images import statistics_of
 from holotrain.data.tokenizers import SubwordTokenizer, known_tokenizer
@@ -114,7 +114,7 @@ def events_of_run(folder: Path) -> Path:
 
 
 def job_of_sweep(folder: Path) -> Path:
-    Job(3, ["seed=1"], 0, None, 0.5, folder).write(folder)
+    Job(3, ["seed=1"], 0, None).write(folder)
     return folder / JOB
 
 
@@ -192,7 +192,7 @@ READERS = {
     "config.yaml": Read(config_of_run, report, yaml.safe_load, lambda value: yaml.safe_dump(value).encode()),
     "metrics.csv": Read(figures_of_run, report, None),
     "events": Read(events_of_run, report, None),
-    "job.json": Read(job_of_sweep, Job.read, raises=()),
+    "job.json": Read(job_of_sweep, lambda path: read_jobs(path.parent), raises=()),
     "groups": Read(groups, lambda path: tuner.read(path, PRODUCT, "nvlink"), raises=()),
     "tokenizer.json": Read(tokenizer, lambda path: known_tokenizer(str(path))),
     "config.json of transformers": Read(network, lambda path: network_of(str(path.parent)), raises=ValueError),

@@ -62,7 +62,7 @@ def test_a_job_tells_the_best_value_and_one_that_fails_ends_nothing(holotrain, t
 def test_a_sweep_of_failures_says_so(holotrain, told):
     status, _, err = holotrain("fit", "-m", "sweep=optuna", *BRIEF, "hydra.sweeper.n_trials=2", "model.heads=3")
     assert status == 2 and err.count("16 is not a multiple of 3") == 2
-    assert err.splitlines()[2:] == ["holotrain: the sweeper ended: No trials are completed yet."]
+    assert err.splitlines()[2:] == ["holotrain: the sweep ended: No trials are completed yet."]
     assert [row["status"] for row in table()[1]] == ["failed", "failed"] and [state for state, _ in told] == ["FAIL", "FAIL"]
 
 

@@ -195,14 +195,6 @@ def test_an_option_with_the_name_of_another_is_refused(typed):
     assert (status, err.count("\n")) == (2, 1) and "conf/optimizer/sgd.yaml has the name of an option that holotrain has" in err
 
 
-def test_advice_names_the_options_that_the_data_have(typed):
-    from holotrain import compose
-    from holotrain.commands.memory_limits import rules
-
-    config = compose("fit", ["experiment=guest", "model=net", "data._target_=own_package.Trays", "data.tray=60"], "conf")
-    assert "smaller batches (options: data.tray)" in rules(config)
-
-
 def test_a_checkpoint_of_another_version_of_holotrain_is_one_line():
     from holotrain import UserError
     from holotrain.config.checkpointed import require_trusted

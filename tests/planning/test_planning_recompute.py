@@ -1,5 +1,6 @@
 """Plans of blocks that are recomputed from what is kept of their inputs."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,6 +10,8 @@ from small_planners import made, planner
 from torch import nn
 from tracked_memory import check_plan
 
+from holotrain import compose
+from holotrain.commands.proposals import proposals
 from holotrain.models import GPT
 from holotrain.models.block_schedules import schedule_blocks
 from holotrain.planning import (
@@ -18,7 +21,6 @@ from holotrain.planning import (
     choose_schedules,
     choose_variant,
     fake_tensors,
-    make_plan,
     simulate_step,
 )
 from holotrain.planning.choice import MARGIN
@@ -133,22 +135,23 @@ def test_the_cheapest_variant_that_fits_is_chosen():
         assert refusal.value.least == 30
 
 
-def test_the_largest_batch_where_nothing_fits_names_what_needs_least():
+@pytest.mark.parametrize("tiled", [False, True])
+def test_the_largest_batch_where_nothing_fits_names_what_needs_least(tiled):
     """On a GPU the inputs of blocks are offloaded, in a variant too."""
-    plain, tiled = planner_of("cuda", "autograd"), planner_of("cuda")
-    whole = tiled.footprint
+    plain, other = planner_of("cuda", "autograd"), planner_of("cuda")
+    whole = other.footprint
 
     def smaller(*arguments, **keywords):
         found = whole(*arguments, **keywords)
         return replace(found, by_phase={phase: peak - 1024 for phase, peak in found.by_phase.items()})
 
-    object.__setattr__(tiled, "footprint", smaller)
-    budget = (plain.footprint("offload", 1).bound + plain.footprint("offload").bound) // 2
-    (limit,) = make_plan(plain, budget).limits_of_least
-    assert limit.option.split() == ["backward=offload", plain.batch.name] and 0 < limit.value < 16
-    variants = [Variant(tiled, "checkpoint", tile=64)]
-    (limit,) = make_plan(plain, budget, variants=variants).limits_of_least
-    assert limit.option.split() == ["backward=offload", "backward.tile=64", plain.batch.name]
+    object.__setattr__(other, "footprint", smaller)
+    budget = (plain.footprint("offload", 1).bound + plain.footprint("offload").bound) // 2 - 1024 * tiled
+    variants = [Variant(other, "checkpoint", tile=64)] if tiled else []
+    (words,), needs = proposals(compose("plan", ["backward=autograd"]), None, plain, variants, budget)
+    tile = " backward.tile=64" if tiled else ""
+    size = re.match(rf"backward=offload{tile} batches of (\d+) samples? ", words)
+    assert size and 0 < int(size[1]) < 16 and not needs
 
 
 def test_inexact_schedules_are_chosen_only_where_they_are_allowed():
