@@ -162,12 +162,7 @@ class TwoStep(Coupling):
         rebuilt: bool,
         on_backward: Callable[[], Callable[[], None] | None] = lambda: None,
     ) -> None:
-        self.grid, self._sign, self._bits, self._rebuilt = grid, sign, bits, rebuilt
-        above, below = weights
-        # g, a and 1 - a - g
-        self._gain = None if bits is None else sign * 2.0**-bits
-        self._weight = sign * ((above - below) / 2) + (above + below) / 2
-        self._rest = 1 - self._weight if self._gain is None else 1 - self._weight - self._gain
+        self.grid, self._sign, self._weights, self._bits, self._rebuilt = grid, sign, weights, bits, rebuilt
         # The graph holds the coupling, which lets go of what is in the graph.
         self._x: Tensor | None = x
         self._graphs = graphs
@@ -232,7 +227,7 @@ class TwoStep(Coupling):
             target = torch.empty_strided(coupled.shape, self._strides, dtype=coupled.dtype, device=coupled.device)
         elif not last_use:
             target = torch.empty_like(coupled)
-        pieces = in_pieces(target, coupled, source, stream_in(output), self._sign * 2**self._bits, self._weight, self._rest)
+        pieces = in_pieces(target, coupled, source, stream_in(output), self._sign * 2**self._bits, *self._factors()[1:])
         for (part, total, read, update, scale, *weights), low in zip(pieces, self._low, strict=False):
             part.copy_(total - self._step(read, update, *weights)).mul_(scale)
             part.addcmul_(unpacked(low, self._bits, part.numel()).view(part.shape).to(part.dtype), self.grid.step)
@@ -245,11 +240,18 @@ class TwoStep(Coupling):
         """
         return self.grid.nearest((update.to(source.dtype) * weight).add_(source * rest))
 
+    def _factors(self) -> tuple[Tensor | float, Tensor, Tensor]:
+        """g, a and 1 - a - g. They are not kept: a block keeps its bits and nothing else."""
+        above, below = self._weights
+        gain = 0.0 if self._bits is None else self._sign * 2.0**-self._bits
+        weight = self._sign * ((above - below) / 2) + (above + below) / 2
+        return gain, weight, 1 - weight - gain
+
     def merged(self, target: Tensor, source: Tensor, update: Tensor) -> Tensor:
         """x[k+1]; keeps the bits that it drops of the target."""
         coupled = torch.empty_like(update, dtype=source.dtype)
         self._low, self._strides = [], target.stride()
-        pieces = in_pieces(coupled, target, source, update, self._sign, self._weight, self._rest)
+        pieces = in_pieces(coupled, target, source, update, self._sign, *self._factors()[1:])
         for part, before, read, each, sign, *weights in pieces:
             part.copy_(self._step(read, each, *weights))
             if self._bits is not None:
@@ -268,8 +270,8 @@ class TwoStep(Coupling):
 
     def gradients(self, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         """Those of target, source and update."""
-        before = None if self._gain is None else grad * self._gain.to(grad.dtype)
-        return before, grad * self._rest.to(grad.dtype), (grad * self._weight.to(grad.dtype)).to(self.written_as)
+        gain, weight, rest = (each.to(grad.dtype) if isinstance(each, Tensor) else each for each in self._factors())
+        return None if self._bits is None else grad * gain, grad * rest, (grad * weight).to(self.written_as)
 
 
 class _TwoStep(torch.autograd.Function):
