@@ -4,12 +4,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holotrain.api import Result, export, fit, generate, load, plan, predict, test, validate
+    from holotrain.api import export, fit, generate, load, plan, predict, test, validate
     from holotrain.config.start import compose
     from holotrain.errors import UserError
 
 __version__ = "0.1.0"
-__all__ = ["Result", "UserError", "compose", "export", "fit", "generate", "load", "plan", "predict", "test", "validate"]
+__all__ = ["UserError", "compose", "export", "fit", "generate", "load", "plan", "predict", "test", "validate"]
 
 _PACKAGES = (
     *("callbacks", "data", "error_diffusion", "models", "optimizers", "overlap", "parallel", "planning", "reversible"),

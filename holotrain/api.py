@@ -36,7 +36,7 @@ from holotrain.errors import UserError, as_user_error
 from holotrain.folders import as_word, checkpoint_path, relative_to_cwd, run_folder
 from holotrain.models import saved
 from holotrain.parallel.rank import rank_from_environment
-from holotrain.planning import Plan
+from holotrain.planning.memory_plan import Plan
 from holotrain.targets import TARGET
 
 OBJECTS = {"model": nn.Module, "data": pl.LightningDataModule, "task": pl.LightningModule}

@@ -38,7 +38,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from holotrain.models.layers.blocks import transformer_branches
-from holotrain.reversible import GraphedStep, ReversibleBlock, ReversibleSequence
+from holotrain.reversible import ReversibleBlock, ReversibleSequence
+from holotrain.reversible.graphs import GraphedStep
 
 WARM_UPS = 3
 """Steps before the first that is measured."""

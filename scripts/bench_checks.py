@@ -21,8 +21,9 @@ from bench_make_reversible import SHAPES, Stack
 from torch import Tensor
 
 from holotrain.models.layers.blocks import transformer_branches
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, stacks_in
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible
 from holotrain.reversible.checks import RebuildChecks
+from holotrain.reversible.stack import stacks_in
 
 
 def two_step(depth: int, dim: int, heads: int) -> Callable[[Tensor], Tensor]:

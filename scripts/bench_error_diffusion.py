@@ -26,10 +26,10 @@ import torch
 from bench_common import DEVICE, alternating, arguments, begin, draw_to, median_ratio, plotter, save, timed
 from torch import Tensor
 
-from holotrain.error_diffusion import ErrorDiffusionNetwork, contract
-from holotrain.error_diffusion.rules import BACKPROPAGATION, kaneko, slope
+from holotrain.error_diffusion import ErrorDiffusionNetwork
+from holotrain.error_diffusion.rules import BACKPROPAGATION, contract, kaneko, slope
 from holotrain.planning.training_step import peak_of
-from holotrain.reversible import GraphedStep
+from holotrain.reversible.graphs import GraphedStep
 
 COLUMNS = ("forward", "update", "autograd", "contracted", "materialised", "floor")
 BATCHES = (16, 64, 256, 1024)

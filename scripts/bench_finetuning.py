@@ -39,7 +39,8 @@ from bench_training import Attention
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from holotrain.reversible import make_reversible, stacks_in
+from holotrain.reversible import make_reversible
+from holotrain.reversible.stack import stacks_in
 from holotrain.reversible.two_step import bits_in_words
 
 

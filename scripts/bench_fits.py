@@ -21,8 +21,10 @@ from bench_common import arguments, begin, save
 from bench_make_reversible import METHODS, SHAPES, Stack
 
 from holotrain.optimizers import InBackward
-from holotrain.planning import TrainingStep, fake_parameters, fake_tensors, measured_peak, simulate_step
+from holotrain.planning import simulate_step
+from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
 from holotrain.planning.memory_plan import largest
+from holotrain.planning.training_step import TrainingStep, measured_peak
 
 SIZES = {
     "vit": {"batch": 32, "tokens": 197, "depth": 12},

@@ -40,10 +40,10 @@ from holotrain.models.gpt import GPT_SIZES
 from holotrain.models.roberta import ROBERTA_SIZES
 from holotrain.models.swin import SWIN_SIZES
 from holotrain.models.vit import VIT_SIZES
-from holotrain.planning import ALLOCATORS, TrainingStep
+from holotrain.planning.allocators import ALLOCATORS
 from holotrain.planning.choice import choose, seconds, stage_of, visits_of
 from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
-from holotrain.planning.training_step import measured_peak, simulate_step
+from holotrain.planning.training_step import TrainingStep, measured_peak, simulate_step
 from holotrain.reversible.backward_schedules import KEEPABLE
 from holotrain.reversible.side_stream import assuming_a_side_stream
 

@@ -16,7 +16,8 @@ import torch
 from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save
 from torch import Tensor, nn
 
-from holotrain.models import GPT, RevGPT, Sampling, generate
+from holotrain.models import GPT, RevGPT, generate
+from holotrain.models.generation import Sampling
 from holotrain.models.gpt import GPT_SIZES
 
 PROMPT = 8
@@ -53,7 +54,7 @@ def main() -> None:
     if options.compile:
         contestants["compiled"] = lambda: timed(cached, model, prompts, options.tokens, compiled=True)
     if options.int8:
-        from holotrain.models import quantise
+        from holotrain.models.int8 import quantise
 
         small = copy.deepcopy(model)
         quantise(small)

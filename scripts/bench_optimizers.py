@@ -39,8 +39,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from holotrain.models import RevViT
-from holotrain.optimizers import CombinedOptimizer
 from holotrain.optimizers.low_bit import parts_of
+from holotrain.optimizers.stepping import CombinedOptimizer
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.synthesis.binding import folded, units
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn.functional import linear
 
-from holotrain.overlap import Job, all_to_all_linear, column_parallel_linear, linear_all_to_all, row_parallel_linear
+from holotrain.overlap import all_to_all_linear, column_parallel_linear, linear_all_to_all, row_parallel_linear
+from holotrain.overlap.groups import Job
 from holotrain.overlap.tuner import Run, median_seconds, timed
 
 

@@ -28,8 +28,9 @@ from holotrain.models.mvit import MVIT_SIZES
 from holotrain.models.roberta import ROBERTA_SIZES
 from holotrain.models.swin import SWIN_SIZES
 from holotrain.models.vit import VIT_SIZES
-from holotrain.planning import Planner, Size, TrainingStep
-from holotrain.planning.training_step import measured_peak
+from holotrain.planning import Planner
+from holotrain.planning.planner import Size
+from holotrain.planning.training_step import TrainingStep, measured_peak
 from holotrain.reversible.backward_schedules import SCHEDULES
 
 FAMILIES = {

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from holotrain.models import ViT
 from holotrain.models.vit import VIT_SIZES
-from holotrain.synthesis import HolographicSynthesis, hadamard_bind, phasor_bind
+from holotrain.synthesis import HolographicSynthesis
+from holotrain.synthesis.binding import hadamard_bind, phasor_bind
 
 PARTS = 16
 """Number of gradients that the published form copies into one vector."""

@@ -39,9 +39,10 @@ from bench_make_reversible import SHAPES, Block, Stack
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from holotrain.planning import TrainingStep, fake_parameters, fake_tensors, simulate_step
+from holotrain.planning import simulate_step
+from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
 from holotrain.planning.tracker import AllocationTracker
-from holotrain.planning.training_step import peak_of
+from holotrain.planning.training_step import TrainingStep, peak_of
 from holotrain.reversible import kept_inputs, make_reversible, recompute, undo
 
 WAYS: dict[str, Callable[..., nn.Module]] = {

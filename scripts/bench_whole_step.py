@@ -31,7 +31,9 @@ import transformers
 from bench_common import alternating, arguments, begin, median_ratio, save, timed
 from torch import nn
 
-from holotrain.planning import TrainingStep, fake_parameters, fake_tensors, measured_peak, simulate_step
+from holotrain.planning import simulate_step
+from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
+from holotrain.planning.training_step import TrainingStep, measured_peak
 from holotrain.reversible import make_reversible, recompute
 from holotrain.reversible.side_stream import assuming_a_side_stream
 from holotrain.reversible.stack import stacks_in

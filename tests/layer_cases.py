@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from holotrain.overlap import Columns
+from holotrain.overlap.groups import Columns
 
 INPUTS = 6
 

@@ -5,7 +5,10 @@ from small_models import IMAGE
 
 from holotrain.models import RevViT
 from holotrain.models.block_schedules import sequences
-from holotrain.planning import Planner, Size, TrainingStep, fake_parameters
+from holotrain.planning import Planner
+from holotrain.planning.fake_tensors import fake_parameters
+from holotrain.planning.planner import Size
+from holotrain.planning.training_step import TrainingStep
 
 
 def made(make, fake):

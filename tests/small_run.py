@@ -40,7 +40,7 @@ def fit_in(folder: Path, *words: str) -> None:
 
 KILLED = """
 import os, signal, sys
-from holotrain.callbacks import ExactResume
+from holotrain.checkpoints.exact_resume import ExactResume
 epoch = int(sys.argv[1])
 def kill(self, trainer, module, outputs, batch, index):
     if trainer.current_epoch == epoch and index == 4:

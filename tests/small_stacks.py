@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from holotrain.reversible import make_reversible, recompute, stack_of, stacks_in
+from holotrain.reversible import make_reversible, recompute
+from holotrain.reversible.stack import stack_of, stacks_in
 
 WIDTH, DEPTH, TOKENS = 8, 6, 5
 

@@ -13,7 +13,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from holotrain.overlap import OverlappedColwise, OverlappedRowwise, Tuner
+from holotrain.overlap.styles import OverlappedColwise, OverlappedRowwise
+from holotrain.overlap.tuner import Tuner
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 LAYOUTS = {

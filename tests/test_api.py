@@ -231,7 +231,7 @@ def test_objects_in_a_composed_configuration(here):
 
 
 def test_a_lightning_module_resumes_exactly(here):
-    def train(folder: str, *words: str) -> holotrain.Result:
+    def train(folder: str, *words: str) -> holotrain.api.Result:
         torch.manual_seed(0)
         return holotrain.fit(model=Alone(), data=Digits(batch_size=64), overrides=words, folder=folder, quiet=True)
 

@@ -16,8 +16,10 @@ from torch import nn
 
 import holotrain.models
 from holotrain.error_diffusion import ErrorDiffusionNetwork
-from holotrain.optimizers import CombinedOptimizer, InBackward
-from holotrain.planning import ALLOCATORS, fake_parameters
+from holotrain.optimizers import InBackward
+from holotrain.optimizers.stepping import CombinedOptimizer
+from holotrain.planning.allocators import ALLOCATORS
+from holotrain.planning.fake_tensors import fake_parameters
 from holotrain.planning.tracker import AllocationTracker
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 from holotrain.reversible.checks import RebuildChecks

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 import holotrain.models
 from holotrain.optimizers import InBackward
 from holotrain.overlap import (
-    Columns,
     all_to_all_linear,
     collectives,
     column_parallel_linear,
@@ -31,8 +30,9 @@ from holotrain.overlap import (
     row_parallel_linear,
     signals,
 )
-from holotrain.reversible import GraphedStep, ReversibleBlock, ReversibleSequence
-from holotrain.reversible.graphs import WARM_UPS
+from holotrain.overlap.groups import Columns
+from holotrain.reversible import ReversibleBlock, ReversibleSequence
+from holotrain.reversible.graphs import WARM_UPS, GraphedStep
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.synthesis.delayed import Delayed
 

@@ -9,8 +9,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from holotrain.planning import ALLOCATORS, TrainingStep, measured_peak
+from holotrain.planning.allocators import ALLOCATORS
 from holotrain.planning.tracker import Footprint
+from holotrain.planning.training_step import TrainingStep, measured_peak
 
 
 class TrackedMemory(TorchDispatchMode):

@@ -17,40 +17,28 @@ Those that save and resume are in :mod:`holotrain.checkpoints`.
 """
 
 from holotrain.callbacks.classifiers import ConfusionMatrix, Predictions
-from holotrain.callbacks.epoch_log import EpochLog, progress
-from holotrain.callbacks.interrupt import Interrupted, SaveOnSignal
+from holotrain.callbacks.epoch_log import progress
 from holotrain.callbacks.memory import MemoryMonitor
 from holotrain.callbacks.model_monitors import DriftMonitor, ErrorDiffusionMonitor, PaddingMonitor
 from holotrain.callbacks.optimization import Histograms, OptimizationMonitor
 from holotrain.callbacks.samples import Samples
 from holotrain.callbacks.synthesis_callback import SynthesisCallback
-from holotrain.callbacks.throughput import ThroughputMonitor, peak_flops, training_flops
-from holotrain.callbacks.trace import TraceProfiler
-from holotrain.checkpoints.exact_resume import ExactResume
-from holotrain.checkpoints.saving import BestCheckpoint, ExactCheckpoint, WeightAverage, last_checkpoint
+from holotrain.callbacks.throughput import ThroughputMonitor
+from holotrain.checkpoints.saving import BestCheckpoint, WeightAverage
 
 __all__ = [
     "BestCheckpoint",
     "ConfusionMatrix",
     "DriftMonitor",
-    "EpochLog",
     "ErrorDiffusionMonitor",
-    "ExactCheckpoint",
-    "ExactResume",
     "Histograms",
-    "Interrupted",
     "MemoryMonitor",
     "OptimizationMonitor",
     "PaddingMonitor",
     "Predictions",
     "Samples",
-    "SaveOnSignal",
     "SynthesisCallback",
     "ThroughputMonitor",
-    "TraceProfiler",
     "WeightAverage",
-    "last_checkpoint",
-    "peak_flops",
     "progress",
-    "training_flops",
 ]

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from holotrain.callbacks.monitor import Monitor, log_scalars, replays
-from holotrain.error_diffusion import ErrorDiffusionNetwork, alignment, dead_cells, sign_violations
+from holotrain.error_diffusion import ErrorDiffusionNetwork
+from holotrain.error_diffusion.cells import alignment, dead_cells, sign_violations
 from holotrain.error_diffusion.rules import BACKPROPAGATION
-from holotrain.reversible import checks_in
+from holotrain.reversible.in_place import checks_in
 
 
 class DriftMonitor(Monitor):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import lightning.pytorch as pl
 
 from holotrain.numeric import require_at_least
-from holotrain.reversible import GraphedStep
+from holotrain.reversible.graphs import GraphedStep
 
 
 class Monitor(pl.Callback):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from holotrain.callbacks.drawing import log_text
-from holotrain.models import Sampling, generate
-from holotrain.models.generation import can_generate
+from holotrain.models import generate
+from holotrain.models.generation import Sampling, can_generate
 from holotrain.numeric import require_at_least
 
 
@@ -26,7 +26,8 @@ class Samples(pl.Callback):
         count: number of documents.
         tokens: number of tokens to add to each prompt.
         temperature: of the sampling; 0: always the likeliest token.
-        tokenizer: with ``encode``, ``decode`` and ``end_id``; None: the data module's. See :class:`~holotrain.data.Tokenizer`.
+        tokenizer: with ``encode``, ``decode`` and ``end_id``; None: the data module's. See
+            :class:`~holotrain.data.tokenizers.Tokenizer`.
         seed: of the samples.
 
     The model is ``pl_module.model``, or else the module itself. Compiled blocks run uncompiled here.

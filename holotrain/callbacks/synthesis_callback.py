@@ -15,7 +15,8 @@ from holotrain.clock import Clock
 from holotrain.errors import as_user_error
 from holotrain.optimizers import InBackward
 from holotrain.optimizers.stepping import refuse_in_backward
-from holotrain.synthesis import HolographicSynthesis, SynthesisOptions
+from holotrain.synthesis import HolographicSynthesis
+from holotrain.synthesis.options import SynthesisOptions
 
 
 class SynthesisCallback(Monitor):
@@ -28,7 +29,7 @@ class SynthesisCallback(Monitor):
 
     Args:
         mode: what is kept between steps: a hologram of each layer (associative), one for rows of many layers (shared), or
-            nothing (bind). :class:`~holotrain.synthesis.SynthesisOptions` describes the modes.
+            nothing (bind). :class:`~holotrain.synthesis.options.SynthesisOptions` describes the modes.
         representation: the output that bind uses as its key: summed over the batch, or flattened as published.
         transform: transform used for binding: fft or hadamard.
         block_length: entries per transform; 0: a whole layer (bind: the whole model); null: 1024 (bind: 0).

@@ -45,7 +45,7 @@ class ThroughputMonitor(Monitor):
             MFU, which never includes recomputation (Chowdhery et al., PaLM, 2022, appendix B).
         hardware_flops_per_sample: FLOPs per sample that are computed, with recomputation. Used for HFU.
         peak_flops: peak FLOP/s of the device in the precision of the training, for MFU and HFU; in a configuration null is that
-            of a known GPU. Without it, they are not logged. See :func:`~holotrain.callbacks.peak_flops`.
+            of a known GPU. Without it, they are not logged. See :func:`~holotrain.callbacks.throughput.peak_flops`.
 
     Logs ``throughput/samples_per_second`` and ``throughput/tokens_per_second`` over all ranks,
     ``throughput/step_seconds`` per optimizer step, ``throughput/mfu`` and ``throughput/hfu`` as fractions.

@@ -7,8 +7,3 @@ distributed   CheckpointFiles and ShardedCheckpoints: Lightning's checkpoint I/O
 
 :mod:`holotrain.models.checkpoint_files` reads checkpoints, because models start from them too.
 """
-
-from holotrain.checkpoints.exact_resume import ExactResume
-from holotrain.checkpoints.saving import BestCheckpoint, ExactCheckpoint, WeightAverage, last_checkpoint
-
-__all__ = ["BestCheckpoint", "ExactCheckpoint", "ExactResume", "WeightAverage", "last_checkpoint"]

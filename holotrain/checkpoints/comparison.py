@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from holotrain.optimizers import CombinedOptimizer, InBackward
+from holotrain.optimizers import InBackward
 from holotrain.optimizers.low_bit import UnfitState, described
+from holotrain.optimizers.stepping import CombinedOptimizer
 from holotrain.targets import first_line, is_of
 
 MOST_COUNTED = 2**53

@@ -33,7 +33,7 @@ from torch.utils._pytree import KeyPath, tree_leaves_with_path, tree_map_only, t
 from holotrain.errors import UserError, as_user_error
 from holotrain.files import replacing
 from holotrain.models.checkpoint_files import CHECKPOINT, TENSORS, cause, is_folder, load, named, numbered, read
-from holotrain.optimizers import CombinedOptimizer
+from holotrain.optimizers.stepping import CombinedOptimizer
 from holotrain.synthesis.hook import EACH
 
 IN_PARTS = ("state_dict", "optimizer_states")

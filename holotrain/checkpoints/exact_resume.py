@@ -14,7 +14,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as Tr
 from holotrain.checkpoints.comparison import FreshState, compare_callbacks, compare_loops, require_counts
 from holotrain.numeric import mixed_seed
 from holotrain.optimizers.low_bit import UnfitState
-from holotrain.reversible import stacks_in
+from holotrain.reversible.stack import stacks_in
 from holotrain.targets import is_of
 
 KEY = "exact_resume"

@@ -12,8 +12,8 @@ from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from holotrain.callbacks import ExactResume
 from holotrain.callbacks.drawing import log_image
+from holotrain.checkpoints.exact_resume import ExactResume
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import check_classes, check_origin, load_weights
 from holotrain.commands.run_folder import Run
@@ -24,7 +24,7 @@ from holotrain.config.build import build_task
 from holotrain.config.build_callbacks import build_loggers, build_matrices
 from holotrain.config.build_trainer import build_trainer, check_device, check_division
 from holotrain.config.command_options import CheckpointConfig, RunConfig
-from holotrain.data import ImageDataModule
+from holotrain.data.images import ImageDataModule
 from holotrain.errors import UserError
 from holotrain.optimizers.low_bit import UnfitState
 from holotrain.targets import first_line

@@ -11,7 +11,7 @@ from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import Summary
 from holotrain.config import checkpointed
 from holotrain.config.command_options import ExportConfig
-from holotrain.data import tokenizer_from_json
+from holotrain.data.tokenizers import tokenizer_from_json
 from holotrain.errors import UserError, as_user_error
 from holotrain.models import saved
 from holotrain.models.adapters import merge_peft

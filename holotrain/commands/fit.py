@@ -11,8 +11,8 @@ import torch.distributed as dist
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from holotrain.callbacks import Interrupted
 from holotrain.callbacks.drawing import log_text
+from holotrain.callbacks.interrupt import Interrupted
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import (
     KeepConfiguration,
@@ -38,7 +38,7 @@ from holotrain.config.command_options import FitConfig
 from holotrain.config.composition import MODES
 from holotrain.config.structured import to_container
 from holotrain.errors import UserError
-from holotrain.reversible import kept_between_blocks
+from holotrain.reversible.stack import kept_between_blocks
 from holotrain.tasks.task import model_of
 
 

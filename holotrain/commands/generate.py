@@ -16,10 +16,11 @@ from holotrain.commands.summary import Summary
 from holotrain.commands.writing import write_whole
 from holotrain.config.build_trainer import autocast_of, check_device, device_kind
 from holotrain.config.command_options import GenerateConfig
-from holotrain.data import Tokenizer, tokenizer_from_json
+from holotrain.data.tokenizers import Tokenizer, tokenizer_from_json
 from holotrain.errors import UserError, as_user_error
 from holotrain.files import from_json, read_text
-from holotrain.models import Sampling, generate
+from holotrain.models import generate
+from holotrain.models.generation import Sampling
 from holotrain.numeric import counted
 
 GENERATIONS = "generations.jsonl"

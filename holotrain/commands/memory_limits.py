@@ -17,8 +17,10 @@ from holotrain.config.command_options import Config, RunConfig
 from holotrain.config.option_groups import AUTO
 from holotrain.errors import UserError
 from holotrain.numeric import in_words
-from holotrain.planning import ALLOCATORS, Choice, TooSmall, Unplannable, choose_batch, choose_variant
-from holotrain.planning.memory_plan import largest_batch
+from holotrain.planning.allocators import ALLOCATORS
+from holotrain.planning.choice import Choice, TooSmall
+from holotrain.planning.fake_tensors import Unplannable
+from holotrain.planning.memory_plan import choose_batch, choose_variant, largest_batch
 
 
 def chosen(

@@ -22,7 +22,8 @@ from holotrain.config.build import build_data
 from holotrain.config.command_options import PlanConfig
 from holotrain.errors import UserError
 from holotrain.numeric import in_words, unit_of
-from holotrain.planning import Plan, Unplannable, make_plan
+from holotrain.planning.fake_tensors import Unplannable
+from holotrain.planning.memory_plan import Plan, make_plan
 
 PLAN = "plan.json"
 

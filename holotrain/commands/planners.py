@@ -19,12 +19,16 @@ from holotrain.config.build_trainer import autocast_of
 from holotrain.config.command_options import Config, RunConfig
 from holotrain.config.option_groups import AUTO, LANGUAGE_MODELS, MASKED_LM, PLAIN, SCHEDULES, BackwardConfig, is_a, takes
 from holotrain.data.example import batch_unit, example_batch, first_batch, samples_in
-from holotrain.data.text import TextDataModule
+from holotrain.data.text.module import TextDataModule
 from holotrain.errors import UserError
 from holotrain.models.block_schedules import listed_blocks, sequences, set_backward
 from holotrain.models.layers.blocks import ResidualSequence
 from holotrain.numeric import parse_bytes
-from holotrain.planning import Backward, Limit, Planner, Size, TrainingStep, Unplannable, Variant, free_memory, largest
+from holotrain.planning import Planner
+from holotrain.planning.fake_tensors import Unplannable
+from holotrain.planning.memory_plan import Limit, largest
+from holotrain.planning.planner import Backward, Size, Variant, free_memory
+from holotrain.planning.training_step import TrainingStep
 from holotrain.tasks.task import model_of, optimizer_of, training_loss
 
 NO_OPTION = "batch"
@@ -108,7 +112,7 @@ def variants_of(
 
 
 def with_variant(config: Config, tile: int | None, bits: str | None) -> Config:
-    """The configuration of a :class:`~holotrain.planning.Variant`."""
+    """The configuration of a :class:`~holotrain.planning.planner.Variant`."""
     backward = config.backward
     if tile is not None:  # backward=autograd would keep each tile
         backward = replace(backward, tile=tile, kind=PLAIN[1] if backward.kind == PLAIN[0] else backward.kind)

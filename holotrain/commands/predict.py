@@ -8,7 +8,6 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
-from holotrain import data as datasets
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import described_model, in_int8, load_weights
 from holotrain.commands.evaluation import lightning_refusals, prepared
@@ -19,11 +18,11 @@ from holotrain.config.build import description, task_of
 from holotrain.config.build_trainer import build_trainer, check_device
 from holotrain.config.command_options import PredictConfig, RunConfig
 from holotrain.config.option_groups import CAUSAL_LM, IMAGES, TEXT, is_a
-from holotrain.data import tokenizer_from_json
 from holotrain.data.decoding import MEGAPIXELS
-from holotrain.data.image_folder import ImageFiles
+from holotrain.data.image_folder import ImageFiles, image_files
 from holotrain.data.limits import EXPANSION
-from holotrain.data.text.sources import LooseFiles
+from holotrain.data.text.sources import LooseFiles, text_files
+from holotrain.data.tokenizers import tokenizer_from_json
 from holotrain.errors import UserError
 from holotrain.tasks.task import model_of
 
@@ -79,7 +78,7 @@ def _files_loader(config: RunConfig, described: dict[str, Any], path: Path) -> D
     loading = {"num_workers": getattr(config.data, "num_workers", 0)}
     batch_size, facts = getattr(config.data, "batch_size", None) or 32, described["facts"]
     if "tokenizer" in described:
-        return datasets.text_files(
+        return text_files(
             path,
             tokenizer_from_json(described["tokenizer"]),
             facts["context"],
@@ -92,7 +91,7 @@ def _files_loader(config: RunConfig, described: dict[str, Any], path: Path) -> D
     if "statistics" not in described or "image_size" not in facts:
         raise UserError(f"images: {config.data.name} does not tell how to prepare them; without images= the test set is used")
     loading["megapixels"] = getattr(config.data, "max_megapixels", MEGAPIXELS)
-    return datasets.image_files(path, facts["channels"], facts["image_size"], described["statistics"], batch_size, **loading)
+    return image_files(path, facts["channels"], facts["image_size"], described["statistics"], batch_size, **loading)
 
 
 class PathsRead(pl.Callback):

@@ -14,8 +14,10 @@ from holotrain.config.objects import PYTHON_OBJECT
 from holotrain.config.option_groups import ADAMW, LOW_BIT, OBJECT_GROUPS, takes
 from holotrain.errors import UserError
 from holotrain.numeric import counted, in_words
-from holotrain.planning import Limit, Planner, Unplannable, Variant
-from holotrain.planning.memory_plan import largest_batch, least_memory, smallest
+from holotrain.planning import Planner
+from holotrain.planning.fake_tensors import Unplannable
+from holotrain.planning.memory_plan import Limit, largest_batch, least_memory, smallest
+from holotrain.planning.planner import Variant
 from holotrain.targets import TARGET
 
 LOWER_PRECISION = {"64-true": "32-true", "32-true": "bf16-mixed"}

@@ -16,10 +16,10 @@ from holotrain.config.build_trainer import data_shard_of, device_name, model_par
 from holotrain.config.command_options import RunConfig
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import COMPATIBLE, ERROR_DIFFUSION, is_a
-from holotrain.data import TextDataModule
+from holotrain.data.text.module import TextDataModule
 from holotrain.numeric import counted
 from holotrain.parallel.rank import ProcessRank
-from holotrain.reversible import kept_between_blocks
+from holotrain.reversible.stack import kept_between_blocks
 
 PROFILES = {
     "profile": "fit-profile.txt",

@@ -12,24 +12,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from holotrain import data as datasets
 from holotrain.callbacks import SynthesisCallback
 from holotrain.config import option_groups as groups
 from holotrain.config.command_options import FitConfig, PlanConfig, RunConfig
 from holotrain.config.objects import PYTHON_OBJECT, ObjectConfig
 from holotrain.config.option_groups import default_backward, is_a, schema_of, takes
 from holotrain.config.signatures import REQUIRED, signature
-from holotrain.data import ByteTokenizer, tokenizer_from_json
+from holotrain.data.text.module import TextDataModule
+from holotrain.data.tokenizers import ByteTokenizer, tokenizer_from_json
 from holotrain.errors import UserError, as_user_error
-from holotrain.models import compile_blocks
 from holotrain.models.adapters import PEFT, add_adapters, add_peft, freeze
-from holotrain.models.block_schedules import schedule_blocks, set_backward, set_tile
+from holotrain.models.block_schedules import compile_blocks, schedule_blocks, set_backward, set_tile
 from holotrain.models.building import allocated
 from holotrain.models.checkpoint_files import read_weights
 from holotrain.models.external import ExternalModel
 from holotrain.models.pretrained import load_pretrained
 from holotrain.optimizers.stepping import InBackward
-from holotrain.reversible import checks_in
+from holotrain.reversible.in_place import checks_in
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.targets import TARGET, instantiate, is_of, needed
 from holotrain.tasks.optimizer_functions import decay_groups
@@ -89,7 +88,7 @@ def data_properties(data: pl.LightningDataModule) -> dict[str, Any]:
     for attribute, other in (("num_classes", "classes"), ("vocab_size", "vocab"), ("context", "context")):
         if value := getattr(data, attribute, None):
             facts |= {other: value, attribute: value}
-    if isinstance(data, datasets.TextDataModule):
+    if isinstance(data, TextDataModule):
         facts["pad_id"] = data.tokenizer.pad_id
     return facts
 
@@ -255,7 +254,7 @@ def check_values(config: RunConfig) -> None:
         return
     data = build_data(config.with_batch(2**20) if config.batch_is_open else config)
     text = is_a(config.data, groups.TEXT)
-    facts = {"vocab": 2**10, "context": data.context} if isinstance(data, datasets.TextDataModule) else data_properties(data)
+    facts = {"vocab": 2**10, "context": data.context} if isinstance(data, TextDataModule) else data_properties(data)
     if not text or is_a(config.task, groups.SEQUENCE_CLASSIFIER):
         facts.setdefault("classes", 2)
     model = _on_meta(config, facts)
@@ -283,7 +282,7 @@ def description(config: RunConfig, data: pl.LightningDataModule) -> dict[str, An
     trained = config.task if config.model is None else config.model
     arguments = with_data_properties("task", config.task, facts) if config.model is None else model_arguments(config, facts)
     found: dict[str, Any] = {"target": trained.target, "arguments": arguments, "facts": facts}
-    if isinstance(data, datasets.TextDataModule):
+    if isinstance(data, TextDataModule):
         found["tokenizer"] = data.tokenizer.to_json()
     if statistics := getattr(data, "statistics", None):
         found["statistics"] = [list(numbers) for numbers in statistics]

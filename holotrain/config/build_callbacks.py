@@ -10,23 +10,19 @@ from lightning.pytorch.callbacks import ProgressBar, WeightAveraging
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
-from holotrain.callbacks import (
-    BestCheckpoint,
-    ConfusionMatrix,
-    EpochLog,
-    ExactResume,
-    SaveOnSignal,
-    last_checkpoint,
-    peak_flops,
-    training_flops,
-)
+from holotrain.callbacks import BestCheckpoint, ConfusionMatrix
+from holotrain.callbacks.epoch_log import EpochLog
+from holotrain.callbacks.interrupt import SaveOnSignal
+from holotrain.callbacks.throughput import peak_flops, training_flops
+from holotrain.checkpoints.exact_resume import ExactResume
+from holotrain.checkpoints.saving import last_checkpoint
 from holotrain.config.build import build_model, data_properties, make, synthesis_callback, synthesis_of
 from holotrain.config.build_trainer import device_name
 from holotrain.config.command_options import RunConfig
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import BackwardConfig, is_a, takes
 from holotrain.config.signatures import REQUIRED, signature
-from holotrain.data import TextDataModule
+from holotrain.data.text.module import TextDataModule
 from holotrain.errors import UserError, check_choice
 from holotrain.folders import LAST_CHECKPOINT
 from holotrain.tasks.task import monitored_by

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from holotrain.callbacks import TraceProfiler
+from holotrain.callbacks.trace import TraceProfiler
 from holotrain.checkpoints.distributed import CheckpointFiles
 from holotrain.config.command_options import RunConfig
 from holotrain.config.objects import ObjectConfig
@@ -26,7 +26,7 @@ from holotrain.config.option_groups import TRAINER_OPTIONS
 from holotrain.errors import UserError, as_user_error
 from holotrain.models.division import TensorParallelError, division
 from holotrain.numeric import counted
-from holotrain.overlap import Tuner
+from holotrain.overlap.tuner import Tuner
 from holotrain.parallel.rank import ProcessRank
 from holotrain.parallel.stages import Pipeline, check_stages, equal_parts
 from holotrain.parallel.strategies import DataParallel, Sharding, overlapped

@@ -15,32 +15,8 @@ example       batches of zeros, for a plan
 """
 
 from holotrain.data.hub_images import HubImages
-from holotrain.data.image_folder import ImageFolder, image_files
+from holotrain.data.image_folder import ImageFolder
 from holotrain.data.image_sets import CIFAR10, CIFAR100, MNIST, Digits, Fake
-from holotrain.data.images import ImageDataModule
-from holotrain.data.loader import Loader, ResumableLoader, SeededDataset
-from holotrain.data.text import HubText, StdlibText, TextDataModule, TextFiles, text_files
-from holotrain.data.tokenizers import ByteTokenizer, Tokenizer, tokenizer_from_json
+from holotrain.data.text.sources import HubText, StdlibText, TextFiles
 
-__all__ = [
-    "CIFAR10",
-    "CIFAR100",
-    "MNIST",
-    "ByteTokenizer",
-    "Digits",
-    "Fake",
-    "HubImages",
-    "HubText",
-    "ImageDataModule",
-    "ImageFolder",
-    "Loader",
-    "ResumableLoader",
-    "SeededDataset",
-    "StdlibText",
-    "TextDataModule",
-    "TextFiles",
-    "Tokenizer",
-    "image_files",
-    "text_files",
-    "tokenizer_from_json",
-]
+__all__ = ["CIFAR10", "CIFAR100", "MNIST", "Digits", "Fake", "HubImages", "HubText", "ImageFolder", "StdlibText", "TextFiles"]

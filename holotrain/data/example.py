@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from holotrain.data.images import ImageDataModule
-from holotrain.data.text import TextDataModule
+from holotrain.data.text.module import TextDataModule
 from holotrain.data.text.tokenise import Batch
 from holotrain.errors import UserError
 

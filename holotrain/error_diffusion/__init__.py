@@ -9,13 +9,6 @@ rules  how much a source learns from an error: Kaneko's rule, the article's rule
 Shape letters: B batch, D outputs (each with its own network), L hidden layers, W pairs per layer, C = 2 W cells.
 """
 
-from holotrain.error_diffusion.cells import ErrorDiffusionNetwork, alignment, dead_cells, sign_violations
-from holotrain.error_diffusion.rules import contract
+from holotrain.error_diffusion.cells import ErrorDiffusionNetwork
 
-__all__ = [
-    "ErrorDiffusionNetwork",
-    "alignment",
-    "contract",
-    "dead_cells",
-    "sign_violations",
-]
+__all__ = ["ErrorDiffusionNetwork"]

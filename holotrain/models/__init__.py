@@ -22,15 +22,11 @@ block_schedules   set the backward schedule of each block; torch.compile, block 
 division          which layers tensor parallelism splits, and the part that one rank has
 """
 
-from holotrain.models.adapters import add_adapters, freeze
-from holotrain.models.block_schedules import compile_blocks
-from holotrain.models.checkpoint_files import read_weights
 from holotrain.models.external import Timm
-from holotrain.models.generation import Sampling, generate
+from holotrain.models.generation import generate
 from holotrain.models.gpt import GPT, RevGPT
 from holotrain.models.huggingface import HuggingFace
 from holotrain.models.image_error_diffusion import ImageErrorDiffusion
-from holotrain.models.int8 import quantise
 from holotrain.models.mvit import MViT, RevMViT
 from holotrain.models.pretrained import load_pretrained
 from holotrain.models.roberta import RevRoBERTa, RoBERTa
@@ -48,15 +44,9 @@ __all__ = [
     "RevSwin",
     "RevViT",
     "RoBERTa",
-    "Sampling",
     "Swin",
     "Timm",
     "ViT",
-    "add_adapters",
-    "compile_blocks",
-    "freeze",
     "generate",
     "load_pretrained",
-    "quantise",
-    "read_weights",
 ]

@@ -9,10 +9,11 @@ from torch import nn
 from holotrain.models.layers.blocks import PostNormBlock, ResidualBlock, ResidualSequence, stored_by_stage
 from holotrain.models.mvit import Transition
 from holotrain.numeric import counted
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, ReversibleStack, stack_of
+from holotrain.reversible import ReversibleBlock, ReversibleSequence
 from holotrain.reversible.in_place import recompute_block
 from holotrain.reversible.kept_inputs import WAYS
 from holotrain.reversible.lists_of_blocks import is_list_of_blocks, outermost
+from holotrain.reversible.stack import ReversibleStack, stack_of
 from holotrain.reversible.tiles import tile_modules, untile_modules
 
 Run = ReversibleSequence | ResidualSequence | ReversibleStack
@@ -113,7 +114,7 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
 
     Args:
         options: of ``torch.compile``, such as ``mode="max-autotune-no-cudagraphs"``. A mode with CUDA graphs would overwrite
-            what a recomputation has saved; use :class:`~holotrain.reversible.GraphedStep`.
+            what a recomputation has saved; use :class:`~holotrain.reversible.graphs.GraphedStep`.
     """
     for module in model.modules():
         if isinstance(module, PostNormBlock):  # which calls parts of its branches

@@ -5,7 +5,6 @@ low_bit   torchao's optimizers, whose state has 8 or 4 bits an entry, with plain
 shards    the shard of a tensor that this process has
 """
 
-from holotrain.optimizers.low_bit import low_bit
-from holotrain.optimizers.stepping import CombinedOptimizer, InBackward
+from holotrain.optimizers.stepping import InBackward
 
-__all__ = ["CombinedOptimizer", "InBackward", "low_bit"]
+__all__ = ["InBackward"]

@@ -12,23 +12,6 @@ predictor           predicts the time of a job in groups and chooses the best gr
 links               the time of a collective, and an emulated link
 """
 
-from holotrain.overlap.groups import Columns, Job
 from holotrain.overlap.linear import all_to_all_linear, column_parallel_linear, linear_all_to_all, row_parallel_linear
-from holotrain.overlap.links import LINKS
-from holotrain.overlap.predictor import Predictor
-from holotrain.overlap.styles import OverlappedColwise, OverlappedRowwise
-from holotrain.overlap.tuner import Tuner
 
-__all__ = [
-    "LINKS",
-    "Columns",
-    "Job",
-    "OverlappedColwise",
-    "OverlappedRowwise",
-    "Predictor",
-    "Tuner",
-    "all_to_all_linear",
-    "column_parallel_linear",
-    "linear_all_to_all",
-    "row_parallel_linear",
-]
+__all__ = ["all_to_all_linear", "column_parallel_linear", "linear_all_to_all", "row_parallel_linear"]

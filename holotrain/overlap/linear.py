@@ -92,8 +92,8 @@ def row_parallel_linear(
         weight: [N, K], the columns of the weight for these features.
         bias: [N], whole on every rank.
         group: the ranks.
-        groups: the number of groups of rows, :class:`~holotrain.overlap.Columns`, or a callable that chooses them
-            (:class:`~holotrain.overlap.Predictor`, :class:`~holotrain.overlap.Tuner`); the same on every rank.
+        groups: the number of groups of rows, :class:`~holotrain.overlap.groups.Columns`, or a callable that chooses them
+            (:class:`~holotrain.overlap.predictor.Predictor`, :class:`~holotrain.overlap.tuner.Tuner`); the same on every rank.
         sequence_dim: the dimension of x by which the output is sharded (sequence parallel), with a reduce-scatter instead of an
             all-reduce. If it does not divide evenly, the shares are those of ``torch.chunk``.
         signals: compute all groups in one product that signals each finished group (CUDA, bf16 and fp16, with Triton; otherwise

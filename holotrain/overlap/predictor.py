@@ -104,7 +104,7 @@ class Predictor:
 
     Args:
         product_seconds: seconds of a job's product over a number of its rows, when nothing else runs.
-        link: gives the time of a collective: one of :data:`~holotrain.overlap.LINKS`, or a measured link.
+        link: gives the time of a collective: one of :data:`~holotrain.overlap.links.LINKS`, or a measured link.
 
     The recurrence is FlashOverlap's (:func:`~holotrain.overlap.predictor.makespan`). On a GPU a group that is computed during a
     collective has two SMs less, so its product takes ``ceil(tiles / (SM - 2)) / ceil(tiles / SM)`` times as long.

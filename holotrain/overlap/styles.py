@@ -69,7 +69,7 @@ class _ParallelLinear(nn.Linear):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """Weight ``Shard(1)``, bias ``Replicate()``; see :class:`~holotrain.overlap.OverlappedRowwise`."""
+    """Weight ``Shard(1)``, bias ``Replicate()``; see :class:`~holotrain.overlap.styles.OverlappedRowwise`."""
 
     def forward(self, input: Tensor) -> Tensor:
         x = self._local(input, Shard(input.dim() - 1))
@@ -79,7 +79,7 @@ class RowParallelLinear(_ParallelLinear):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """Weight and bias ``Shard(0)``; see :class:`~holotrain.overlap.OverlappedColwise`."""
+    """Weight and bias ``Shard(0)``; see :class:`~holotrain.overlap.styles.OverlappedColwise`."""
 
     def forward(self, input: Tensor) -> Tensor:
         layout = _of_the_sequence(input.placements[0] if isinstance(input, DTensor) else self.input_layout, input.dim())

@@ -28,7 +28,7 @@ from holotrain.models.gpt import GPT
 from holotrain.models.layers.blocks import ResidualSequence
 from holotrain.models.vit import ViT
 from holotrain.numeric import counted, mixed_seed
-from holotrain.optimizers import CombinedOptimizer
+from holotrain.optimizers.stepping import CombinedOptimizer
 from holotrain.parallel.strategies import TaskWithModel, average, clip, gradients_of, parameters_of, set_timeouts
 from holotrain.reversible import ReversibleSequence
 

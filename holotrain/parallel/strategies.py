@@ -29,8 +29,8 @@ from holotrain.models.division import division
 from holotrain.models.layers.attention import Attention
 from holotrain.models.layers.blocks import ResidualBlock
 from holotrain.models.mvit import Transition
-from holotrain.overlap import OverlappedColwise, OverlappedRowwise
 from holotrain.overlap.groups import Grouping
+from holotrain.overlap.styles import OverlappedColwise, OverlappedRowwise
 from holotrain.reversible import ReversibleBlock
 
 HOOKS = {"none": None, "bf16": bf16_compress_hook, "fp16": fp16_compress_hook}

@@ -10,33 +10,7 @@ choice           memory and time of a block under each schedule; what backward=a
 memory_plan      memory under each schedule, largest batch and depth; asks `choice` for what a training leaves open
 """
 
-from holotrain.planning.allocators import ALLOCATORS
-from holotrain.planning.choice import Choice, TooSmall
-from holotrain.planning.fake_tensors import Unplannable, fake_parameters, fake_tensors
-from holotrain.planning.memory_plan import Limit, Plan, choose_batch, choose_schedules, choose_variant, largest, make_plan
-from holotrain.planning.planner import Backward, Planner, Size, Variant, free_memory
-from holotrain.planning.training_step import TrainingStep, measured_peak, simulate_step
+from holotrain.planning.planner import Planner
+from holotrain.planning.training_step import simulate_step
 
-__all__ = [
-    "ALLOCATORS",
-    "Backward",
-    "Choice",
-    "Limit",
-    "Plan",
-    "Planner",
-    "Size",
-    "TooSmall",
-    "TrainingStep",
-    "Unplannable",
-    "Variant",
-    "choose_batch",
-    "choose_schedules",
-    "choose_variant",
-    "fake_parameters",
-    "fake_tensors",
-    "free_memory",
-    "largest",
-    "make_plan",
-    "measured_peak",
-    "simulate_step",
-]
+__all__ = ["Planner", "simulate_step"]

@@ -18,8 +18,8 @@ from holotrain.planning.allocators import ALLOCATORS
 from holotrain.planning.choice import MARGIN, Choice, TooSmall, choose, flops, seconds, stage_of, visits_of
 from holotrain.planning.planner import Backward, Planner, Variant
 from holotrain.planning.tracker import Footprint
-from holotrain.reversible import kept_between_blocks
 from holotrain.reversible.backward_schedules import KEEPABLE
+from holotrain.reversible.stack import kept_between_blocks
 
 
 def largest(

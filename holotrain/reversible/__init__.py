@@ -26,25 +26,8 @@ graphs              a training step as one CUDA graph
 """
 
 from holotrain.reversible.block import ReversibleBlock
-from holotrain.reversible.context import recomputing
-from holotrain.reversible.graphs import GraphedStep
-from holotrain.reversible.in_place import checks_in, make_reversible, recompute, undo
+from holotrain.reversible.in_place import make_reversible, recompute, undo
 from holotrain.reversible.recomputation import checkpointed
 from holotrain.reversible.sequence import ReversibleSequence
-from holotrain.reversible.stack import ReversibleStack, kept_between_blocks, stack_of, stacks_in
 
-__all__ = [
-    "GraphedStep",
-    "ReversibleBlock",
-    "ReversibleSequence",
-    "ReversibleStack",
-    "checkpointed",
-    "checks_in",
-    "kept_between_blocks",
-    "make_reversible",
-    "recompute",
-    "recomputing",
-    "stack_of",
-    "stacks_in",
-    "undo",
-]
+__all__ = ["ReversibleBlock", "ReversibleSequence", "checkpointed", "make_reversible", "recompute", "undo"]

@@ -171,8 +171,8 @@ def next_pair(device: torch.device) -> _Pair | None:
     """The pair for the run that begins now; None where no graph is captured.
 
     Raises:
-        RuntimeError: a graph is captured by other means than :class:`~holotrain.reversible.GraphedStep`, or a sequence runs
-            inside a branch of another.
+        RuntimeError: a graph is captured by other means than :class:`~holotrain.reversible.graphs.GraphedStep`, or a sequence
+            runs inside a branch of another.
     """
     if fake_mode_active():
         return None
@@ -180,7 +180,7 @@ def next_pair(device: torch.device) -> _Pair | None:
     pair = None if generators is None else generators.next()
     if pair is None and is_captured(device):
         raise RuntimeError(
-            "use holotrain.reversible.GraphedStep to capture a step that recomputes activations, without a reversible "
+            "use holotrain.reversible.graphs.GraphedStep to capture a step that recomputes activations, without a reversible "
             "sequence inside a branch of another; otherwise the recomputation would draw other random numbers"
         )
     return pair

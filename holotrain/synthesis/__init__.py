@@ -10,15 +10,6 @@ delayed   the step on the CPU while a GPU goes on, applied a step late
 hook      HolographicSynthesis: the hook between backward and optimizer step
 """
 
-from holotrain.synthesis.binding import hadamard_bind, hadamard_unbind, phasor_bind, phasor_unbind
 from holotrain.synthesis.hook import HolographicSynthesis
-from holotrain.synthesis.options import SynthesisOptions
 
-__all__ = [
-    "HolographicSynthesis",
-    "SynthesisOptions",
-    "hadamard_bind",
-    "hadamard_unbind",
-    "phasor_bind",
-    "phasor_unbind",
-]
+__all__ = ["HolographicSynthesis"]

@@ -42,7 +42,7 @@ class HolographicSynthesis:
         model: already on its device; forward hooks on its layers gather the keys in training mode.
         mode: ``"associative"``, ``"shared"`` or ``"bind"``.
         covers: whether to cover a parameter, given its name and the parameter; None: all that require grad.
-        options: those of :class:`~holotrain.synthesis.SynthesisOptions`.
+        options: those of :class:`~holotrain.synthesis.options.SynthesisOptions`.
 
     Attributes:
         steps: number of synthesised steps; skipped: number of steps skipped because a gradient held NaN or infinity.

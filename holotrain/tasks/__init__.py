@@ -10,14 +10,6 @@ schedules            cosine, multi-step and constant, after a warm-up
 
 from holotrain.tasks.classification import ErrorDiffusionClassifier, ImageClassifier, SequenceClassifier
 from holotrain.tasks.language import CausalLM, MaskedLM
-from holotrain.tasks.task import Task, settle_in_backward
+from holotrain.tasks.task import Task
 
-__all__ = [
-    "CausalLM",
-    "ErrorDiffusionClassifier",
-    "ImageClassifier",
-    "MaskedLM",
-    "SequenceClassifier",
-    "Task",
-    "settle_in_backward",
-]
+__all__ = ["CausalLM", "ErrorDiffusionClassifier", "ImageClassifier", "MaskedLM", "SequenceClassifier", "Task"]

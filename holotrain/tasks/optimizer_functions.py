@@ -7,7 +7,8 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from holotrain.models.layers.blocks import ResidualBlock
 from holotrain.numeric import require_at_least, require_within
-from holotrain.optimizers import CombinedOptimizer, low_bit
+from holotrain.optimizers.low_bit import low_bit
+from holotrain.optimizers.stepping import CombinedOptimizer
 from holotrain.reversible import ReversibleBlock
 from holotrain.tasks.sharded_optimizers import ShardedAdafactor, ShardedMuon
 

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from holotrain.arguments import ShowsInherited
 from holotrain.optimizers import InBackward
 from holotrain.optimizers.stepping import refuse_in_backward
-from holotrain.reversible import GraphedStep
+from holotrain.reversible.graphs import GraphedStep
 
 
 class Task(ShowsInherited, pl.LightningModule):
@@ -24,8 +24,8 @@ class Task(ShowsInherited, pl.LightningModule):
         optimizer: function of the model that returns the optimizer; null if the module is only evaluated
         scheduler: function of the optimizer and the number of optimizer steps that returns the schedule, which is stepped after
             every optimizer step
-        cuda_graph: capture forward and backward as a CUDA graph (:class:`~holotrain.reversible.GraphedStep`), on a CUDA device,
-            without accumulation and without scaled gradients
+        cuda_graph: capture forward and backward as a CUDA graph (:class:`~holotrain.reversible.graphs.GraphedStep`), on a CUDA
+            device, without accumulation and without scaled gradients
 
     Logs ``train/loss`` and ``train/lr`` every ``log_every_n_steps`` (0: never), and what each task adds.
     """

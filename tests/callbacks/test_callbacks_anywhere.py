@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from holotrain import callbacks
 from holotrain.callbacks import BestCheckpoint, DriftMonitor, WeightAverage, progress
 from holotrain.callbacks.monitor import replays
-from holotrain.reversible import GraphedStep, ReversibleBlock, ReversibleSequence
+from holotrain.reversible import ReversibleBlock, ReversibleSequence
+from holotrain.reversible.graphs import GraphedStep
 
 
 class Regression(pl.LightningModule):

@@ -14,8 +14,9 @@ from small_trainings import Residual, quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from holotrain.callbacks import DriftMonitor, MemoryMonitor, ThroughputMonitor, peak_flops, training_flops
+from holotrain.callbacks import DriftMonitor, MemoryMonitor, ThroughputMonitor
 from holotrain.callbacks.memory import CudaProbe, Growth, LinuxProbe
+from holotrain.callbacks.throughput import peak_flops, training_flops
 from holotrain.models import RevViT
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible
 

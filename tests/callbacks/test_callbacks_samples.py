@@ -7,8 +7,10 @@ from shown_runs import Logged, adamw, assert_trains_as_without, fit, images
 
 from holotrain.callbacks import Samples
 from holotrain.callbacks.drawing import markdown
-from holotrain.data import ByteTokenizer, TextFiles
-from holotrain.models import GPT, Sampling, generate
+from holotrain.data import TextFiles
+from holotrain.data.tokenizers import ByteTokenizer
+from holotrain.models import GPT, generate
+from holotrain.models.generation import Sampling
 from holotrain.tasks import CausalLM
 
 

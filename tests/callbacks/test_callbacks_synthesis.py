@@ -12,7 +12,8 @@ from memo import Memo
 from small_trainings import quiet_trainer
 from torch import nn
 
-from holotrain.callbacks import ExactCheckpoint, SynthesisCallback
+from holotrain.callbacks import SynthesisCallback
+from holotrain.checkpoints.saving import ExactCheckpoint
 from holotrain.synthesis import HolographicSynthesis
 
 BATCHES = list(torch.randn(12, 6, 5, generator=torch.Generator().manual_seed(1)) + 0.5)

@@ -11,8 +11,8 @@ from small_trainings import quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from holotrain.callbacks import TraceProfiler, trace
-from holotrain.callbacks.trace import memory_counters
+from holotrain.callbacks import trace
+from holotrain.callbacks.trace import TraceProfiler, memory_counters
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 LEFT = {"trace.json", "trace-operators.txt"}

@@ -11,8 +11,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from holotrain.checkpoints.comparison import FreshState
-from holotrain.optimizers import CombinedOptimizer, InBackward, low_bit
-from holotrain.optimizers.low_bit import UnfitState
+from holotrain.optimizers import InBackward
+from holotrain.optimizers.low_bit import UnfitState, low_bit
+from holotrain.optimizers.stepping import CombinedOptimizer
 
 TORCHS = {
     name: each

@@ -14,8 +14,11 @@ from small_trainings import Residual, quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from holotrain.callbacks import BestCheckpoint, ExactCheckpoint, ExactResume, Interrupted, SaveOnSignal, last_checkpoint
-from holotrain.data import ResumableLoader
+from holotrain.callbacks import BestCheckpoint
+from holotrain.callbacks.interrupt import Interrupted, SaveOnSignal
+from holotrain.checkpoints.exact_resume import ExactResume
+from holotrain.checkpoints.saving import ExactCheckpoint, last_checkpoint
+from holotrain.data.loader import ResumableLoader
 from holotrain.reversible import make_reversible
 
 EPOCHS, STEPS = 3, 12

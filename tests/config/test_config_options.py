@@ -25,12 +25,13 @@ from holotrain.config.build_trainer import build_trainer, check_device, check_tr
 from holotrain.config.composition import composed, config_folder, option_names, register
 from holotrain.config.option_groups import SEQUENCE_CLASSIFIER, TASK_OPTIONS, is_a
 from holotrain.config.structured import structured, to_container, without_replaced_options
-from holotrain.data import HubImages, TextDataModule
+from holotrain.data import HubImages
+from holotrain.data.text.module import TextDataModule
 from holotrain.errors import UserError, as_user_error
 from holotrain.models.layers.blocks import ResidualSequence
 from holotrain.parallel.rank import ProcessRank
 from holotrain.reversible import backward_schedules, checks
-from holotrain.synthesis import SynthesisOptions
+from holotrain.synthesis.options import SynthesisOptions
 
 GROUPS = option_names()
 IMAGENET = ["data.root=images", "trainer.accelerator=cpu"]

@@ -15,8 +15,7 @@ from data_files import documents_of, write_folder, write_saved_images
 from PIL import ExifTags, Image
 from resumed_loaders import same, stream
 
-from holotrain.callbacks import ExactResume
-from holotrain.checkpoints.exact_resume import KEY
+from holotrain.checkpoints.exact_resume import KEY, ExactResume
 from holotrain.data import HubImages, HubText, hub
 from holotrain.data.decoding import upright
 from holotrain.data.sampler import set_data_shard

@@ -11,7 +11,8 @@ from data_files import write_saved_images
 from PIL import Image
 from resumed_loaders import assert_resumes, same, stream
 
-from holotrain.data import Digits, HubImages, ImageDataModule, TextFiles
+from holotrain.data import Digits, HubImages, TextFiles
+from holotrain.data.images import ImageDataModule
 from holotrain.data.loader import digest, digest_of_samples
 from holotrain.data.sampler import EpochBatchSampler, FixedBatches, in_batches, mixed_seed
 from holotrain.errors import UserError

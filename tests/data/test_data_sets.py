@@ -14,8 +14,9 @@ from PIL import Image
 from torch.utils.data import Subset
 from torchvision.transforms import v2
 
-from holotrain.data import CIFAR10, CIFAR100, MNIST, Digits, Fake, ImageFolder, image_files
+from holotrain.data import CIFAR10, CIFAR100, MNIST, Digits, Fake, ImageFolder
 from holotrain.data import images as image_data
+from holotrain.data.image_folder import image_files
 from holotrain.errors import UserError
 
 

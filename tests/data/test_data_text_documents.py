@@ -9,8 +9,10 @@ import pytest
 import torch
 from small_trainings import quiet_trainer
 
-from holotrain.data import ByteTokenizer, StdlibText, TextFiles, text_files
+from holotrain.data import StdlibText, TextFiles
 from holotrain.data.text.batches import BucketBatchSampler, by_length, padded, padding
+from holotrain.data.text.sources import text_files
+from holotrain.data.tokenizers import ByteTokenizer
 from holotrain.errors import UserError
 
 LENGTHS = np.random.default_rng(0).geometric(0.01, 3001).clip(3, 512)

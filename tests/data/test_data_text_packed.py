@@ -11,7 +11,9 @@ from compared import assert_equal
 from resumed_loaders import same, stream
 from small_trainings import quiet_trainer
 
-from holotrain.data import ByteTokenizer, TextFiles, text_files
+from holotrain.data import TextFiles
+from holotrain.data.text.sources import text_files
+from holotrain.data.tokenizers import ByteTokenizer
 from holotrain.errors import UserError
 
 CONTEXT = 16

@@ -10,8 +10,7 @@ import pytest
 from tokenizers import Tokenizer as Encoder
 from tokenizers import models, pre_tokenizers
 
-from holotrain.data import ByteTokenizer, tokenizer_from_json
-from holotrain.data.tokenizers import NAMES, SubwordTokenizer, known_tokenizer
+from holotrain.data.tokenizers import NAMES, ByteTokenizer, SubwordTokenizer, known_tokenizer, tokenizer_from_json
 from holotrain.errors import UserError
 
 SAMPLES = [

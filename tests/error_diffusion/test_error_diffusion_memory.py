@@ -4,8 +4,8 @@ import pytest
 import torch
 from tracked_memory import TrackedMemory
 
-from holotrain.error_diffusion import ErrorDiffusionNetwork, contract
-from holotrain.error_diffusion.rules import WORKSPACE
+from holotrain.error_diffusion import ErrorDiffusionNetwork
+from holotrain.error_diffusion.rules import WORKSPACE, contract
 
 FLOAT = 4
 

@@ -8,10 +8,10 @@ from compared import assert_equal
 from covering import pairwise
 from kaneko_loops import PlainNetwork, signed_layers, signed_thresholds
 
-from holotrain.error_diffusion import ErrorDiffusionNetwork, alignment, contract, dead_cells, sign_violations
-from holotrain.error_diffusion.rules import BACKPROPAGATION, RULES, slope
-from holotrain.reversible import GraphedStep
-from holotrain.reversible.graphs import WARM_UPS
+from holotrain.error_diffusion import ErrorDiffusionNetwork
+from holotrain.error_diffusion.cells import alignment, dead_cells, sign_violations
+from holotrain.error_diffusion.rules import BACKPROPAGATION, RULES, contract, slope
+from holotrain.reversible.graphs import WARM_UPS, GraphedStep
 
 
 def half_squares(network, x, targets):

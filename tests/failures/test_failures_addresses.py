@@ -27,8 +27,11 @@ from PIL import ExifTags, Image
 from small_run import SMALL, fit_in, run_in
 from watched import watched
 
-from holotrain.data import ByteTokenizer, HubImages, HubText, ImageFolder, TextFiles, image_files, limits, text_files
+from holotrain.data import HubImages, HubText, ImageFolder, TextFiles, limits
+from holotrain.data.image_folder import image_files
 from holotrain.data.images import IMAGENET
+from holotrain.data.text.sources import text_files
+from holotrain.data.tokenizers import ByteTokenizer
 from holotrain.errors import UserError
 
 SIZES = [word for word in SMALL if word.startswith("model.")]

@@ -72,7 +72,7 @@ def test_what_follows_the_first_error_is_dropped():
 
 LIMITED = """
 import resource, sys
-from holotrain.callbacks import ExactResume
+from holotrain.checkpoints.exact_resume import ExactResume
 name, size, moment = sys.argv[1:4]
 def limit(self, *_, **named):
     resource.setrlimit(getattr(resource, name), (int(size), resource.getrlimit(getattr(resource, name))[1]))

@@ -144,7 +144,7 @@ def test_average_weights_are_what_is_tested_and_saved(holotrain):
 
 
 def test_sigterm_saves_says_how_to_resume_and_ends_a_sweep(holotrain, monkeypatch):
-    from holotrain.callbacks import ExactResume
+    from holotrain.checkpoints.exact_resume import ExactResume
 
     def terminate(self, trainer, module, batch, index):
         if trainer.global_step == 1:
@@ -306,7 +306,7 @@ def test_a_trace_is_left_and_told_of(holotrain):
 STARVED = """
 import ctypes, resource, sys
 M_MMAP_THRESHOLD = -3
-from holotrain.callbacks import ExactResume
+from holotrain.checkpoints.exact_resume import ExactResume
 def starve(self, trainer, module, outputs, batch, index):
     if trainer.global_step == 4:
         in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

@@ -17,7 +17,7 @@ LAST = Path("checkpoints/last.ckpt")
 
 def interrupts(holotrain, monkeypatch, hook, step, times, *words):
     """Runs ``fit``, to which Ctrl-C is sent so many times in a row, in a hook of a callback at an optimizer step."""
-    from holotrain.callbacks import ExactResume
+    from holotrain.checkpoints.exact_resume import ExactResume
 
     def interrupt(self, trainer, *_, **__):
         if trainer.global_step == step:

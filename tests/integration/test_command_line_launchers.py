@@ -108,7 +108,7 @@ def test_a_job_whose_process_dies_has_failed(holotrain, monkeypatch):
 
 @pytest.mark.slow
 def test_a_signal_elsewhere_ends_the_sweep_with_its_status(holotrain, elsewhere, monkeypatch):
-    from holotrain.callbacks import ExactResume
+    from holotrain.checkpoints.exact_resume import ExactResume
 
     def terminate(self, trainer, module, batch, index):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -67,7 +67,7 @@ def test_mlflow_has_a_run_for_each_job_in_its_folder(holotrain, mlflow):
 
 
 def test_mlflow_records_a_training_that_was_stopped(holotrain, mlflow, monkeypatch):
-    from holotrain.callbacks import ExactResume
+    from holotrain.checkpoints.exact_resume import ExactResume
 
     monkeypatch.setattr(ExactResume, "on_train_batch_start", lambda *arguments: signal.raise_signal(signal.SIGTERM))
     status, _, err = holotrain("fit", *BRIEF, "logger=mlflow", "hydra.run.dir=stopped")

@@ -20,7 +20,7 @@ from left_by_runs import assert_same_weights, only, summary, weights
 from made_once import made_once
 from torch.nn import functional
 
-from holotrain.callbacks import ExactResume
+from holotrain.checkpoints.exact_resume import ExactResume
 from holotrain.folders import LAST_CHECKPOINT as LAST
 from holotrain.models.checkpoint_files import load, read_weights
 from holotrain.models.layers.blocks import MLPBranch

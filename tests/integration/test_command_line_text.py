@@ -15,7 +15,7 @@ from made_once import made_once
 from small_run import fit_in
 
 import holotrain as package
-from holotrain.data import tokenizer_from_json
+from holotrain.data.tokenizers import tokenizer_from_json
 from holotrain.models.int8 import is_quantised
 
 TEXTS = [

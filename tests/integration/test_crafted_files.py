@@ -24,9 +24,10 @@ from small_run import SMALL, fit_in, run_in
 from small_trainings import quiet_trainer
 
 import holotrain as package
-from holotrain.callbacks import BestCheckpoint, ExactResume
+from holotrain.callbacks import BestCheckpoint
+from holotrain.checkpoints.exact_resume import ExactResume
 from holotrain.commands.evaluation import lightning_refusals
-from holotrain.data import ResumableLoader
+from holotrain.data.loader import ResumableLoader
 from holotrain.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("contacts_nobody")

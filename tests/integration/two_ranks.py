@@ -18,7 +18,7 @@ import torch
 from gloo_pair import free_port
 from torch.distributed.tensor import DTensor
 
-from holotrain.callbacks import ExactResume
+from holotrain.checkpoints.exact_resume import ExactResume
 from holotrain.cli import main
 from holotrain.config import build_callbacks
 

@@ -6,7 +6,7 @@ from covering import slow
 from small_models import FAMILIES, TRANSFORMERS, example
 from torch._dynamo.utils import counters
 
-from holotrain.models import compile_blocks
+from holotrain.models.block_schedules import compile_blocks
 from holotrain.models.building import build
 
 CASES = [*((name, {}) for name in TRANSFORMERS), ("RoBERTa", {"norm": "post"}), ("RevSwin", {"backward": "pareprop"})]

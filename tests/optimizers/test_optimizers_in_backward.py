@@ -13,7 +13,9 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from holotrain.optimizers import CombinedOptimizer, InBackward, low_bit
+from holotrain.optimizers import InBackward
+from holotrain.optimizers.low_bit import low_bit
+from holotrain.optimizers.stepping import CombinedOptimizer
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, recomputation, tape
 from holotrain.tasks.sharded_optimizers import ShardedAdafactor
 

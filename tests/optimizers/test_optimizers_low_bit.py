@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from holotrain.optimizers import low_bit
+from holotrain.optimizers.low_bit import low_bit
 
 
 def trained(model, optimizer, steps):

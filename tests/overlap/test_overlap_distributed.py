@@ -10,7 +10,9 @@ import torch.distributed as dist
 from gloo_pair import find_as_one_of_them, found_by_processes
 from torch.nn.functional import linear
 
-from holotrain.overlap import Columns, Tuner, column_parallel_linear, row_parallel_linear
+from holotrain.overlap import column_parallel_linear, row_parallel_linear
+from holotrain.overlap.groups import Columns
+from holotrain.overlap.tuner import Tuner
 
 if not dist.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)

@@ -9,8 +9,10 @@ import torch.distributed as dist
 from gloo_pair import find_as_one_of_them, found_by_processes
 from torch.nn.functional import linear
 
-from holotrain.overlap import Columns, Tuner, all_to_all_linear, linear_all_to_all
+from holotrain.overlap import all_to_all_linear, linear_all_to_all
+from holotrain.overlap.groups import Columns
 from holotrain.overlap.links import EmulatedCollectives, Link
+from holotrain.overlap.tuner import Tuner
 
 if not dist.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)

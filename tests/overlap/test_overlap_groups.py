@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from holotrain.overlap import Columns
-from holotrain.overlap.groups import Job, group_sizes
+from holotrain.overlap.groups import Columns, Job, group_sizes
 from holotrain.overlap.overlapped_product import Overlap
 
 

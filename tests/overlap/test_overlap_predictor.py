@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from holotrain.overlap import Columns, Job, Predictor, predictor
+from holotrain.overlap import predictor
+from holotrain.overlap.groups import Columns, Job
 from holotrain.overlap.links import Link, MeasuredLink
-from holotrain.overlap.predictor import TILE_COLUMNS, TILE_ROWS, candidates, makespan, slowdown, unit_of
+from holotrain.overlap.predictor import TILE_COLUMNS, TILE_ROWS, Predictor, candidates, makespan, slowdown, unit_of
 
 CPU = torch.device("cpu")
 

@@ -13,9 +13,9 @@ import torch
 from covering import slow
 from layer_cases import Log
 
-from holotrain.overlap import Columns, row_parallel_linear, signals
+from holotrain.overlap import row_parallel_linear, signals
 from holotrain.overlap.functions import AllReduce, ReduceScatter
-from holotrain.overlap.groups import spans
+from holotrain.overlap.groups import Columns, spans
 from holotrain.overlap.links import EmulatedCollectives, Link
 from holotrain.overlap.overlapped_product import Overlap
 from holotrain.overlap.predictor import TILE_COLUMNS

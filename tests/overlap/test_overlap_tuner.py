@@ -11,10 +11,11 @@ import torch
 from compared import assert_equal
 from torch.utils.flop_counter import FlopCounterMode
 
-from holotrain.overlap import Columns, Job, Tuner, column_parallel_linear, linear_all_to_all, row_parallel_linear
+from holotrain.overlap import column_parallel_linear, linear_all_to_all, row_parallel_linear
 from holotrain.overlap import tuner as module
-from holotrain.overlap.groups import COLLECTIVES
+from holotrain.overlap.groups import COLLECTIVES, Columns, Job
 from holotrain.overlap.links import EmulatedCollectives, Link, MeasuredLink
+from holotrain.overlap.tuner import Tuner
 
 LINK = Link(1e6, 1e-4)
 JOB = Job(20, 4, 6, "all_reduce", 2, torch.float32, torch.device("cpu"))

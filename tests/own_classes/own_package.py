@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from holotrain.data import ResumableLoader
+from holotrain.data.loader import ResumableLoader
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from holotrain.models.checkpoint_files import read
-from holotrain.optimizers import CombinedOptimizer
+from holotrain.optimizers.stepping import CombinedOptimizer
 from holotrain.tasks.optimizer_functions import adafactor, adamw_low_bit
 from holotrain.tasks.sharded_optimizers import ShardedMuon
 

@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from holotrain.planning import TooSmall
-from holotrain.planning.choice import Option, Stage, choose
+from holotrain.planning.choice import Option, Stage, TooSmall, choose
 from holotrain.planning.memory_plan import largest
 
 NAMES = ("reversible", "reversible+attention", "checkpoint", "autograd")

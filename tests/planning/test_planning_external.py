@@ -5,7 +5,9 @@ import torch
 from covering import slow
 from torch.nn import functional as F
 
-from holotrain.planning import TrainingStep, fake_parameters, fake_tensors, measured_peak, simulate_step
+from holotrain.planning import simulate_step
+from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
+from holotrain.planning.training_step import TrainingStep, measured_peak
 from holotrain.reversible import make_reversible, recompute
 
 transformers = pytest.importorskip("transformers")

@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_leaves
 from tracked_memory import check_plan
 
 from holotrain import models
-from holotrain.planning import ALLOCATORS, TrainingStep, Unplannable, fake_tensors, simulate_step
+from holotrain.planning import simulate_step
 from holotrain.planning.allocators import (
+    ALLOCATORS,
     CUDA_WORKSPACES,
     FUSED_ATTENTION,
     FUSED_ATTENTION_BACKWARD,
@@ -25,9 +26,9 @@ from holotrain.planning.allocators import (
     scratch,
 )
 from holotrain.planning.cuda_rules import cuda_rules
-from holotrain.planning.fake_tensors import assume_mask_share
+from holotrain.planning.fake_tensors import Unplannable, assume_mask_share, fake_tensors
 from holotrain.planning.tracker import AllocationTracker
-from holotrain.planning.training_step import peak_of
+from holotrain.planning.training_step import TrainingStep, peak_of
 from holotrain.reversible.side_stream import assuming_a_side_stream
 
 CPU = torch.device("cpu")

@@ -7,9 +7,10 @@ import pytest
 from small_models import IMAGE
 from small_planners import planner
 
-from holotrain.planning import TooSmall, choose_batch, choose_schedules, free_memory, make_plan
 from holotrain.planning.allocators import HALF
-from holotrain.planning.memory_plan import largest_batch
+from holotrain.planning.choice import TooSmall
+from holotrain.planning.memory_plan import choose_batch, choose_schedules, largest_batch, make_plan
+from holotrain.planning.planner import free_memory
 
 
 def test_what_must_fit_is_the_bound(monkeypatch):

@@ -14,17 +14,12 @@ from holotrain import compose
 from holotrain.commands.proposals import proposals
 from holotrain.models import GPT
 from holotrain.models.block_schedules import schedule_blocks
-from holotrain.planning import (
-    TooSmall,
-    TrainingStep,
-    Variant,
-    choose_schedules,
-    choose_variant,
-    fake_tensors,
-    simulate_step,
-)
-from holotrain.planning.choice import MARGIN
-from holotrain.planning.memory_plan import least_memory
+from holotrain.planning import simulate_step
+from holotrain.planning.choice import MARGIN, TooSmall
+from holotrain.planning.fake_tensors import fake_tensors
+from holotrain.planning.memory_plan import choose_schedules, choose_variant, least_memory
+from holotrain.planning.planner import Variant
+from holotrain.planning.training_step import TrainingStep
 
 DEPTH = 8
 TEXT = {"vocab": 64, "context": 32, "dim": 64, "depth": DEPTH, "heads": 2}

@@ -11,10 +11,9 @@ from tracked_memory import check_plan
 
 from holotrain.models import RevGPT
 from holotrain.models.block_schedules import sequences
-from holotrain.planning import TrainingStep
 from holotrain.planning.choice import Visit, _leaves, flops, stage_of, visits_of
 from holotrain.planning.fake_tensors import fake_tensors
-from holotrain.planning.training_step import simulate_step
+from holotrain.planning.training_step import TrainingStep, simulate_step
 from holotrain.reversible import make_reversible
 
 WIDTH = 64

@@ -11,7 +11,8 @@ from compared import assert_equal
 from reversible.architectures import HUGGING_FACE, TIMM, made, tensors_in
 from torch import Tensor, nn
 
-from holotrain.reversible import make_reversible, stacks_in
+from holotrain.reversible import make_reversible
+from holotrain.reversible.stack import stacks_in
 
 TABLES = {"transformers": HUGGING_FACE, "timm": TIMM}
 ROWS = [row for table in TABLES.values() for rows in table.values() for row in rows]

@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, recomputing
+from holotrain.reversible import ReversibleBlock, ReversibleSequence
+from holotrain.reversible.context import recomputing
 
 RECOMPUTING = ("checkpoint", "reversible")
 every_engine = pytest.mark.parametrize("engine", ["checkpoint", "reversible", "a schedule a block"])

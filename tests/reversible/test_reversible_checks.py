@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, stack_of
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible
+from holotrain.reversible.stack import stack_of
 
 DEPTH, WIDTH = 12, 32
 

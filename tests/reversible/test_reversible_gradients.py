@@ -28,7 +28,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from tracked_memory import TrackedMemory
 
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, recomputing
+from holotrain.reversible import ReversibleBlock, ReversibleSequence
+from holotrain.reversible.context import recomputing
 
 every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 MATRIX = pairwise(*FACTORS.values())

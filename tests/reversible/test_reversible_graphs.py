@@ -11,8 +11,7 @@ import torch
 from compared import assert_close
 from engine_cases import F64, WIDTH, sequence
 
-from holotrain.reversible import GraphedStep
-from holotrain.reversible.graphs import WARM_UPS
+from holotrain.reversible.graphs import WARM_UPS, GraphedStep
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,14 +11,9 @@ from small_stacks import TOKENS, WIDTH, Block, Model, gradients, inputs, model, 
 from torch import nn
 from tracked_memory import TrackedMemory
 
-from holotrain.reversible import (
-    ReversibleStack,
-    kept_between_blocks,
-    make_reversible,
-    recomputing,
-    stack_of,
-    undo,
-)
+from holotrain.reversible import make_reversible, undo
+from holotrain.reversible.context import recomputing
+from holotrain.reversible.stack import ReversibleStack, kept_between_blocks, stack_of
 
 
 def blocks_alone(depth, *bits, **options):

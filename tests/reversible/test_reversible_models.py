@@ -9,7 +9,8 @@ import torch
 from compared import assert_equal
 from small_stacks import gradients
 
-from holotrain.reversible import make_reversible, stacks_in
+from holotrain.reversible import make_reversible
+from holotrain.reversible.stack import stacks_in
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")

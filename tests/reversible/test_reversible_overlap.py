@@ -12,7 +12,8 @@ import torch
 from compared import assert_equal
 from torch import nn
 
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, recomputing, tape
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, tape
+from holotrain.reversible.context import recomputing
 
 WIDTH = 8
 MAIN, SIDE = "the default stream", "side stream 1"

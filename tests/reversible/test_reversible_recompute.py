@@ -13,11 +13,12 @@ from torch import nn
 from torch.nn import functional as F
 from tracked_memory import TrackedMemory
 
-from holotrain.reversible import ReversibleBlock, kept_inputs, make_reversible, recompute, stack_of, undo
+from holotrain.reversible import ReversibleBlock, kept_inputs, make_reversible, recompute, undo
 from holotrain.reversible.in_place import RecomputedForward
 from holotrain.reversible.kept_inputs import WAYS, rounded, unrounded
 from holotrain.reversible.sequence import AveragedStreams
 from holotrain.reversible.side_stream import SameStream
+from holotrain.reversible.stack import stack_of
 
 
 class Block(nn.Module):

@@ -7,7 +7,8 @@ from small_stacks import Block, Model, inputs, model, recomputed, reversible
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, recompute, stack_of
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, recompute
+from holotrain.reversible.stack import stack_of
 from holotrain.reversible.tiled_loss import tile_loss
 
 

@@ -11,13 +11,8 @@ from covering import name_of, pairwise
 from small_stacks import BLOCKS, PLACES, USES, WIDTH, Block, gradients, inputs, model, recomputed, reversible
 from torch import nn
 
-from holotrain.reversible import (
-    make_reversible,
-    recompute,
-    stack_of,
-    stacks_in,
-    undo,
-)
+from holotrain.reversible import make_reversible, recompute, undo
+from holotrain.reversible.stack import stack_of, stacks_in
 
 MIXED = ["reversible", "reversible", "checkpoint", "autograd", "pareprop", "reversible"]
 WAYS = {

@@ -6,7 +6,9 @@ from covering import slow
 from torch import nn
 
 from holotrain.models.block_schedules import set_tile
-from holotrain.planning import TrainingStep, fake_parameters, fake_tensors, measured_peak, simulate_step
+from holotrain.planning import simulate_step
+from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
+from holotrain.planning.training_step import TrainingStep, measured_peak
 from holotrain.reversible import make_reversible, recompute, undo
 from holotrain.reversible.tiled_loss import TiledLoss
 from holotrain.reversible.tiles import Tiled, tile_modules

@@ -20,11 +20,11 @@ from tracked_memory import bytes_of_a_step, check_plan
 from holotrain.models import RevGPT
 from holotrain.models.block_schedules import sequences, set_backward
 from holotrain.models.layers.blocks import DropPath
-from holotrain.planning import TrainingStep
 from holotrain.planning.fake_tensors import fake_tensors
-from holotrain.planning.training_step import simulate_step
-from holotrain.reversible import GraphedStep, ReversibleBlock, ReversibleSequence, recomputing
-from holotrain.reversible.graphs import WARM_UPS
+from holotrain.planning.training_step import TrainingStep, simulate_step
+from holotrain.reversible import ReversibleBlock, ReversibleSequence
+from holotrain.reversible.context import recomputing
+from holotrain.reversible.graphs import WARM_UPS, GraphedStep
 
 B, T, WIDTH, F64 = 2, 11, 8, torch.float64
 RECOMPUTING = ("checkpoint", "reversible", "pareprop")

@@ -7,7 +7,7 @@ from covering import paired
 from small_stacks import WIDTH, Block, gradients, inputs, model, reversible
 from torch import nn
 
-from holotrain.reversible import ReversibleStack, stack_of
+from holotrain.reversible.stack import ReversibleStack, stack_of
 from holotrain.reversible.two_step import tapered, weights
 
 

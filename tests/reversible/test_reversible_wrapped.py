@@ -10,7 +10,8 @@ from compared import assert_equal
 from small_stacks import WIDTH, gradients, inputs, model, reversible
 from torch import nn
 
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, stack_of, stacks_in, undo
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, undo
+from holotrain.reversible.stack import stack_of, stacks_in
 
 
 @pytest.fixture

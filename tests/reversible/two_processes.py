@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, recompute, recomputing
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, recompute
+from holotrain.reversible.context import recomputing
 from holotrain.reversible.tiled_loss import tile_loss
 
 try:

@@ -9,8 +9,16 @@ import torchhd
 from compared import assert_close, assert_equal
 from scipy.linalg import hadamard
 
-from holotrain.synthesis import hadamard_bind, hadamard_unbind, phasor_bind, phasor_unbind
-from holotrain.synthesis.binding import Hadamard, _hadamard, folded, next_power_of_two
+from holotrain.synthesis.binding import (
+    Hadamard,
+    _hadamard,
+    folded,
+    hadamard_bind,
+    hadamard_unbind,
+    next_power_of_two,
+    phasor_bind,
+    phasor_unbind,
+)
 
 LENGTHS = [1, 2, 3, 7, 8, 97, 1000, 4096]
 

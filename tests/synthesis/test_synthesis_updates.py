@@ -9,7 +9,8 @@ import torch
 from compared import assert_close, assert_equal
 from torch import nn
 
-from holotrain.synthesis import HolographicSynthesis, phasor_bind
+from holotrain.synthesis import HolographicSynthesis
+from holotrain.synthesis.binding import phasor_bind
 from holotrain.synthesis.updates import MOST, total
 
 F64 = torch.float64

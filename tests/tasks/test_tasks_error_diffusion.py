@@ -9,7 +9,8 @@ from small_trainings import quiet_trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from holotrain.callbacks import ErrorDiffusionMonitor
-from holotrain.error_diffusion import ErrorDiffusionNetwork, sign_violations
+from holotrain.error_diffusion import ErrorDiffusionNetwork
+from holotrain.error_diffusion.cells import sign_violations
 from holotrain.models import ImageErrorDiffusion
 from holotrain.tasks import ErrorDiffusionClassifier
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from holotrain.models import RevGPT, RevMViT
 from holotrain.models.mvit import MVIT_SIZES
-from holotrain.optimizers import CombinedOptimizer
+from holotrain.optimizers.stepping import CombinedOptimizer
 from holotrain.tasks import optimizer_functions, schedules
 
 SMALL = {"vocab": 20, "context": 8, "dim": 16, "depth": 2, "heads": 2}

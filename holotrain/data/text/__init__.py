@@ -6,8 +6,3 @@ batches   tokens -> blocks of equal length for causal language models, also whil
           batches of similar length, for masked language models and classification
 module    the LightningDataModule that takes the steps: options, cache, loaders
 """
-
-from holotrain.data.text.module import TextDataModule
-from holotrain.data.text.sources import HubText, StdlibText, TextFiles, text_files
-
-__all__ = ["HubText", "StdlibText", "TextDataModule", "TextFiles", "text_files"]

@@ -2,7 +2,7 @@
 
 import lightning.pytorch as pl
 import torch
-from holotrain.data import Loader, ResumableLoader, SeededDataset
+from holotrain.data.loader import Loader, ResumableLoader, SeededDataset
 from sklearn.datasets import load_digits
 from torch.utils.data import TensorDataset, random_split
 from torchvision.transforms import v2
