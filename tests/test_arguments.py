@@ -13,7 +13,7 @@ PUBLIC = [
     getattr(package, name)
     for package in (data, models, synthesis, tasks)
     for name in package.__all__
-    if inspect.isclass(getattr(package, name)) and name not in ("Loader", "ResumableLoader")  # which take DataLoader's
+    if inspect.isclass(getattr(package, name))
 ]
 
 

@@ -34,11 +34,13 @@ def rank_from_environment() -> ProcessRank | None:
     Raises:
         UserError: the machines have different numbers of processes.
     """
-    if "LOCAL_RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+    launched = {"WORLD_SIZE", "LOCAL_RANK"}  # Lightning sets the second alone, in a process that it has not started
+    if not launched <= os.environ.keys() and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         _set_from_slurm()
-    if "LOCAL_RANK" not in os.environ or (size := int(os.environ["WORLD_SIZE"])) == 1:
+    if not launched <= os.environ.keys() or (size := int(os.environ["WORLD_SIZE"])) == 1:
         return None
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    local_rank = int(os.environ["LOCAL_RANK"])
+    rank = int(os.environ.setdefault("RANK", str(local_rank)))  # Lightning's launcher sets none
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if size % local_size or local_rank >= local_size:
         raise UserError(f"the launcher started {size} processes; each machine must have the same number")

@@ -36,6 +36,7 @@ def rank_of(monkeypatch):
         (TORCHRUN | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}, None),
         (SLURM, ProcessRank(2, 4, 0, 2)),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
+        ({"LOCAL_RANK": "0"}, None),  # left by a Trainer
         ({}, None),
     ],
 )
