@@ -9,6 +9,7 @@ from pathlib import Path
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import setup_globals
 from hydra.types import RunMode
@@ -51,7 +52,8 @@ def prepare_sweep(start: Start) -> Path:
     """The folder of a sweep that is about to start. Raises a UserError if the options of a job, as far as known, are wrong."""
     arguments, search_path = start.arguments, create_config_search_path(config_folder())
     if arguments.config_dir:
-        search_path.append("command-line", f"file://{Path(arguments.config_dir).resolve()}")
+        folder = f"file://{Path(arguments.config_dir).resolve()}"
+        search_path.prepend("command-line", folder, SearchPathQuery(provider="schema"))  # as Hydra does
     setup_globals()
     with explaining(arguments):
         loader = ConfigLoaderImpl(search_path)
