@@ -87,14 +87,14 @@ class MemoryMonitor(Monitor):
     def _track(self, model: nn.Module, optimizers: list[Optimizer], batch: Any) -> None:
         """Tracks tensors until :meth:`_end_tracking`."""
         weights = [*model.parameters(), *model.buffers()]
-        there = {
+        by_kind = {
             "parameters": weights,
             "gradients": [weight.grad for weight in weights],
             "optimizer": [state for optimizer in optimizers for state in state_of(optimizer)],
             "batch": tree_leaves(batch),
         }
         tracker = AllocationTracker()
-        for kind, tensors in there.items():
+        for kind, tensors in by_kind.items():
             tracker.label(kind, [part for each in tensors if isinstance(each, Tensor) for part in parts_of(each)])
         self._tracked = ExitStack()
         self._tracked.callback(self._note_peak, tracker)

@@ -97,8 +97,8 @@ class SynthesisCallback(Monitor):
         every_n_steps: int | None = None,
     ) -> None:
         super().__init__(every_n_steps)
-        given = locals()
-        self.options = SynthesisOptions(**{field.name: given[field.name] for field in fields(SynthesisOptions)})
+        arguments = locals()
+        self.options = SynthesisOptions(**{field.name: arguments[field.name] for field in fields(SynthesisOptions)})
         self.cover, self.exclude, self.module = cover, exclude, module
         self.synthesis: HolographicSynthesis | None = None
         self._to_load: dict[str, Any] = {}

@@ -2,7 +2,7 @@
 
 command_line     the words of a command line, and its mistakes in one line each
 help             the text of --help
-composition      what is asked of Hydra
+composition      Hydra's composition of a configuration
 annotations      values that people and files give, checked against annotations
 signatures       options, types and help texts of a class, read from its source
 objects          a class or function that a group names, or an object of Python code, with its arguments

@@ -136,7 +136,7 @@ def files_read(
     Their names are not patterns, and nothing beside them is looked at.
 
     Args:
-        streaming: read them as they are asked for instead.
+        streaming: read them while training instead.
         expansion: how many times as large as the files what is read may be.
         options: of the builder.
 

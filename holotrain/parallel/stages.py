@@ -111,11 +111,11 @@ class ModelStage(nn.Module):
         rows = len(inputs[0])
         count = equal_parts(rows, most)
         schedule = schedule if count >= self.count else "gpipe"
-        given = inputs[0][: rows // count]
-        streams = tuple(stream.requires_grad_() for stream in self._streams_for(given))
-        loss = torch.zeros(1, dtype=self.dtype, device=given.device, requires_grad=True)
-        taken, made = (given,) if self.first else streams, (loss,) if self.last else streams
-        stage = PipelineStage(self, self.index, self.count, given.device, input_args=taken, output_args=made, group=self.group)
+        batch = inputs[0][: rows // count]
+        streams = tuple(stream.requires_grad_() for stream in self._streams_for(batch))
+        loss = torch.zeros(1, dtype=self.dtype, device=batch.device, requires_grad=True)
+        taken, made = (batch,) if self.first else streams, (loss,) if self.last else streams
+        stage = PipelineStage(self, self.index, self.count, batch.device, input_args=taken, output_args=made, group=self.group)
         return SCHEDULES[schedule](stage, count, loss_fn=lambda loss, _: loss.squeeze(), scale_grads=False)
 
     def step(self, schedule: Any, *inputs: Tensor) -> Tensor:
@@ -138,8 +138,8 @@ class ModelStage(nn.Module):
     def forward(self, *streams: Tensor, **inputs: Tensor) -> Any:
         """Of one microbatch: the streams for the next stage, or on the last one its share of the batch's loss."""
         with self.context():
-            given = streams[0] if self.first else inputs["input_0"]
-            streams = self._run(self.model.enter(given) if self.first else streams, given)
+            batch = streams[0] if self.first else inputs["input_0"]
+            streams = self._run(self.model.enter(batch) if self.first else streams, batch)
             if not self.last:
                 return streams
             terms = int(self.task_terms(*inputs.values()))
@@ -151,18 +151,18 @@ class ModelStage(nn.Module):
             finally:
                 self._received = None
 
-    def run_whole_batch(self, given: Tensor, *others: Tensor) -> Tensor:
+    def run_whole_batch(self, batch: Tensor, *others: Tensor) -> Tensor:
         """The model's forward: through all processes, or from the streams of a microbatch on."""
         if self._received is not None:
             return self.model.leave(self._received, *others)
         here = dist.get_rank()
         if self.first:
-            streams = self.model.enter(given)
+            streams = self.model.enter(batch)
         else:
-            streams = self._streams_for(given)
+            streams = self._streams_for(batch)
             for stream in streams:
                 dist.recv(stream, here - 1, self.group)
-        streams = self._run(streams, given)
+        streams = self._run(streams, batch)
         if not self.last:
             for stream in streams:
                 dist.send(stream, here + 1, self.group)
@@ -170,16 +170,16 @@ class ModelStage(nn.Module):
         about: list[Any] = [None if output is None else (output.shape, output.dtype)]
         dist.broadcast_object_list(about, group=self.group, group_src=self.count - 1)
         shape, dtype = about[0]
-        return self._from_last(torch.empty(shape, dtype=dtype, device=given.device) if output is None else output.contiguous())
+        return self._from_last(torch.empty(shape, dtype=dtype, device=batch.device) if output is None else output.contiguous())
 
-    def _run(self, streams: tuple[Tensor, ...], given: Tensor) -> tuple[Tensor, ...]:
-        found = self.blocks(*streams, self.model.context_of(given))
+    def _run(self, streams: tuple[Tensor, ...], batch: Tensor) -> tuple[Tensor, ...]:
+        found = self.blocks(*streams, self.model.context_of(batch))
         return tuple(stream.contiguous() for stream in (found if isinstance(found, tuple) else (found,)))
 
-    def _streams_for(self, given: Tensor) -> tuple[Tensor, ...]:
+    def _streams_for(self, batch: Tensor) -> tuple[Tensor, ...]:
         """As many streams as there are between stages, to receive those of this batch."""
-        shape, count = self.model.stream_shape(given), 2 if isinstance(self.blocks, ReversibleSequence) else 1
-        return tuple(torch.empty(shape, dtype=self.dtype, device=given.device) for _ in range(count))
+        shape, count = self.model.stream_shape(batch), 2 if isinstance(self.blocks, ReversibleSequence) else 1
+        return tuple(torch.empty(shape, dtype=self.dtype, device=batch.device) for _ in range(count))
 
     def _from_last(self, tensor: Tensor) -> Tensor:
         dist.broadcast(tensor, group=self.group, group_src=self.count - 1)
@@ -258,10 +258,10 @@ class Pipeline(DDPStrategy):
         Args:
             norms: without the parameters in :attr:`tied_to_first`.
         """
-        told: list[dict[str, float]] = [{} for _ in range(self.stages)]
-        dist.all_gather_object(told, norms, group=self._mesh["stages"].get_group())
-        names = dict.fromkeys(name for each in told for name in each)
-        return {name: math.hypot(*(each.get(name, 0.0) for each in told)) for name in names}
+        gathered: list[dict[str, float]] = [{} for _ in range(self.stages)]
+        dist.all_gather_object(gathered, norms, group=self._mesh["stages"].get_group())
+        names = dict.fromkeys(name for each in gathered for name in each)
+        return {name: math.hypot(*(each.get(name, 0.0) for each in gathered)) for name in names}
 
     def reduce_and_clip_gradients(self, optimizer: Optimizer, largest: float | None, algorithm: str | None) -> None:
         """Clips gradients, see :func:`~holotrain.parallel.strategies.clip`."""
@@ -315,11 +315,11 @@ def collected(own: dict[str, Any], group: dist.ProcessGroup, device: torch.devic
     """
     leaves = {keys: leaf for keys, leaf in tree_leaves_with_path(own) if not (isinstance(leaf, Tensor) and leaf.is_meta)}
     described = {keys: leaf.to("meta") if isinstance(leaf, Tensor) else leaf for keys, leaf in leaves.items()}
-    told: list[dict[KeyPath, Any]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(told, described, group=group)
-    first, here, seen = dist.get_global_rank(group, 0), group.rank(), set(told[0])
-    for rank, theirs in enumerate(told):
-        for keys, like in theirs.items():
+    gathered: list[dict[KeyPath, Any]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(gathered, described, group=group)
+    first, here, seen = dist.get_global_rank(group, 0), group.rank(), set(gathered[0])
+    for rank, kinds in enumerate(gathered):
+        for keys, like in kinds.items():
             if keys in seen:
                 continue
             seen.add(keys)

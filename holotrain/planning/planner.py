@@ -111,15 +111,15 @@ class Planner:
             Unplannable: an operation needs the values of its inputs.
         """
         batch = batch or self.batch.value
-        asked = repr((backward, batch, depth))
-        if asked not in self._known:
+        key = repr((backward, batch, depth))
+        if key not in self._known:
             allocator = ALLOCATORS[self.device]
             with self.fake_step(self.fake_model(backward, depth), batch) as step:
                 shapes = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in step.model.parameters())
                 if shapes not in self.updates:
                     self.updates[shapes] = simulate_update(step, allocator)
-                self._known[asked] = simulate_step(step, allocator, self.updates[shapes])
-        return self._known[asked]
+                self._known[key] = simulate_step(step, allocator, self.updates[shapes])
+        return self._known[key]
 
     def fake_model(self, backward: Backward, depth: int | None = None) -> nn.Module:
         """The module on the meta device."""

@@ -56,7 +56,7 @@ class RebuildChecks:
             return  # a recomputation around these blocks: its forward must do what it did
         self.errors.clear()
         self._passes += 1
-        # In a capture no event can be asked whether it has come.
+        # During a capture an event cannot be queried.
         while self._arriving and not torch.cuda.is_current_stream_capturing() and self._arriving[0][1].query():
             figures, _, check = self._arriving.popleft()
             self._look(figures, check)

@@ -62,7 +62,7 @@ def _moved(x: Tensor, device: torch.device) -> Tensor:
 def padding_context(mask: Tensor, x: Tensor, width: int, dropout: float, packs: bool = True) -> dict[str, Any]:
     """The keyword arguments of attention for a batch: a ``packing`` or a ``mask``, or nothing where there is no padding.
 
-    Only a mask on the CPU is looked into. To read one on a GPU is to wait until the GPU has done all that it was told.
+    Only a mask on the CPU is looked into. Reading one on a GPU waits for all kernels that were launched.
 
     Args:
         mask: (B, T), True for tokens, False for padding.
