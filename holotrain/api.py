@@ -9,7 +9,7 @@ import json
 import math
 import signal
 from collections.abc import Collection
-from contextlib import ExitStack, redirect_stdout, suppress
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, field, fields, replace
 from io import StringIO
 from pathlib import Path
@@ -261,9 +261,7 @@ def _run(
         Path(folder or config.folder or run_folder(command, config.output_dir, False)).expanduser().absolute()
     )
     run = Run(command, folder, list(config.overrides), dict(config.choices))
-    status = None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         with quietly(), ExitStack() as silenced:
             if quiet:
                 silenced.enter_context(redirect_stdout(StringIO()))
@@ -271,10 +269,6 @@ def _run(
             status = run_job(command, config, run)
     except OSError as error:
         raise UserError(f"cannot write to {error.filename or folder}: {error.strerror or error}") from error
-    finally:
-        if status is None:
-            with suppress(OSError):  # such as: it is not empty
-                folder.rmdir()
     if status == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if status > 128:
@@ -301,39 +295,29 @@ def _prepared(command: str, config: RunConfig | None, objects: dict[str, object]
         objects = {"task": objects.pop("model"), **objects}
     if {"model", "task"} <= objects.keys():
         raise UserError("task: it has its own model; give model= or task=, not both")
-    names = {group: {TARGET: PYTHON_OBJECT, "kind": full_name(type(thing))} for group, thing in objects.items()}
+    kinds = {group: full_name(type(thing)) for group, thing in objects.items()}
     if config is None:
-        named_by = [f"{group}.{TARGET}={PYTHON_OBJECT}" for group in names]
-        named_by += [f"{group}.kind='{named['kind']}'" for group, named in names.items()]
-        config = compose(command, [*overrides, *named_by])
-    elif objects:
-        config = _with_names(command, config, names)
+        words = [f"{group}.{TARGET}={PYTHON_OBJECT}" for group in kinds]
+        words += [f"{group}.kind='{kind}'" for group, kind in kinds.items()]
+        config = compose(command, [*overrides, *words])
     if not objects:
         return config
+    plain = to_container(config)
+    if kinds.keys() & {"model", "task"} and plain["backward"]["kind"] == default_backward(config.model):
+        del plain["backward"]["kind"]  # that of the other model
+    for group, kind in kinds.items():
+        options = (plain[group] or {}).items() if group == "model" else ()
+        kept = {name: value for name, value in options if name in MODEL_OPTIONS}
+        plain[group] = {TARGET: PYTHON_OBJECT, "kind": kind} | kept
     if config.trainer.strategy != "single":
         raise UserError(
             f"trainer={config.trainer.strategy}: an object is in one process only; use trainer=default, or name its class"
         )
-    made = {group: replace(getattr(config, group), object=thing) for group, thing in objects.items()}
-    return _like(config, replace(config, **made))
-
-
-def _with_names(command: str, config: RunConfig, names: dict[str, dict[str, str]]) -> RunConfig:
-    plain = to_container(config)
-    if names.keys() & {"model", "task"} and plain["backward"]["kind"] == default_backward(config.model):
-        del plain["backward"]["kind"]  # that of the other model
-    for group, named in names.items():
-        before = plain[group] or {}
-        plain[group] = named | {name: before[name] for name in MODEL_OPTIONS if group == "model" and name in before}
-    named = _like(config, structured(command, plain))
-    named.choices = {group: option for group, option in config.choices.items() if group not in names}
-    return named
-
-
-def _like(config: RunConfig, other: RunConfig) -> RunConfig:
-    """The other configuration, with how the first came about."""
-    other.overrides, other.choices, other.folder = config.overrides, config.choices, config.folder
-    return other
+    named = structured(command, plain)
+    made = replace(named, **{group: replace(getattr(named, group), object=thing) for group, thing in objects.items()})
+    made.overrides, made.folder = config.overrides, config.folder
+    made.choices = {group: option for group, option in config.choices.items() if group not in objects}
+    return made
 
 
 def _summary(run: Run) -> dict[str, Any]:

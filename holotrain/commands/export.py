@@ -8,7 +8,7 @@ from holotrain.commands import screen
 from holotrain.commands.checkpoint import described_model, in_int8
 from holotrain.commands.console import console
 from holotrain.commands.run_folder import Run
-from holotrain.commands.summary import Summary
+from holotrain.commands.summary import write_summary
 from holotrain.config import checkpointed
 from holotrain.config.command_options import ExportConfig
 from holotrain.data.tokenizers import tokenizer_from_json
@@ -65,8 +65,7 @@ def run(config: ExportConfig, run: Run) -> int:
     written = [folder / name for name in (*names, PROGRAM, ONNX) if (folder / name).is_file()]
     weights = storage_bytes(model)
     metrics = {"bytes": sum(file.stat().st_size for file in written), "storage_bytes": weights}
-    summary = Summary.of(run, config, model, checkpoint=str(path), metrics=metrics)
-    summary.write(run.folder)
+    summary = write_summary(run, config, model, checkpoint=str(path), metrics=metrics)
     rows = {
         "weights": f"{weights / 2**20:.2f} MiB, {weights / (4 * summary.parameters):.3f} of the fp32 size",
         "written to": f"{folder}: {', '.join(file.name for file in written)}",

@@ -21,14 +21,13 @@ from holotrain.commands.checkpoint import (
     check_origin,
     chosen_before,
 )
-from holotrain.commands.evaluation import can_test, check_not_empty, evaluate, lightning_refusals
+from holotrain.commands.evaluation import can_test, check_not_empty, evaluate, lightning_refusals, shared_data
 from holotrain.commands.failures import OutOfMemory, SameFolder, as_out_of_memory, of_the_system
 from holotrain.commands.measured import BestValue, Measured
 from holotrain.commands.memory_limits import chosen, explained
 from holotrain.commands.planners import smallest_batch
 from holotrain.commands.run_folder import Run
-from holotrain.commands.shared_data import shared_data
-from holotrain.commands.summary import SUMMARY, Summary
+from holotrain.commands.summary import SUMMARY, Summary, write_summary
 from holotrain.commands.tensorboard_tabs import log_end, log_hyperparams
 from holotrain.commands.writing import write_whole
 from holotrain.config.build import build_task, description
@@ -127,10 +126,7 @@ def run(config: FitConfig, run: Run) -> int:
     if not run.is_main:
         return exit_status
     place.check()
-    summary = _summary(config, run, trainer, task, status)
-    summary.planned_step_bytes = planned
-    summary.metrics |= tested
-    summary.write(run.folder)
+    summary = _summary(config, run, trainer, task, status, planned, tested)
     log_end(loggers, completed=status == "completed")
     screen.show_end(summary, run.folder)
     if words:
@@ -155,18 +151,26 @@ def _chosen(config: FitConfig, data: pl.LightningDataModule, run: Run) -> tuple[
     return config, planned
 
 
-def _summary(config: FitConfig, run: Run, trainer: pl.Trainer, task: pl.LightningModule, status: str) -> Summary:
+def _summary(
+    config: FitConfig,
+    run: Run,
+    trainer: pl.Trainer,
+    task: pl.LightningModule,
+    status: str,
+    planned: int | None,
+    tested: dict[str, float],
+) -> Summary:
     callbacks = {type(callback): callback for callback in trainer.callbacks}  # ty: ignore[missing-attribute]
-    summary = Summary.of(run, config, model_of(task), status, **callbacks[Measured].results(trainer))
+    results = callbacks[Measured].results(trainer)
     if best := callbacks.get(BestValue):
-        summary.monitor, summary.mode = best.checkpoint.monitor, best.checkpoint.mode
         value = best.best_so_far()
-        summary.metrics[best.tag] = math.nan if value is None else value
-    summary.between_blocks = kept_between_blocks(model_of(task))
-    summary.epochs, summary.steps = trainer.current_epoch, trainer.global_step
+        results |= {"monitor": best.checkpoint.monitor, "mode": best.checkpoint.mode}
+        results["metrics"][best.tag] = math.nan if value is None else value
+    results["metrics"] |= tested
     checkpoint = _checkpoint(run, trainer)
-    summary.checkpoint = str(checkpoint) if checkpoint else None
-    return summary
+    results |= {"checkpoint": str(checkpoint) if checkpoint else None, "planned_step_bytes": planned}
+    results |= {"epochs": trainer.current_epoch, "steps": trainer.global_step}
+    return write_summary(run, config, model_of(task), status, between_blocks=kept_between_blocks(model_of(task)), **results)
 
 
 def check_direction(monitor: ModelCheckpoint | None, direction: str | None) -> None:

@@ -12,7 +12,7 @@ from holotrain.commands import screen
 from holotrain.commands.checkpoint import described_model, in_int8
 from holotrain.commands.console import plain
 from holotrain.commands.run_folder import Run
-from holotrain.commands.summary import Summary
+from holotrain.commands.summary import write_summary
 from holotrain.commands.writing import write_whole
 from holotrain.config.build_trainer import autocast_of, check_device, device_kind
 from holotrain.config.command_options import GenerateConfig
@@ -65,8 +65,7 @@ def run(config: GenerateConfig, run: Run) -> int:
     metrics, speed = {"texts": len(texts), "tokens": int((drawn != tokenizer.end_id).sum())}, drawn.numel() / seconds
     longest = max(len(ids) for ids in starts)
     full = context if longest + config.max_tokens > context == longest + len(tokens) else None
-    summary = Summary.of(run, config, model, checkpoint=str(path), metrics=metrics, tokens_per_second=speed)
-    summary.write(run.folder)
+    summary = write_summary(run, config, model, checkpoint=str(path), metrics=metrics, tokens_per_second=speed)
     rows = {
         "tokens": f"{metrics['tokens']} in {counted(len(texts), 'text')}, {speed:.1f} tokens/s",
         "ended": full and f"because the model's context of {full} tokens was full",

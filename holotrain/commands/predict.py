@@ -12,7 +12,7 @@ from holotrain.commands import screen
 from holotrain.commands.checkpoint import described_model, in_int8, load_weights
 from holotrain.commands.evaluation import lightning_refusals, prepared
 from holotrain.commands.run_folder import Run
-from holotrain.commands.summary import Summary
+from holotrain.commands.summary import write_summary
 from holotrain.commands.writing import write_table
 from holotrain.config.build import description, task_of
 from holotrain.config.build_trainer import build_trainer, check_device
@@ -67,8 +67,7 @@ def run(config: PredictConfig, run: Run) -> int:
     write_table(run.folder / PREDICTIONS, columns, rows)
 
     metrics = {f"{columns[0]}s": len(rows)} | ({"unreadable": left_out} if left_out else {})
-    summary = Summary.of(run, config, model_of(task), checkpoint=str(path), metrics=metrics)
-    summary.write(run.folder)
+    summary = write_summary(run, config, model_of(task), checkpoint=str(path), metrics=metrics)
     screen.show_end(summary, run.folder, predictions=run.folder / PREDICTIONS)
     return 0
 

@@ -125,26 +125,33 @@ HELD: set[Path] = set()
 
 @contextmanager
 def alone_in(folder: Path) -> Generator[None]:
-    """Keeps other runs out of a folder. If this process dies, the system lets them in.
+    """Makes a folder, and keeps other runs out of it. At the end it is removed if it is empty.
+
+    If this process dies, the system lets others in.
 
     Raises:
         UserError: another run is in it, or what a run writes to would be elsewhere.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     refuse_links(folder, WRITTEN_IN_PLACE)
     path, place = folder / LOCK, folder.resolve()
     refused = UserError(f"{folder}: another run is writing into it; wait until it ends, or name another folder")
     if place in HELD:
         raise refused
-    with ExitStack() as stack:
-        HELD.add(place)
-        stack.callback(HELD.discard, place)
-        if sys.platform != "win32":
-            with suppress(OSError):  # a folder that cannot be written, a file system without locks
-                file = stack.enter_context(open(os.open(path, os.O_RDWR | os.O_CREAT | WITHOUT_LINKS, 0o666), "wb"))
-                if not _locked(file, path):
-                    raise refused
-                stack.callback(path.unlink, missing_ok=True)
-        yield
+    try:
+        with ExitStack() as stack:
+            HELD.add(place)
+            stack.callback(HELD.discard, place)
+            if sys.platform != "win32":
+                with suppress(OSError):  # a folder that cannot be written, a file system without locks
+                    file = stack.enter_context(open(os.open(path, os.O_RDWR | os.O_CREAT | WITHOUT_LINKS, 0o666), "wb"))
+                    if not _locked(file, path):
+                        raise refused
+                    stack.callback(path.unlink, missing_ok=True)
+            yield
+    finally:
+        with suppress(OSError):  # such as: it is not empty
+            folder.rmdir()
 
 
 def _locked(file: IO, path: Path) -> bool:

@@ -11,7 +11,7 @@ from holotrain.callbacks import trace
 from holotrain.commands.console import console
 from holotrain.commands.memory_limits import runs_of
 from holotrain.commands.run_folder import Run
-from holotrain.commands.summary import SUMMARY, Summary, parameter_count
+from holotrain.commands.summary import SUMMARY, Summary
 from holotrain.config.build_trainer import data_shard_of, device_name, model_parallel_size, unsharded_layers
 from holotrain.config.command_options import RunConfig
 from holotrain.config.objects import ObjectConfig
@@ -142,7 +142,7 @@ def _optimizer(config: RunConfig, optimizer: ObjectConfig, run: Run) -> str:
 
 def _parameters(model: nn.Module) -> str:
     learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    whole = parameter_count(model)
+    whole = sum(parameter.numel() for parameter in model.parameters())
     return f"{_large(whole)} parameters" + (f", {_large(learned)} trainable" if 0 < learned < whole else "")
 
 
