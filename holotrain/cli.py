@@ -59,7 +59,9 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch would warn of each connection that another process has closed
     sys.path.append(os.getcwd())  # where a user's own package may lie; python -m does so, a console script does not
     argv = sys.argv[1:]
-    status, error = _main(argv), output_error()
+    status = _main(argv)
+    sys.stdout.flush()
+    error = getattr(getattr(sys.stdout.buffer, "raw", None), "error", None)
     if error is None or status:
         return status
     if argv[:1] == ["fit"] and not {word.partition("=")[0] for word in argv} & SHOWS:
@@ -104,12 +106,6 @@ def open_streams() -> None:
         setattr(sys, name, text)
 
 
-def output_error() -> OSError | None:
-    """Why not all of the output could be written; None: it was."""
-    sys.stdout.flush()
-    return getattr(getattr(sys.stdout.buffer, "raw", None), "error", None)
-
-
 def _main(argv: list[str]) -> int:
     if not argv or argv[0] in ("--help", "-h", "help"):
         print(overview())
@@ -125,13 +121,8 @@ def _main(argv: list[str]) -> int:
         print(f"holotrain: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return _interrupted(argv[0])
-
-
-def _interrupted(command: str) -> int:
-    """What Ctrl-C means where there is nothing to keep."""
-    print(f"SIGINT ended {command}", file=sys.stderr)
-    return 128 + signal.SIGINT
+        print(f"SIGINT ended {argv[0]}", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 @files_named()
@@ -198,8 +189,6 @@ class Launch:
                 self._sweep(launch)
         except Ended:
             pass
-        except KeyboardInterrupt:
-            self.statuses.append(_interrupted(arguments.command))
         except OSError as error:
             raise UserError(f"cannot write to {error.filename or 'the output folder'}: {error.strerror or error}") from error
         finally:

@@ -15,10 +15,11 @@ from holotrain.callbacks.drawing import log_text
 from holotrain.callbacks.interrupt import Interrupted
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import (
+    FOR_ANY_USE,
     KeepConfiguration,
     check_classes,
     check_continuable,
-    check_origin,
+    check_same,
     chosen_before,
 )
 from holotrain.commands.evaluation import can_test, check_not_empty, evaluate, lightning_refusals, shared_data
@@ -48,9 +49,9 @@ def run(config: FitConfig, run: Run) -> int:
     if config.resume:  # a job of a resumed sweep may not have started
         start_checkpoint = run.last_checkpoint if run.last_checkpoint.exists() else None
     if start_checkpoint is not None:
-        check_origin(config, start_checkpoint)
-    if start_checkpoint is not None and config.resume:
-        config = chosen_before(config, start_checkpoint)
+        check_same(config, start_checkpoint, FOR_ANY_USE)
+        if config.resume:
+            config = chosen_before(config, start_checkpoint)
     data = shared_data("fit", smallest_batch(config) if config.batch_is_open else config, start_checkpoint, run)
     if config.trainer.limit_val_batches != 0:
         check_not_empty(data, "val", ", or set trainer.limit_val_batches=0")
