@@ -1,6 +1,7 @@
 """The commands as Python functions, for scripts and notebooks: ``holotrain.fit``, ``load``, ``plan``, ...
 
 They run what the command line runs, with the same folders and checkpoints. A model, a data module or a task may be objects.
+A mistake raises a UserError, whose text is one line.
 """
 
 from __future__ import annotations
@@ -117,9 +118,6 @@ def validate(
 
     Returns:
         The metrics, such as ``val/accuracy``.
-
-    Raises:
-        UserError: a mistake, in one line.
     """
     _, run = _run("validate", config, {"model": model, "data": data, "task": task}, overrides, folder, quiet)
     return _summary(run)["metrics"]
@@ -149,9 +147,6 @@ def predict(config: RunConfig, *, folder: str | Path | None = None, quiet: bool 
 
     Returns:
         The file ``predictions.csv``.
-
-    Raises:
-        UserError: a mistake, in one line.
     """
     return _run("predict", config, {}, (), folder, quiet)[1].folder / PREDICTIONS
 
@@ -165,9 +160,6 @@ def generate(config: RunConfig, *, folder: str | Path | None = None, quiet: bool
 
     Returns:
         What follows each prompt, in their order, without the prompt.
-
-    Raises:
-        UserError: a mistake, in one line.
     """
     _, run = _run("generate", config, {}, (), folder, quiet)
     lines = (run.folder / GENERATIONS).read_text(encoding="utf-8").split("\n")  # a text may hold other line separators
@@ -183,9 +175,6 @@ def export(config: ExportConfig, *, folder: str | Path | None = None, quiet: boo
 
     Returns:
         The folder with ``model.safetensors`` and ``config.json``, for :func:`load`.
-
-    Raises:
-        UserError: a mistake, in one line.
     """
     _, run = _run("export", config, {}, (), folder, quiet)
     return Path(config.to) if config.to else run.folder / "export"
@@ -242,14 +231,8 @@ def _weights_of(path: Path, trust: Collection[str] | None, model: nn.Module | No
 
 
 def _run(
-    command: str,
-    config: RunConfig | None,
-    objects: dict[str, object],
-    overrides: Collection[str],
-    folder: str | Path | None,
-    quiet: bool,
+    command: str, config: RunConfig | None, objects: dict, overrides: Collection[str], folder: str | Path | None, quiet: bool
 ) -> tuple[RunConfig, Run]:
-    """Runs a command in this process, or in those that its trainer asks for."""
     if folder is not None and overrides:
         overrides = [*overrides, f"hydra.run.dir={as_word(folder)}"]
     config = _prepared(command, config, objects, overrides)
@@ -257,9 +240,8 @@ def _run(
         raise UserError(
             f"holotrain.{command} starts its processes itself; with torchrun or srun use python -m holotrain {command}"
         )
-    folder = relative_to_cwd(
-        Path(folder or config.folder or run_folder(command, config.output_dir, False)).expanduser().absolute()
-    )
+    named = Path(folder or config.folder or run_folder(command, config.output_dir, False))
+    folder = relative_to_cwd(named.expanduser().absolute())
     run = Run(command, folder, list(config.overrides), dict(config.choices))
     try:
         with quietly(), ExitStack() as silenced:

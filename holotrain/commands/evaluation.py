@@ -185,7 +185,7 @@ def run(config: CheckpointConfig, run: Run) -> int:
     if getattr(config.trainer, limit) == 0:  # may come from the checkpoint's training
         raise UserError(f"trainer.{limit}=0: there is nothing to evaluate; use trainer.{limit}=1.0")
     path, (data, task) = config.checkpoint, prepared(split, config, run)
-    screen.show_start(split, config, run, model_of(task), path, data)
+    screen.show_start(config, run, model_of(task), path, data)
     loggers = build_loggers(config.logger, run.folder)
     metrics = evaluate(split, config, run, task, data, path, loggers)
     for logger in loggers:

@@ -56,11 +56,13 @@ def machine_failures(run: Run) -> Generator[None]:
         if dead:
             text = f"{dead}, probably for lack of memory; fewer data.num_workers or smaller batches need less"
         elif reached:
-            text = _in_words(reached, run.folder)
+            name, code = getattr(reached[0], "filename", None), reached[1]
+            where = os.fsdecode(name) if isinstance(name, str | bytes) else run.folder
+            text = f"{where}: {os.strerror(code)}; {LIMITS[code]}"
         else:
             raise
         sys.unraisablehook = lambda one: None  # of objects that are half made, or wait for the dead
-        for each in (error, reached or error):
+        for each in (error, reached[0] if reached else error):
             traceback.clear_frames(each.__traceback__)  # they hold those, and open files
         raise MachineFailure(f"{text}{run.hint()}") from None
     finally:
@@ -86,11 +88,12 @@ def _all_but_workers(shown: Callable[[Any], Any]) -> Callable[[Any], None]:
     return show
 
 
-def _limit(error: BaseException | None) -> BaseException | None:
-    """The error of the system that led to this one, which may be a library's with its words; None: none did."""
+def _limit(error: BaseException | None) -> tuple[BaseException, int] | None:
+    """The error of the system that led to this one, which may be a library's with its words, and its code; None: none did."""
     for each in _causes(error):
-        if isinstance(each, OSError | RuntimeError) and any(os.strerror(code) in str(each) for code in LIMITS):
-            return each
+        for code in LIMITS if isinstance(each, OSError | RuntimeError) else ():
+            if os.strerror(code) in str(each):
+                return each, code
     return None
 
 
@@ -99,13 +102,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _in_words(reached: BaseException, folder: Path) -> str:
-    code = next(code for code in LIMITS if os.strerror(code) in str(reached))
-    name = getattr(reached, "filename", None)
-    where = os.fsdecode(name) if isinstance(name, str | bytes) else folder
-    return f"{where}: {os.strerror(code)}; {LIMITS[code]}"
 
 
 def dead_worker(error: Exception) -> str | None:
@@ -127,21 +123,14 @@ def of_the_system(error: BaseException | None) -> OSError | None:
 
 
 class SameFolder(pl.Callback):
-    """Ends a training whose folder was renamed or removed, before a checkpoint makes a new one there.
-
-    Args:
-        folder: of the run.
-    """
+    """Ends a training whose folder was renamed or removed, before a checkpoint makes a new one there."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.found = folder.stat() if folder.is_dir() else None  # which another machine need not have
 
     def check(self) -> None:
-        """
-        Raises:
-            UserError: the folder has another name, or is gone.
-        """
+        """Raises a UserError if the folder has another name, or is gone."""
         with suppress(OSError):
             if self.found is not None and os.path.samestat(self.found, self.folder.stat()):
                 return

@@ -87,7 +87,7 @@ def run(config: FitConfig, run: Run) -> int:
     resolved = yaml.safe_dump(to_container(config), sort_keys=False)
     if run.is_main:
         write_whole(run.folder / "config.yaml", resolved)
-    screen.show_start("fit", config, run, model_of(task), start_checkpoint, data)
+    screen.show_start(config, run, model_of(task), start_checkpoint, data)
 
     if run.is_main:
         (run.folder / SUMMARY).unlink(missing_ok=True)  # that of an earlier part of the run is not its result

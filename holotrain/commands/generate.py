@@ -59,7 +59,7 @@ def run(config: GenerateConfig, run: Run) -> int:
         if shown is None:
             print(f"{text}{answer}\n")
     if shown is not None:
-        shown.end()
+        shown.add()
     write_whole(run.folder / GENERATIONS, lines)
 
     metrics, speed = {"texts": len(texts), "tokens": int((drawn != tokenizer.end_id).sum())}, drawn.numel() / seconds
@@ -84,19 +84,13 @@ class Shown:
         self.shown = ""
         print(prompt, end="", flush=True)
 
-    def add(self, token: int) -> None:
-        self.ids.append(token)
+    def add(self, *tokens: int) -> None:
+        """Without tokens the text ends."""
+        self.ids += tokens
         text = self.tokenizer.decode(self.ids)
-        if not text.endswith("\ufffd"):  # an incomplete character
-            self._show(text)
-
-    def end(self) -> None:
-        self._show(self.tokenizer.decode(self.ids))
-        print(flush=True)
-
-    def _show(self, text: str) -> None:
-        print(text[len(self.shown) :], end="", flush=True)
-        self.shown = text
+        if not tokens or not text.endswith("\ufffd"):  # an incomplete character
+            print(text[len(self.shown) :], end="" if tokens else "\n", flush=True)
+            self.shown = text
 
 
 def prompts(config: GenerateConfig) -> list[str]:
@@ -117,17 +111,13 @@ def prompts(config: GenerateConfig) -> list[str]:
     if not lines:
         raise UserError(f"prompts: {path} has no prompts")
     if path.suffix == ".jsonl":
-        return [_prompt_of(line, f"{path}:{number}") for number, line in lines]
+        for index, (number, line) in enumerate(lines):
+            try:
+                lines[index] = number, from_json(line)["prompt"]
+                lines[index][1].encode()  # fails for what is no text
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UserError(f"prompts: {path}:{number} is not a JSON object with a text field named prompt") from error
     return [line for _, line in lines]
-
-
-def _prompt_of(line: str, where: str) -> str:
-    try:
-        prompt = from_json(line)["prompt"]
-        prompt.encode()  # fails for what is no text
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"prompts: {where} is not a JSON object with a text field named prompt") from error
-    return prompt
 
 
 def encoded(text: str, tokenizer: Tokenizer, context: int, several: bool) -> torch.Tensor:

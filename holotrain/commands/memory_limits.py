@@ -22,22 +22,19 @@ from holotrain.planning.choice import Choice, TooSmall
 from holotrain.planning.fake_tensors import Unplannable
 from holotrain.planning.memory_plan import choose_batch, choose_variant, largest_batch
 
+Say = Callable[[str], object]
+"""Called with each line of a report."""
+
 
 def chosen(
-    config: Config,
-    data: pl.LightningDataModule,
-    device: str,
-    processes: int = 1,
-    say: Callable[[str], object] = console.print,
+    config: Config, data: pl.LightningDataModule, device: str, processes: int = 1, say: Say = console.print
 ) -> tuple[Config, int | None]:
     """The configuration with its ``auto`` options filled in, and the bytes that a step then needs at most; None: nothing was
     planned. Reports the choice.
 
     Args:
         data: set up; if the batch size is ``auto``, with the smallest one. Its batch size is changed.
-        device: type of the run's device.
         processes: number of processes on this machine, which share its memory.
-        say: called with each line of the report.
 
     Raises:
         UserError: nothing fits, the model cannot be planned, or the device is not supported.
@@ -64,9 +61,7 @@ def chosen(
     return config, planned
 
 
-def _with_batch(
-    config: Config, data: pl.LightningDataModule, device: str, budget: int, say: Callable[[str], object]
-) -> tuple[Config, int]:
+def _with_batch(config: Config, data: pl.LightningDataModule, device: str, budget: int, say: Say) -> tuple[Config, int]:
     option, _ = config.batch_option
     say(f"{option}=auto: planning the largest batch ...")
     smallest = smallest_batch(config)
@@ -83,9 +78,7 @@ def _with_batch(
     return config.with_batch(size), planner.footprint(planner.backward, size).bound
 
 
-def _with_schedules(
-    config: Config, data: pl.LightningDataModule, device: str, budget: int, say: Callable[[str], object]
-) -> tuple[Config, int]:
+def _with_schedules(config: Config, data: pl.LightningDataModule, device: str, budget: int, say: Say) -> tuple[Config, int]:
     say("backward=auto: planning what each block stores ...")
     planner = planner_of(config, data, device)
     variants = variants_of(config, data, planner, config.backward.inexact)
@@ -109,11 +102,10 @@ def _too_small(config: RunConfig, budget: int, error: TooSmall, helps: str = "")
 
 def described(choice: Choice, budget: int, options: str = "") -> str:
     """The choice of ``backward=auto``, with further options, as text."""
-    runs = runs_of(choice.blocks)
-    runs = f"{runs} with {options}" if options else runs
+    words = f"{runs_of(choice.blocks)} with {options}" if options else runs_of(choice.blocks)
+    words += f"; {in_words(choice.bound, up=True)} of {in_words(budget)}"
     saved = 1 - choice.cost / choice.most_expensive
-    memory = f"{in_words(choice.bound, up=True)} of {in_words(budget)}"
-    return f"{runs}; {memory}" + (f"; {saved:.0%} less computation in blocks than with full recomputation" if saved else "")
+    return words + (f"; {saved:.0%} less computation in blocks than with full recomputation" if saved else "")
 
 
 def runs_of(blocks: Sequence[str]) -> str:
@@ -134,20 +126,16 @@ def explained(config: RunConfig, data: pl.LightningDataModule, run: Run, when: s
     batch = "" if size is None else f" with {option}={size}"  # data of others may have no such option
     lines = [f"holotrain: out of memory {when}{batch} on {device_name(config.trainer.accelerator)}{tried}"]
     if run.last_checkpoint.exists():
-        lines.append(
-            f"resume from {run.last_checkpoint} with: python -m holotrain fit resume=true hydra.run.dir={run.folder} ..."
-        )
+        again = f"python -m holotrain fit resume=true hydra.run.dir={run.folder} ..."
+        lines.append(f"resume from {run.last_checkpoint} with: {again}")
     else:
         lines.append("no checkpoint was saved yet; callbacks.checkpoint.every_n_train_steps=... saves during an epoch")
-    return "\n".join([*lines, _advice(config, data, device_kind(config.trainer.accelerator))])
-
-
-def _advice(config: RunConfig, data: pl.LightningDataModule, device: str) -> str:
+    advice = "smaller batches, backward=reversible or checkpoint, and trainer.precision=bf16-mixed need less memory"
     with suppress(Exception):  # such as: there is too little memory even for a plan, or none for this device
-        planner = planner_of(config, data, device)
+        planner = planner_of(config, data, device_kind(config.trainer.accelerator))
         assert planner.backward is not None  # open schedules have been chosen by now
         half = planner.footprint(planner.backward).bound // 2
         limits = [largest_batch(planner, planner.backward, half)]
         variants = variants_of(config, data, planner, config.backward.inexact)
-        return f"by the plan, in half of the memory {what_helps(*proposals(config, data, planner, variants, half, limits))}"
-    return "smaller batches, backward=reversible or checkpoint, and trainer.precision=bf16-mixed need less memory"
+        advice = f"by the plan, in half of the memory {what_helps(*proposals(config, data, planner, variants, half, limits))}"
+    return "\n".join([*lines, advice])

@@ -32,11 +32,7 @@ SHOWN = ("parameters", "gradients", "optimizer", "activations", "head", "tempora
 
 
 def run(config: PlanConfig, run: Run) -> int:
-    """Writes plan.json. Returns 0, even if the run does not fit.
-
-    Raises:
-        UserError: the training step cannot be planned.
-    """
+    """Writes plan.json. Returns 0, even if the run does not fit."""
     quiet = config.json == "-"
     say = plain(stderr=True).print if quiet else console.print
     status = console.status("")
@@ -104,7 +100,7 @@ def planned(
         plan = make_plan(planner, budget, begin, variants)
         if budget is not None:
             longest = longest_context(config, data, planner, plan.variant, plan.schedule, budget, begin)
-            plan = replace(plan, limits=[*plan.limits, *([] if longest is None else [longest])])
+            plan = replace(plan, limits=plan.limits + ([] if longest is None else [longest]))
         needed, less = [], {}
         if budget is not None and not plan.fits:
             begin("what would fit")
@@ -115,19 +111,15 @@ def planned(
 
 
 def row(folder: Path) -> dict[str, Any] | None:
-    """A plan in the table of a sweep; None if there is no plan.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """A plan in the table of a sweep; None if there is no plan. Raises a UserError if the file cannot be read."""
     path = folder / PLAN
     if not path.is_file():
         return None
     kinds = {"backward": "str", "fits": "bool | None", "peak_bytes": "int", "largest": "dict[str, int]"}
     plan = read_fields(path, kinds, "plan")
     fits = {None: "", True: "yes", False: "no"}[plan["fits"]]
-    largest = {f"largest {name}": value for name, value in plan["largest"].items()}
-    return {"status": "planned", "schedule": plan["backward"], "peak_memory_bytes": plan["peak_bytes"], "fits": fits} | largest
+    found = {"status": "planned", "schedule": plan["backward"], "peak_memory_bytes": plan["peak_bytes"], "fits": fits}
+    return found | {f"largest {name}": value for name, value in plan["largest"].items()}
 
 
 def _show(config: PlanConfig, run: Run, plan: Plan, needed: list[str]) -> None:

@@ -57,11 +57,7 @@ def run(config: ReportConfig) -> int:
 
 
 def runs_at(word: str) -> list[Path]:
-    """The run folders that an argument of the command line names.
-
-    Raises:
-        UserError: there are none.
-    """
+    """The run folders that an argument of the command line names. Raises a UserError if there are none."""
     path = Path(word).expanduser()
     matched = [path] if path.exists() else [Path(found) for found in sorted(glob.glob(str(path), recursive=True))]
     if not matched:

@@ -113,11 +113,7 @@ def ended(trainer: ObjectConfig, folder: Path) -> str | None:
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """A run's summary; None if it has none.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """A run's summary; None if it has none. Raises a UserError if the file cannot be read."""
     path = folder / SUMMARY
     if not path.is_file():
         return None
@@ -138,18 +134,13 @@ def best_of(folders: Iterable[Path]) -> tuple[Path, str, float] | None:
     found = [(value, folder, one) for folder in folders if (one := read(folder)) and (value := _best_value(one)) is not None]
     if len(found) < 2 or len({(one["monitor"], one["mode"]) for _, _, one in found}) > 1:
         return None
-    choose = max if found[0][2]["mode"] == "max" else min
-    value, folder, one = choose(found, key=itemgetter(0))
+    value, folder, one = (max if found[0][2]["mode"] == "max" else min)(found, key=itemgetter(0))
     return folder, one["monitor"], value
 
 
 def best(folder: Path) -> float | None:
     """The best value of the metric that selected a training's best checkpoint; the worst possible one if it never was finite.
-    None: the training had no such metric.
-
-    Raises:
-        UserError: the summary cannot be read.
-    """
+    None: the training had no such metric. Raises what :func:`read` does."""
     found = read(folder)
     if found is None or found.get("monitor") is None:
         return None
