@@ -34,7 +34,6 @@ def proposals(
     """Overrides with which a training fits, by its plan; those that change least come first.
 
     Args:
-        planner, variants: of the training.
         limits: its largest sizes, if its schedules are configured; those of ``backward=auto`` are planned here.
 
     Returns:

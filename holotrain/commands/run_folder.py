@@ -36,7 +36,7 @@ class Run:
     """
     Args:
         command: fit, validate, test, predict, generate, export or plan.
-        folder: the folder of its files, which exists.
+        folder: the folder of its files.
         overrides: the overrides of the command line, as written there.
         choices: the chosen option of each configuration group, saved in checkpoints.
         varied: the options and groups that a sweep varies; empty without a sweep.
@@ -71,16 +71,14 @@ class Run:
     def how_to_resume(self) -> str:
         if any(word.endswith(f".{TARGET}={PYTHON_OBJECT}") for word in self.overrides):
             return f"resume with: holotrain.fit(the same objects, overrides=['resume=true'], folder={str(self.folder)!r})"
-        keys = {word: key_of(word) for word in self.overrides}
-        again = [
-            word.lstrip("+")  # the checkpoint has what it added
-            for word, key in keys.items()
-            if key in (*COMMAND_LINE_ONLY, *OF_FIT) or key.startswith("logger.") or key.endswith(f".{TARGET}")
-        ]
-        if (logger := self.choices.get("logger", LOCAL_LOGGERS[0])) not in LOCAL_LOGGERS:  # also that of an experiment
-            again.append(f"logger={logger}")
         words = ["--config-dir", self.config_dir] if self.config_dir else []
-        words += ["resume=true", f"hydra.run.dir={as_word(self.folder)}", *again]
+        words += ["resume=true", f"hydra.run.dir={as_word(self.folder)}"]
+        for word in self.overrides:
+            key = key_of(word)
+            if key in (*COMMAND_LINE_ONLY, *OF_FIT) or key.startswith("logger.") or key.endswith(f".{TARGET}"):
+                words.append(word.lstrip("+"))  # the checkpoint has what it added
+        if (logger := self.choices.get("logger", LOCAL_LOGGERS[0])) not in LOCAL_LOGGERS:  # also that of an experiment
+            words.append(f"logger={logger}")
         job = shlex.join(["python", "-m", "holotrain", "fit", *words])
         if not self.varied:
             return f"resume with: {job}"
@@ -125,9 +123,8 @@ HELD: set[Path] = set()
 
 @contextmanager
 def alone_in(folder: Path) -> Generator[None]:
-    """Makes a folder, and keeps other runs out of it. At the end it is removed if it is empty.
-
-    If this process dies, the system lets others in.
+    """Makes a folder, keeps other runs out of it, and removes it if nothing was written. If this process dies, the system lets
+    others in.
 
     Raises:
         UserError: another run is in it, or what a run writes to would be elsewhere.
