@@ -61,12 +61,8 @@ WEIGHTS = ("state_dict", "current_model_state")
 
 
 def run_metadata(config: RunConfig, choices: dict[str, str], description: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint keeps of a run, in plain containers.
-
-    Args:
-        choices: the option of each group; for display.
-        description: the trained model, as ``holotrain.config.build.description`` returns it.
-    """
+    """What a checkpoint keeps of a run, in plain containers: the option of each group is for display, and the description, of
+    the trained model, is that of ``holotrain.config.build.description``."""
     return {"config": _kept(config), "choices": choices, "description": description}
 
 
@@ -102,11 +98,7 @@ def metadata(path: Path) -> dict[str, Any]:
 
 
 def weights(path: Path) -> dict[str, Any]:
-    """The ``state_dict`` of a checkpoint that :func:`load` has read.
-
-    Raises:
-        UserError: a part of it is missing or damaged.
-    """
+    """The ``state_dict`` of a checkpoint that :func:`load` has read. Raises a UserError if a part is missing or damaged."""
     with as_user_error("ckpt_path"):
         return checkpoint_files.read(path, ["state_dict"])["state_dict"]
 
@@ -148,7 +140,11 @@ def _checked(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
         if not re.fullmatch(r"[2-9](\.\w+)*", checkpoint.get("pytorch-lightning_version", "2")):
             raise ValueError(f"it was written by Lightning {checkpoint['pytorch-lightning_version']!r}")
     except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:  # the last of what lacks a part
-        _require_packages(entry["config"], path)
+        for where, target in targets(entry["config"]):  # such as a class of a package that Python does not find
+            if isinstance(target, str) and (missing := missing_package(target)):
+                trusted = f"with trust={target.partition('.')[0]}, unless --config-dir names the class"
+                where = f" as {where}" if where else ""
+                raise UserError(f"ckpt_path: {path} names {target!r}{where}, and {missing} ({trusted})") from error
         raise UserError(f"ckpt_path: {path} is damaged, or of another version of holotrain: {first_line(error)}") from error
     return checkpoint | {KEY: entry | {"config": config, "description": description}}
 
@@ -156,14 +152,6 @@ def _checked(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
 def _typed(parts: dict[str, Any], kinds: dict[str, str]) -> dict[str, Any]:
     """A mapping, with its values as these types take them."""
     return parts | {key: checked(key, kind, parts[key]) for key, kind in kinds.items() if key in parts}
-
-
-def _require_packages(config: Any, path: Path) -> None:
-    """Refuses a configuration that names a class of a package that Python does not find."""
-    for where, target in targets(config):
-        if isinstance(target, str) and (missing := missing_package(target)):
-            trusted = f"with trust={target.partition('.')[0]}, unless --config-dir names the class"
-            raise UserError(f"ckpt_path: {path} names {target!r}{f' as {where}' if where else ''}, and {missing} ({trusted})")
 
 
 def _checked_config(plain: Any) -> dict[str, Any]:
@@ -183,10 +171,7 @@ def _checked_description(plain: Any, config: dict[str, Any]) -> dict[str, Any]:
     description = _typed(checked("its description", "dict", plain), DESCRIPTION)
     trained, data, task = config["model"] or config["task"], config["data"][TARGET], config["task"][TARGET]
     needed = ["target", "arguments", "facts"]
-    if is_a(data, TEXT):
-        needed.append("tokenizer")
-    if is_a(data, IMAGES):
-        needed.append("statistics")
+    needed += ["tokenizer"] * is_a(data, TEXT) + ["statistics"] * is_a(data, IMAGES)
     if is_a(data, TEXT, IMAGES) and is_a(task, CLASSIFIER):
         needed.append("class_names")
     for key in (*needed, *description):
@@ -251,9 +236,9 @@ def _only_computes(where: str, target: str) -> bool:
     """Whether it is an optimizer or schedule of torch's or holotrain's, by the name that will be imported."""
     if (where, target) == ("model.adapters", "peft.LoraConfig"):  # which only holds values
         return True
-    module, base = COMPUTING.get(where, (None, None))
-    if module is None:
+    if where not in COMPUTING:
         return False
+    module, base = COMPUTING[where]
     if target.startswith(module):
         return re.fullmatch(r"[^_.][^.]*", target.removeprefix(module)) is not None
     try:
