@@ -11,7 +11,6 @@ screen, console   start and end screens; what is printed, and which warnings are
 failures          what happens to a run from outside, in one line
 memory_limits     backward=auto and batch_size=auto, running out of memory
 proposals         overrides with which a training fits, or needs less
-tensorboard_tabs  HParams and Custom Scalars
 planners          what planning needs to know of a configuration
 sweep             the table of a sweep
 writing           writes files so that none is ever half written

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,8 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from torch.utils.tensorboard.summary import hparams
 
 from holotrain.callbacks.drawing import log_text
 from holotrain.callbacks.interrupt import Interrupted
@@ -29,17 +32,19 @@ from holotrain.commands.memory_limits import chosen, explained
 from holotrain.commands.planners import smallest_batch
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import SUMMARY, Summary, write_summary
-from holotrain.commands.tensorboard_tabs import log_end, log_hyperparams
 from holotrain.commands.writing import write_whole
 from holotrain.config.build import build_task, description
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_trainer import build_trainer, check_division, check_training_device, device_kind, device_name
 from holotrain.config.command_options import FitConfig
-from holotrain.config.composition import MODES
+from holotrain.config.composition import MODES, key_of
+from holotrain.config.option_groups import ERROR_DIFFUSION, PLAIN, is_a
 from holotrain.config.structured import to_container
+from holotrain.dashboard.charts import tensorboard_layout
+from holotrain.dashboard.table import UNCOMPARED, flat
 from holotrain.errors import UserError
 from holotrain.reversible.stack import kept_between_blocks
-from holotrain.tasks.task import model_of
+from holotrain.tasks.task import model_of, monitored_by
 
 
 def run(config: FitConfig, run: Run) -> int:
@@ -192,3 +197,42 @@ def _checkpoint(run: Run, trainer: pl.Trainer) -> Path | None:
         ours = run.last_checkpoint.with_name(Path(best).name)
         return ours if ours.exists() else Path(best)  # of the continued run, if none was better since
     return run.last_checkpoint if run.last_checkpoint.exists() else None
+
+
+def log_hyperparams(loggers: Iterable[Logger], task: pl.LightningModule, config: FitConfig, run: Run, best: str | None) -> None:
+    """Logs the options and, for TensorBoard, the charts and the names of the results, before a run trains, so that one that was
+    killed is compared too. ``best`` is the metric that selects the best checkpoint; None: there is no validation."""
+    options = dict(flat(to_container(config)))
+    validated = [] if best is None else list(dict.fromkeys([best, *monitored_by(task)]))
+    results = [*validated, *(f"best/{name}" for name in validated[:1])]
+    results += [name.replace("val/", "test/") for name in validated if config.test]
+    results += ["memory/peak_bytes", "throughput/samples_per_second"]
+    known = {name: value for name, value in (run.choices | options).items() if name.split(".")[0] not in UNCOMPARED}
+    first = [name for name in (*run.varied, *map(key_of, run.overrides)) if name in known]  # TensorBoard shows a few columns
+    numbers = {name: value for name, value in known.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+    columns = dict.fromkeys(first) | {name: str(value) for name, value in known.items()} | numbers
+    optional = {
+        "reversible": config.backward.kind not in PLAIN,
+        "synthesis": config.synthesis is not None,
+        "error_diffusion": is_a(config.task, ERROR_DIFFUSION),
+        "padding": config.batch_option[0] == "data.max_tokens",
+    }
+    charts = {"train", "memory", "throughput", "optimization", *(name for name, logged in optional.items() if logged)}
+    for logger in loggers:
+        if not isinstance(logger, TensorBoardLogger):
+            logger.log_hyperparams(options)
+            continue
+        logger.experiment.add_custom_scalars(tensorboard_layout(charts, {*validated}))
+        # Lightning's log_hyperparams(columns, results) would add a point to the curve of every metric.
+        for event in hparams(columns, dict.fromkeys(results, 0.0))[:2]:
+            logger.experiment._get_file_writer().add_summary(event)
+        logger.experiment.flush()  # else a run that is killed in its first minutes would have none
+
+
+def log_end(loggers: Iterable[Logger], completed: bool) -> None:
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger) and completed:
+            logger.experiment._get_file_writer().add_summary(hparams({}, {})[2])
+        logger.finalize("success" if completed else "failed")
+        if isinstance(logger, WandbLogger):
+            logger.experiment.finish(exit_code=int(not completed))  # else the next job of a sweep continues this run
