@@ -172,11 +172,8 @@ class Launch:
         register(self.arguments.resume)
 
     def run(self) -> int:
-        """Lets Hydra call ``job`` once, or once for each job of a sweep. Returns the worst exit status.
-
-        Raises:
-            UserError: the configuration cannot be composed, or a folder cannot be written.
-        """
+        """Lets Hydra call ``job`` once, or once for each job of a sweep. Returns the worst exit status. Raises a UserError if
+        the configuration cannot be composed, or a folder cannot be written."""
         arguments = self.arguments
         sys.argv = [f"holotrain {arguments.command}", *arguments.flags, *arguments.overrides]
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its exceptions unchanged, and `explaining` turns them into one line
@@ -232,11 +229,8 @@ class Launch:
         return Processes(self.process)
 
     def job(self, config: DictConfig) -> float | None:
-        """One run. Returns what a sweeper may optimise. A mistake ends the run, not the sweep that it belongs to.
-
-        Raises:
-            Ended: a signal ended the run.
-        """
+        """One run. Returns what a sweeper may optimise. A mistake ends the run, not the sweep that it belongs to. Raises an
+        Ended if a signal ended the run."""
         hydra = cast("DictConfig", HydraConfig.get())  # which HydraConf only describes
         # Unresolved: the name of a folder may look like an interpolation, and those of overrides mean other options.
         folder = relative_to_cwd(Path(to_plain(hydra.runtime)["output_dir"]))
@@ -287,10 +281,10 @@ class Launch:
         """What is left of a run (None: it has not begun) that Ctrl-C has ended at once."""
         if self.arguments.command != "fit":
             return f"SIGINT ended {self.arguments.command}"
-        if not (folder / LAST_CHECKPOINT).exists():
-            return "SIGINT ended the training at once; nothing was saved yet"
-        text = f"SIGINT ended the training at once; the last state that was saved is in {folder / LAST_CHECKPOINT}"
-        return f"{text}\n{run.how_to_resume}" if run else text
+        last, text = folder / LAST_CHECKPOINT, "SIGINT ended the training at once; "
+        if not last.exists():
+            return f"{text}nothing was saved yet"
+        return f"{text}the last state that was saved is in {last}" + (f"\n{run.how_to_resume}" if run else "")
 
     def _varied(self, overrides: list[str]) -> list[str]:
         """The keys that a sweep varies: those with several values on the command line, and those of a sweep file."""
@@ -306,6 +300,5 @@ class Launch:
         with explaining(arguments):
             config = composed(arguments.primary, arguments.overrides, arguments.config_dir)
             config = self.start.with_defaults(config, arguments.overrides)
-            plain = OmegaConf.to_container(config, resolve="--resolve" in arguments.flags)
-            print(OmegaConf.to_yaml(plain), end="")
+            print(OmegaConf.to_yaml(config, resolve="--resolve" in arguments.flags), end="")
         return 0

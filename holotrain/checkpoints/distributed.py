@@ -161,10 +161,7 @@ def write(checkpoint: dict[str, Any], path: Path) -> None:
 
 @contextmanager
 def write_errors(path: Path) -> Generator[None]:
-    """
-    Raises:
-        UserError: the checkpoint cannot be written, because of an OSError.
-    """
+    """Raises a UserError if the checkpoint cannot be written, because of an OSError."""
     try:
         yield
     except (OSError, RuntimeError, dcp.CheckpointException) as error:

@@ -171,11 +171,8 @@ def in_int8(model: nn.Module, wanted: bool) -> None:
 
 
 def load_weights(task: pl.LightningModule, path: Path) -> None:
-    """Loads the weights of a checkpoint (their average, if the run kept one) or of an exported folder into the task.
-
-    Raises:
-        UserError: the checkpoint cannot be read, or holds another model.
-    """
+    """Loads the weights of a checkpoint (their average, if the run kept one) or of an exported folder into the task. Raises a
+    UserError if the checkpoint cannot be read, or holds another model."""
     if not checkpointed.is_exported(path):
         weights = checkpointed.weights(path)
         with _of_the_same_model(path):

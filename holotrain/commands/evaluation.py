@@ -160,11 +160,8 @@ def shared_data(stage: str, config: RunConfig, checkpoint: Path | None, run: Run
 
 
 def prepared(command: str, config: CheckpointConfig, run: Run) -> tuple[pl.LightningDataModule, pl.LightningModule]:
-    """The data, set up for the command, and the task, whose weights are not loaded yet.
-
-    Raises:
-        UserError: the checkpoint does not fit, or the device or the data are missing.
-    """
+    """The data, set up for the command, and the task, whose weights are not loaded yet. Raises a UserError if the checkpoint
+    does not fit, or the device or the data are missing."""
     path = config.checkpoint
     check_device(config.trainer)
     check_same(config, path, FOR_ANY_USE)

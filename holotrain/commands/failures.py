@@ -5,7 +5,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from errno import EDQUOT, EFBIG, EIO, EMFILE, ENFILE, ENOSPC, EROFS
 from pathlib import Path
@@ -46,7 +46,8 @@ def machine_failures(run: Run) -> Generator[None]:
             thread. It says how to resume.
     """
     hooks = threading.excepthook, sys.unraisablehook
-    threading.excepthook, sys.unraisablehook = _all_but_writers(hooks[0]), _all_but_workers(hooks[1])
+    threading.excepthook = lambda failed: None if _is_of_a_writer(failed) else hooks[0](failed)
+    sys.unraisablehook = lambda failed: None if _is_of_a_worker(failed) else hooks[1](failed)
     try:
         yield
     except UserError:
@@ -69,23 +70,16 @@ def machine_failures(run: Run) -> Generator[None]:
         threading.excepthook, sys.unraisablehook = hooks
 
 
-def _all_but_writers(shown: Callable[[threading.ExceptHookArgs], Any]) -> Callable[[threading.ExceptHookArgs], None]:
-    def show(failed: threading.ExceptHookArgs) -> None:
-        if not (isinstance(failed.thread, _AsyncWriterThread) or _limit(failed.exc_value)):  # the main thread gets those, too
-            shown(failed)
-
-    return show
+def _is_of_a_writer(failed: threading.ExceptHookArgs) -> bool:
+    """Whether the main thread gets it, too."""
+    return isinstance(failed.thread, _AsyncWriterThread) or _limit(failed.exc_value) is not None
 
 
-def _all_but_workers(shown: Callable[[Any], Any]) -> Callable[[Any], None]:
-    def show(failed: Any) -> None:
-        # What ends the run is raised elsewhere.
-        is_end_of_workers = "DataLoaderIter.__del__" in getattr(failed.object, "__qualname__", "")
-        dead = isinstance(failed.exc_value, Exception) and dead_worker(failed.exc_value)  # torch says it anywhere, and again
-        if not (is_end_of_workers or dead):
-            shown(failed)
-
-    return show
+def _is_of_a_worker(failed: Any) -> bool:
+    """Whether what ends the run is raised elsewhere; torch says it anywhere, and again."""
+    if "DataLoaderIter.__del__" in getattr(failed.object, "__qualname__", ""):
+        return True
+    return isinstance(failed.exc_value, Exception) and dead_worker(failed.exc_value) is not None
 
 
 def _limit(error: BaseException | None) -> tuple[BaseException, int] | None:

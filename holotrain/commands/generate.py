@@ -94,11 +94,7 @@ class Shown:
 
 
 def prompts(config: GenerateConfig) -> list[str]:
-    """The prompts.
-
-    Raises:
-        UserError: the file of prompts cannot be read, or has none.
-    """
+    """The prompts. Raises a UserError if the file of prompts cannot be read, or has none."""
     if config.prompts is None:
         return [config.prompt or ""]
     path = Path(config.prompts)
@@ -121,11 +117,7 @@ def prompts(config: GenerateConfig) -> list[str]:
 
 
 def encoded(text: str, tokenizer: Tokenizer, context: int, several: bool) -> torch.Tensor:
-    """The tokens of a prompt; an end token for an empty prompt.
-
-    Raises:
-        UserError: the prompt fills the model's context.
-    """
+    """The tokens of a prompt; an end token for an empty prompt. Raises a UserError if the prompt fills the model's context."""
     ids = torch.from_numpy(tokenizer.encode(text).astype("int64"))
     if len(ids) >= context:
         which = f"prompts: {text[:20]!r}... is" if several else "prompt: it is"

@@ -14,11 +14,8 @@ TEMPLATE, NAME = Path(__file__).parents[1] / "templates" / "project", "my_projec
 
 
 def run(config: InitConfig) -> int:
-    """Writes the folder and returns 0.
-
-    Raises:
-        UserError: the name is no name of a new package, or the folder is not empty or cannot be written.
-    """
+    """Writes the folder and returns 0. Raises a UserError if the name is no name of a new package, or the folder is not empty
+    or cannot be written."""
     folder = Path(config.name).expanduser()
     name = folder.name
     if not name.isidentifier() or iskeyword(name):

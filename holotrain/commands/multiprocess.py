@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,20 +58,16 @@ def run_job(command: str, config: RunConfig, run: Run, processes: Processes | No
                 raise UserError(f"{command} runs in one process; start it without a launcher")
             return _run_command(command, config, run)
         check_processes(config, processes.process if processes else None)
-        if processes is not None:
-            return _run_with_others(processes, command, config, run)
-        if (size := processes_of(config.trainer)) > 1:
-            with started_processes(command, size, run.hint) as processes:
-                return _run_with_others(processes, command, config, run)
+        with ExitStack() as stack:
+            if processes is None and (size := processes_of(config.trainer)) > 1:
+                processes = stack.enter_context(started_processes(command, size, run.hint))
+            if processes is not None:
+                values = vars(run) | {"folder": str(run.folder)}
+                processes.send_job({"command": command, "config": to_container(config), "run": values})
+                return _run_member(processes, command, config, run)
         if config.trainer.strategy != "single":
             console.print(f"trainer={config.trainer.strategy}: using one process for one device; set trainer.devices for more")
         return _run_command(command, config, run)
-
-
-def _run_with_others(processes: Processes, command: str, config: RunConfig, run: Run) -> int:
-    values = vars(run) | {"folder": str(run.folder)}
-    processes.send_job({"command": command, "config": to_container(config), "run": values})
-    return _run_member(processes, command, config, run)
 
 
 def follow(process: ProcessRank) -> int:

@@ -95,11 +95,8 @@ class Run:
 
 
 def continued(config: FitConfig, run: Run) -> FitConfig:
-    """The configuration, which continues the run if torchrun started its processes again.
-
-    Raises:
-        UserError: the folder holds another run, or has a name that a checkpoint cannot hold.
-    """
+    """The configuration, which continues the run if torchrun started its processes again. Raises a UserError if the folder
+    holds another run, or has a name that a checkpoint cannot hold."""
     try:
         str(folder := run.folder.absolute()).encode()
     except UnicodeEncodeError:
@@ -124,11 +121,7 @@ HELD: set[Path] = set()
 @contextmanager
 def alone_in(folder: Path) -> Generator[None]:
     """Makes a folder, keeps other runs out of it, and removes it if nothing was written. If this process dies, the system lets
-    others in.
-
-    Raises:
-        UserError: another run is in it, or what a run writes to would be elsewhere.
-    """
+    others in. Raises a UserError if another run is in it, or what a run writes to would be elsewhere."""
     folder.mkdir(parents=True, exist_ok=True)
     refuse_links(folder, WRITTEN_IN_PLACE)
     path, place = folder / LOCK, folder.resolve()

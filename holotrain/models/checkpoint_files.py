@@ -46,11 +46,8 @@ def numbered(folder: Path) -> dict[int, Path]:
 
 
 def load(path: str | Path) -> Any:
-    """Reads a checkpoint on the CPU; a file's tensors are mapped into memory, those of a folder stay meta tensors.
-
-    Raises:
-        ValueError: the checkpoint is damaged or incomplete, or holds tensors that are not dense.
-    """
+    """Reads a checkpoint on the CPU; a file's tensors are mapped into memory, those of a folder stay meta tensors. Raises a
+    ValueError if the checkpoint is damaged or incomplete, or holds tensors that are not dense."""
     path = Path(path)
     file = path / CHECKPOINT if path.is_dir() else path
     if path.is_dir() and not file.is_file():
