@@ -24,14 +24,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from holotrain.config.command_line import (
-    SHOWS,
-    Arguments,
-    explaining,
-    parse,
-    parse_words,
-    quoted,
-)
+from holotrain.config.command_line import SHOWS, Arguments, explaining, parse, parse_words, quoted
 from holotrain.config.command_options import WORD_COMMANDS
 from holotrain.config.composition import composed, config_folder, direction, key_of, register, to_plain
 from holotrain.config.help import command_help, overview, word_command_help

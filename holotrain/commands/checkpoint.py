@@ -49,7 +49,7 @@ FOR_TRAINING = {
 """Options that must be those of the checkpoint, with what helps if they are not."""
 
 
-def check_same(config: RunConfig, path: Path, options: Mapping[str, str]) -> None:
+def check_same(config: RunConfig, path: Path, options: Mapping[str, str] = FOR_ANY_USE) -> None:
     """Raises a UserError if one of the options is not that of the checkpoint."""
     trained, plain = checkpointed.metadata(path)["config"], to_container(config)
     for option, advice in options.items():

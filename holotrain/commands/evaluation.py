@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from holotrain.callbacks.drawing import log_image
 from holotrain.checkpoints.exact_resume import ExactResume
 from holotrain.commands import screen
-from holotrain.commands.checkpoint import FOR_ANY_USE, check_classes, check_same, load_weights, tokenizer_for
+from holotrain.commands.checkpoint import check_classes, check_same, load_weights, tokenizer_for
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import write_summary
 from holotrain.config import checkpointed
@@ -164,7 +164,7 @@ def prepared(command: str, config: CheckpointConfig, run: Run) -> tuple[pl.Light
     does not fit, or the device or the data are missing."""
     path = config.checkpoint
     check_device(config.trainer)
-    check_same(config, path, FOR_ANY_USE)
+    check_same(config, path)
     data = shared_data(command, config, path, run)
     if command in SPLITS:
         check_not_empty(data, SPLITS[command])

@@ -17,14 +17,7 @@ from torch.utils.tensorboard.summary import hparams
 from holotrain.callbacks.drawing import log_text
 from holotrain.callbacks.interrupt import Interrupted
 from holotrain.commands import screen
-from holotrain.commands.checkpoint import (
-    FOR_ANY_USE,
-    KeepConfiguration,
-    check_classes,
-    check_continuable,
-    check_same,
-    chosen_before,
-)
+from holotrain.commands.checkpoint import KeepConfiguration, check_classes, check_continuable, check_same, chosen_before
 from holotrain.commands.evaluation import can_test, check_not_empty, evaluate, lightning_refusals, shared_data
 from holotrain.commands.failures import OutOfMemory, SameFolder, as_out_of_memory, of_the_system
 from holotrain.commands.measured import BestValue, Measured
@@ -54,7 +47,7 @@ def run(config: FitConfig, run: Run) -> int:
     if config.resume:  # a job of a resumed sweep may not have started
         start_checkpoint = run.last_checkpoint if run.last_checkpoint.exists() else None
     if start_checkpoint is not None:
-        check_same(config, start_checkpoint, FOR_ANY_USE)
+        check_same(config, start_checkpoint)
         if config.resume:
             config = chosen_before(config, start_checkpoint)
     data = shared_data("fit", smallest_batch(config) if config.batch_is_open else config, start_checkpoint, run)
