@@ -9,8 +9,7 @@ summary           summary.json
 measured          what a training has measured, in its checkpoints and in its summary; the best value so far
 screen, console   start and end screens; what is printed, and which warnings are not
 failures          what happens to a run from outside, in one line
-memory_limits     backward=auto and batch_size=auto, running out of memory
-proposals         overrides with which a training fits, or needs less
+memory_limits     backward=auto and batch_size=auto, running out of memory, overrides with which a training fits
 planners          what planning needs to know of a configuration
 sweep             the table of a sweep
 writing           writes files so that none is ever half written

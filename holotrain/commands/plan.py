@@ -12,9 +12,8 @@ from rich.table import Table
 
 from holotrain.commands.checkpoint import tokenizer_for
 from holotrain.commands.console import console, plain
-from holotrain.commands.memory_limits import chosen, described
+from holotrain.commands.memory_limits import chosen, described, proposals
 from holotrain.commands.planners import budget_of, longest_context, planner_of, smallest_batch, variants_of
-from holotrain.commands.proposals import proposals
 from holotrain.commands.run_folder import Run
 from holotrain.commands.writing import write_whole
 from holotrain.config.annotations import read_fields
