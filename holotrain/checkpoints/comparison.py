@@ -26,14 +26,8 @@ MOST_COUNTED = 2**53
 
 
 def require_like(what: str, value: Any, fresh: Any) -> None:
-    """
-    Args:
-        value: what a checkpoint says.
-        fresh: what a new training has there; None stands for any value.
-
-    Raises:
-        UnfitState: the value is of another kind, or a count is below 0.
-    """
+    """Raises an UnfitState if the value in a checkpoint is of another kind than that of a new training (``fresh``; None stands
+    for any value), or a count is below 0."""
     if fresh is None or value is fresh:
         return
     if isinstance(fresh, Mapping) and isinstance(value, Mapping):
@@ -63,14 +57,8 @@ def _fits(value: Any, like: Tensor, shape: Sequence[int]) -> bool:
 
 
 def require_counts(what: str, value: Any, fresh: Any) -> None:
-    """
-    Args:
-        value: nested counts, which Lightning takes over without a look.
-        fresh: those of a new training.
-
-    Raises:
-        UnfitState: a name is unknown, or a count is no whole number from 0 on.
-    """
+    """Raises an UnfitState if nested counts, which Lightning takes over without a look, have names that those of a new training
+    (``fresh``) lack, or one is no whole number from 0 on."""
     if isinstance(fresh, dict) and isinstance(value, dict) and value.keys() <= fresh.keys():
         for name, each in value.items():
             require_counts(f"{what}.{name}", each, fresh[name])

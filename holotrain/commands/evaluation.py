@@ -114,13 +114,8 @@ def can_test(task: pl.LightningModule, data: pl.LightningDataModule) -> bool:
 
 
 def check_not_empty(data: pl.LightningDataModule, split: str, instead: str = "") -> None:
-    """
-    Args:
-        instead: what else helps.
-
-    Raises:
-        UserError: the data have no image to validate or test with; Lightning would warn, and go on without metrics.
-    """
+    """Raises a UserError, which says what helps ``instead``, if the data have no image to validate or test with. Lightning would
+    warn, and go on without metrics."""
     if not isinstance(data, ImageDataModule) or is_overridden(f"{split}_dataloader", data, ImageDataModule):
         return
     if not len(data.split(split)):  # ty: ignore[invalid-argument-type]: torch declares none
@@ -128,14 +123,8 @@ def check_not_empty(data: pl.LightningDataModule, split: str, instead: str = "")
 
 
 def shared_data(stage: str, config: RunConfig, checkpoint: Path | None, run: Run) -> pl.LightningDataModule:
-    """The data, set up for a stage.
-
-    Args:
-        checkpoint: from which the run starts.
-
-    Raises:
-        UserError: a mistake in the data, or two processes have different data.
-    """
+    """The data, set up for a stage of a run that starts from the checkpoint. Raises a UserError if there is a mistake in the
+    data, or two processes have different data."""
     data = build_data(config, tokenizer_for(config, checkpoint))
     process = run.process
     # The first process of a machine prepares the data, which may take long; the others read what it has prepared.

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -125,7 +126,7 @@ def run(config: FitConfig, run: Run) -> int:
     if not run.is_main:
         return exit_status
     place.check()
-    summary = _summary(config, run, trainer, task, status, planned, tested)
+    summary = _summary(config, run, trainer, task, tested, status=status, planned_step_bytes=planned)
     log_end(loggers, completed=status == "completed")
     screen.show_end(summary, run.folder)
     if words:
@@ -150,15 +151,7 @@ def _chosen(config: FitConfig, data: pl.LightningDataModule, run: Run) -> tuple[
     return config, planned
 
 
-def _summary(
-    config: FitConfig,
-    run: Run,
-    trainer: pl.Trainer,
-    task: pl.LightningModule,
-    status: str,
-    planned: int | None,
-    tested: dict[str, float],
-) -> Summary:
+def _summary(config: FitConfig, run: Run, trainer: pl.Trainer, task: pl.LightningModule, tested: dict, **more: Any) -> Summary:
     callbacks = {type(callback): callback for callback in trainer.callbacks}  # ty: ignore[missing-attribute]
     results = callbacks[Measured].results(trainer)
     if best := callbacks.get(BestValue):
@@ -167,9 +160,9 @@ def _summary(
         results["metrics"][best.tag] = math.nan if value is None else value
     results["metrics"] |= tested
     checkpoint = _checkpoint(run, trainer)
-    results |= {"checkpoint": str(checkpoint) if checkpoint else None, "planned_step_bytes": planned}
+    results |= {"checkpoint": str(checkpoint) if checkpoint else None, "between_blocks": kept_between_blocks(model_of(task))}
     results |= {"epochs": trainer.current_epoch, "steps": trainer.global_step}
-    return write_summary(run, config, model_of(task), status, between_blocks=kept_between_blocks(model_of(task)), **results)
+    return write_summary(run, config, model_of(task), **results, **more)
 
 
 def check_direction(monitor: ModelCheckpoint | None, direction: str | None) -> None:

@@ -76,11 +76,7 @@ def _processes(config: RunConfig, process: ProcessRank, model: nn.Module) -> str
 
 
 def show_end(summary: Summary, folder: Path, **files: Path) -> None:
-    """Prints the results; the same figures as summary.json.
-
-    Args:
-        files: what else the command has written, by what it holds.
-    """
+    """Prints the results, the same figures as summary.json, and what else the command has written, by what it holds."""
     rows: dict[str, object] = dict(summary.metrics)
     for name, value in summary.metrics.items():
         if isinstance(value, float):

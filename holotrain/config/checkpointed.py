@@ -200,8 +200,7 @@ def require_trusted(
     """Nothing is imported for this check.
 
     Args:
-        config: the configuration in a checkpoint.
-        path: that of the checkpoint.
+        config: the configuration in the checkpoint ``path``.
         packages: packages that the user trusts.
         words: the overrides of the command line, which may name a class at the same place.
         config_dir: the user's YAML folder, whose files may do so too.

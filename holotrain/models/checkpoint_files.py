@@ -232,14 +232,8 @@ def save_tensors(weights: dict[str, Tensor], path: Path, to: Path | None = None,
 
 
 def require_same(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """
-    Args:
-        expected: a model's ``state_dict``.
-        weights: what is to be loaded into it.
-
-    Raises:
-        ValueError: a name, a shape or the dtype differs; floating-point dtypes may have another width.
-    """
+    """Raises a ValueError if weights differ from a model's ``state_dict``, into which they are to be loaded, in a name, a shape
+    or the dtype; floating-point dtypes may have another width."""
     for name in [*expected, *weights]:
         here, there = (_kind(tensors.get(name)) for tensors in (expected, weights))
         if here != there:
