@@ -108,14 +108,9 @@ def _comes_from_a_checkpoint(error: Exception) -> bool:
     return bool(below) and not others
 
 
-def can_test(task: pl.LightningModule, data: pl.LightningDataModule) -> bool:
-    """Whether there are a step and data for a test. A task and data of others need not have them."""
-    return is_overridden("test_step", task) and is_overridden("test_dataloader", data)
-
-
 def check_not_empty(data: pl.LightningDataModule, split: str, instead: str = "") -> None:
-    """Raises a UserError, which says what helps ``instead``, if the data have no image to validate or test with. Lightning would
-    warn, and go on without metrics."""
+    """Raises a UserError, which says what else helps (``instead``), if the data have no image to validate or test with.
+    Lightning would warn, and go on without metrics."""
     if not isinstance(data, ImageDataModule) or is_overridden(f"{split}_dataloader", data, ImageDataModule):
         return
     if not len(data.split(split)):  # ty: ignore[invalid-argument-type]: torch declares none

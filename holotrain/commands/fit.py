@@ -13,13 +13,14 @@ import torch.distributed as dist
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.tensorboard.summary import hparams
 
 from holotrain.callbacks.drawing import log_text
 from holotrain.callbacks.interrupt import Interrupted
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import KeepConfiguration, check_classes, check_continuable, check_same, chosen_before
-from holotrain.commands.evaluation import can_test, check_not_empty, evaluate, lightning_refusals, shared_data
+from holotrain.commands.evaluation import check_not_empty, evaluate, lightning_refusals, shared_data
 from holotrain.commands.failures import OutOfMemory, SameFolder, as_out_of_memory, of_the_system
 from holotrain.commands.measured import BestValue, Measured
 from holotrain.commands.memory_limits import chosen, explained
@@ -67,7 +68,7 @@ def run(config: FitConfig, run: Run) -> int:
         check_classes(config, data, start_checkpoint)
 
     place = SameFolder(run.folder)
-    loggers = build_loggers(config.logger, run.folder, run.sweep)
+    loggers = build_loggers(config.logger, run.folder, run.folder.parent.name if run.varied else None)
     callbacks = [
         *build_fit_callbacks(config, run.folder, task, data),
         KeepConfiguration(config, run.choices, description(config, data)),
@@ -97,7 +98,8 @@ def run(config: FitConfig, run: Run) -> int:
         with lightning_refusals("fit"), as_out_of_memory():
             trainer.fit(task, datamodule=data, ckpt_path=start_checkpoint, weights_only=True)
         with as_out_of_memory():
-            if config.test and config.trainer.limit_test_batches != 0 and can_test(task, data):
+            can_test = is_overridden("test_step", task) and is_overridden("test_dataloader", data)  # those of others
+            if config.test and config.trainer.limit_test_batches != 0 and can_test:
                 if run.process is not None:  # the strategy may have sharded the trained task
                     task = build_task(config, data)
                 try:

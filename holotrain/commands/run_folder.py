@@ -59,11 +59,6 @@ class Run:
     started: float = field(default_factory=time.monotonic)
 
     @property
-    def sweep(self) -> str | None:
-        """Name of the folder of the sweep; None without one."""
-        return self.folder.parent.name if self.varied else None
-
-    @property
     def last_checkpoint(self) -> Path:
         return self.folder / LAST_CHECKPOINT
 
