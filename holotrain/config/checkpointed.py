@@ -80,7 +80,14 @@ def load(path: Path) -> dict[str, Any]:
         UserError: it is missing, damaged, or of another program.
     """
     if is_exported(path):
-        return _exported(path)
+        with as_user_error("ckpt_path"):
+            exported = read_config(path)
+        if KEY not in exported:
+            raise UserError(f"ckpt_path: {path} was not exported by the command line: it holds no configuration of a run")
+        found = _checked({KEY: exported[KEY]}, path)
+        if any(exported[key] != found[KEY]["description"][key] for key in ("target", "arguments")):
+            raise UserError(f"ckpt_path: {path} is damaged: its config.json describes two models")
+        return found
     if not path.exists():
         raise UserError(f"ckpt_path: there is no file {path}.{did_you_mean(str(path), ('best', 'last'))}")
     with as_user_error("ckpt_path"):
@@ -108,18 +115,6 @@ def is_exported(path: Path) -> bool:
     return path.is_dir() and not checkpoint_files.is_folder(path)
 
 
-def _exported(folder: Path) -> dict[str, Any]:
-    with as_user_error("ckpt_path"):
-        config = read_config(folder)
-    if KEY not in config:
-        raise UserError(f"ckpt_path: {folder} was not exported by the command line: it holds no configuration of a run")
-    found = _checked({KEY: config[KEY]}, folder)
-    description = found[KEY]["description"]
-    if any(config[key] != description[key] for key in ("target", "arguments")):
-        raise UserError(f"ckpt_path: {folder} is damaged: its config.json describes two models")
-    return found
-
-
 def _checked(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
     """The checkpoint, unless a part of what it says of itself is missing, unknown or of another type."""
     entry = checkpoint[KEY]
@@ -140,7 +135,7 @@ def _checked(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
         if not re.fullmatch(r"[2-9](\.\w+)*", checkpoint.get("pytorch-lightning_version", "2")):
             raise ValueError(f"it was written by Lightning {checkpoint['pytorch-lightning_version']!r}")
     except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:  # the last of what lacks a part
-        for where, target in targets(entry["config"]):  # such as a class of a package that Python does not find
+        for where, target in targets(entry["config"]):  # a package that Python does not find says more
             if isinstance(target, str) and (missing := missing_package(target)):
                 trusted = f"with trust={target.partition('.')[0]}, unless --config-dir names the class"
                 where = f" as {where}" if where else ""
