@@ -37,7 +37,6 @@ SPLITS = {"validate": "val", "test": "test"}
 
 
 def evaluate(
-    split: str,
     config: RunConfig,
     run: Run,
     task: pl.LightningModule,
@@ -50,10 +49,8 @@ def evaluate(
 
     The loggers get the metrics and, of a classification, the confusion matrix, at the step of the weights. (Lightning would
     log them at step 0.)
-
-    Args:
-        split: ``validate`` or ``test``.
     """
+    split = "validate" if run.command == "validate" else "test"
     if path is not None:
         load_weights(task, path)
         step = checkpointed.load(path).get("global_step", 0)
@@ -168,7 +165,7 @@ def run(config: CheckpointConfig, run: Run) -> int:
     path, (data, task) = config.checkpoint, prepared(split, config, run)
     screen.show_start(config, run, model_of(task), path, data)
     loggers = build_loggers(config.logger, run.folder)
-    metrics = evaluate(split, config, run, task, data, path, loggers)
+    metrics = evaluate(config, run, task, data, path, loggers)
     for logger in loggers:
         logger.finalize("success")
     screen.show_end(write_summary(run, config, model_of(task), checkpoint=str(path), metrics=metrics), run.folder)

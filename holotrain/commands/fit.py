@@ -85,11 +85,9 @@ def run(config: FitConfig, run: Run) -> int:
         options = options.with_arguments(gradient_clip_val=None)
     trainer = build_trainer(options, run.folder, callbacks, loggers, batches, config.profiler, run.process)
     resolved = yaml.safe_dump(to_container(config), sort_keys=False)
+    screen.show_start(config, run, model_of(task), start_checkpoint, data)
     if run.is_main:
         write_whole(run.folder / "config.yaml", resolved)
-    screen.show_start(config, run, model_of(task), start_checkpoint, data)
-
-    if run.is_main:
         (run.folder / SUMMARY).unlink(missing_ok=True)  # that of an earlier part of the run is not its result
         log_hyperparams(loggers, task, config, run, None if monitor is None else monitor.monitor)
         log_text(loggers, "configuration", ["config.yaml"], [[resolved]], step=0)
@@ -103,7 +101,7 @@ def run(config: FitConfig, run: Run) -> int:
                 if run.process is not None:  # the strategy may have sharded the trained task
                     task = build_task(config, data)
                 try:
-                    tested = evaluate("test", config, run, task, data, _checkpoint(run, trainer), loggers, trainer.global_step)
+                    tested = evaluate(config, run, task, data, _checkpoint(run, trainer), loggers, trainer.global_step)
                 except UserError as error:  # the training is not lost
                     raise UserError(f"{error}{run.hint()}") from error
     except Interrupted as signal:
