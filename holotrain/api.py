@@ -1,6 +1,7 @@
 """The commands as Python functions, for scripts and notebooks: ``holotrain.fit``, ``load``, ``plan``, ...
 
 They run what the command line runs, with the same folders and checkpoints. A model, a data module or a task may be objects.
+A mistake raises a UserError, whose text is one line.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 import math
 import signal
 from collections.abc import Collection
-from contextlib import ExitStack, redirect_stdout, suppress
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, field, fields, replace
 from io import StringIO
 from pathlib import Path
@@ -117,9 +118,6 @@ def validate(
 
     Returns:
         The metrics, such as ``val/accuracy``.
-
-    Raises:
-        UserError: a mistake, in one line.
     """
     _, run = _run("validate", config, {"model": model, "data": data, "task": task}, overrides, folder, quiet)
     return _summary(run)["metrics"]
@@ -149,9 +147,6 @@ def predict(config: RunConfig, *, folder: str | Path | None = None, quiet: bool 
 
     Returns:
         The file ``predictions.csv``.
-
-    Raises:
-        UserError: a mistake, in one line.
     """
     return _run("predict", config, {}, (), folder, quiet)[1].folder / PREDICTIONS
 
@@ -165,9 +160,6 @@ def generate(config: RunConfig, *, folder: str | Path | None = None, quiet: bool
 
     Returns:
         What follows each prompt, in their order, without the prompt.
-
-    Raises:
-        UserError: a mistake, in one line.
     """
     _, run = _run("generate", config, {}, (), folder, quiet)
     lines = (run.folder / GENERATIONS).read_text(encoding="utf-8").split("\n")  # a text may hold other line separators
@@ -183,9 +175,6 @@ def export(config: ExportConfig, *, folder: str | Path | None = None, quiet: boo
 
     Returns:
         The folder with ``model.safetensors`` and ``config.json``, for :func:`load`.
-
-    Raises:
-        UserError: a mistake, in one line.
     """
     _, run = _run("export", config, {}, (), folder, quiet)
     return Path(config.to) if config.to else run.folder / "export"
@@ -242,14 +231,8 @@ def _weights_of(path: Path, trust: Collection[str] | None, model: nn.Module | No
 
 
 def _run(
-    command: str,
-    config: RunConfig | None,
-    objects: dict[str, object],
-    overrides: Collection[str],
-    folder: str | Path | None,
-    quiet: bool,
+    command: str, config: RunConfig | None, objects: dict, overrides: Collection[str], folder: str | Path | None, quiet: bool
 ) -> tuple[RunConfig, Run]:
-    """Runs a command in this process, or in those that its trainer asks for."""
     if folder is not None and overrides:
         overrides = [*overrides, f"hydra.run.dir={as_word(folder)}"]
     config = _prepared(command, config, objects, overrides)
@@ -257,13 +240,10 @@ def _run(
         raise UserError(
             f"holotrain.{command} starts its processes itself; with torchrun or srun use python -m holotrain {command}"
         )
-    folder = relative_to_cwd(
-        Path(folder or config.folder or run_folder(command, config.output_dir, False)).expanduser().absolute()
-    )
+    named = Path(folder or config.folder or run_folder(command, config.output_dir, False))
+    folder = relative_to_cwd(named.expanduser().absolute())
     run = Run(command, folder, list(config.overrides), dict(config.choices))
-    status = None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         with quietly(), ExitStack() as silenced:
             if quiet:
                 silenced.enter_context(redirect_stdout(StringIO()))
@@ -271,10 +251,6 @@ def _run(
             status = run_job(command, config, run)
     except OSError as error:
         raise UserError(f"cannot write to {error.filename or folder}: {error.strerror or error}") from error
-    finally:
-        if status is None:
-            with suppress(OSError):  # such as: it is not empty
-                folder.rmdir()
     if status == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if status > 128:
@@ -301,39 +277,29 @@ def _prepared(command: str, config: RunConfig | None, objects: dict[str, object]
         objects = {"task": objects.pop("model"), **objects}
     if {"model", "task"} <= objects.keys():
         raise UserError("task: it has its own model; give model= or task=, not both")
-    names = {group: {TARGET: PYTHON_OBJECT, "kind": full_name(type(thing))} for group, thing in objects.items()}
+    kinds = {group: full_name(type(thing)) for group, thing in objects.items()}
     if config is None:
-        named_by = [f"{group}.{TARGET}={PYTHON_OBJECT}" for group in names]
-        named_by += [f"{group}.kind='{named['kind']}'" for group, named in names.items()]
-        config = compose(command, [*overrides, *named_by])
-    elif objects:
-        config = _with_names(command, config, names)
+        words = [f"{group}.{TARGET}={PYTHON_OBJECT}" for group in kinds]
+        words += [f"{group}.kind='{kind}'" for group, kind in kinds.items()]
+        config = compose(command, [*overrides, *words])
     if not objects:
         return config
+    plain = to_container(config)
+    if kinds.keys() & {"model", "task"} and plain["backward"]["kind"] == default_backward(config.model):
+        del plain["backward"]["kind"]  # that of the other model
+    for group, kind in kinds.items():
+        options = (plain[group] or {}).items() if group == "model" else ()
+        kept = {name: value for name, value in options if name in MODEL_OPTIONS}
+        plain[group] = {TARGET: PYTHON_OBJECT, "kind": kind} | kept
     if config.trainer.strategy != "single":
         raise UserError(
             f"trainer={config.trainer.strategy}: an object is in one process only; use trainer=default, or name its class"
         )
-    made = {group: replace(getattr(config, group), object=thing) for group, thing in objects.items()}
-    return _like(config, replace(config, **made))
-
-
-def _with_names(command: str, config: RunConfig, names: dict[str, dict[str, str]]) -> RunConfig:
-    plain = to_container(config)
-    if names.keys() & {"model", "task"} and plain["backward"]["kind"] == default_backward(config.model):
-        del plain["backward"]["kind"]  # that of the other model
-    for group, named in names.items():
-        before = plain[group] or {}
-        plain[group] = named | {name: before[name] for name in MODEL_OPTIONS if group == "model" and name in before}
-    named = _like(config, structured(command, plain))
-    named.choices = {group: option for group, option in config.choices.items() if group not in names}
-    return named
-
-
-def _like(config: RunConfig, other: RunConfig) -> RunConfig:
-    """The other configuration, with how the first came about."""
-    other.overrides, other.choices, other.folder = config.overrides, config.choices, config.folder
-    return other
+    named = structured(command, plain)
+    made = replace(named, **{group: replace(getattr(named, group), object=thing) for group, thing in objects.items()})
+    made.overrides, made.folder = config.overrides, config.folder
+    made.choices = {group: option for group, option in config.choices.items() if group not in objects}
+    return made
 
 
 def _summary(run: Run) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import io
 import os
 import signal
 import sys
@@ -23,15 +24,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from holotrain.commands.streams import open_streams, output_error
-from holotrain.config.command_line import (
-    SHOWS,
-    Arguments,
-    explaining,
-    parse,
-    parse_words,
-    quoted,
-)
+from holotrain.config.command_line import SHOWS, Arguments, explaining, parse, parse_words, quoted
 from holotrain.config.command_options import WORD_COMMANDS
 from holotrain.config.composition import composed, config_folder, direction, key_of, register, to_plain
 from holotrain.config.help import command_help, overview, word_command_help
@@ -59,7 +52,9 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch would warn of each connection that another process has closed
     sys.path.append(os.getcwd())  # where a user's own package may lie; python -m does so, a console script does not
     argv = sys.argv[1:]
-    status, error = _main(argv), output_error()
+    status = _main(argv)
+    sys.stdout.flush()
+    error = getattr(getattr(sys.stdout.buffer, "raw", None), "error", None)
     if error is None or status:
         return status
     if argv[:1] == ["fit"] and not {word.partition("=")[0] for word in argv} & SHOWS:
@@ -69,6 +64,39 @@ def main(argv: list[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     print(f"holotrain: cannot write to the standard output: {error.strerror}", file=sys.stderr)
     return 2
+
+
+class Unbreakable(io.FileIO):
+    """A standard stream. From the first error on, what is written to it is dropped.
+
+    Attributes:
+        error: such as a reader that has left, or a disk that is full; None: there was none.
+    """
+
+    error: OSError | None = None
+
+    def write(self, data) -> int:
+        if self.error is None:
+            try:
+                return super().write(data)
+            except OSError as error:
+                self.error = error
+        return memoryview(data).nbytes
+
+
+def open_streams() -> None:
+    """Makes ``sys.stdout`` and ``sys.stderr`` unbreakable. A closed one is opened first, else the next file would be it."""
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(handle, True)
+    os.close(handle)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        buffer = io.BufferedWriter(Unbreakable(number, "w", closefd=False))
+        encoding = getattr(getattr(sys, name), "encoding", "utf-8")
+        at_once = getattr(getattr(sys, name), "write_through", False)  # python -u
+        by_line = at_once or number == 2 or buffer.isatty()
+        # Names need not be UTF-8.
+        text = io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=by_line, write_through=at_once)
+        setattr(sys, name, text)
 
 
 def _main(argv: list[str]) -> int:
@@ -86,13 +114,8 @@ def _main(argv: list[str]) -> int:
         print(f"holotrain: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return _interrupted(argv[0])
-
-
-def _interrupted(command: str) -> int:
-    """What Ctrl-C means where there is nothing to keep."""
-    print(f"SIGINT ended {command}", file=sys.stderr)
-    return 128 + signal.SIGINT
+        print(f"SIGINT ended {argv[0]}", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 @files_named()
@@ -142,11 +165,8 @@ class Launch:
         register(self.arguments.resume)
 
     def run(self) -> int:
-        """Lets Hydra call ``job`` once, or once for each job of a sweep. Returns the worst exit status.
-
-        Raises:
-            UserError: the configuration cannot be composed, or a folder cannot be written.
-        """
+        """Lets Hydra call ``job`` once, or once for each job of a sweep. Returns the worst exit status. Raises a UserError if
+        the configuration cannot be composed, or a folder cannot be written."""
         arguments = self.arguments
         sys.argv = [f"holotrain {arguments.command}", *arguments.flags, *arguments.overrides]
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its exceptions unchanged, and `explaining` turns them into one line
@@ -159,8 +179,6 @@ class Launch:
                 self._sweep(launch)
         except Ended:
             pass
-        except KeyboardInterrupt:
-            self.statuses.append(_interrupted(arguments.command))
         except OSError as error:
             raise UserError(f"cannot write to {error.filename or 'the output folder'}: {error.strerror or error}") from error
         finally:
@@ -204,11 +222,8 @@ class Launch:
         return Processes(self.process)
 
     def job(self, config: DictConfig) -> float | None:
-        """One run. Returns what a sweeper may optimise. A mistake ends the run, not the sweep that it belongs to.
-
-        Raises:
-            Ended: a signal ended the run.
-        """
+        """One run. Returns what a sweeper may optimise. A mistake ends the run, not the sweep that it belongs to. Raises an
+        Ended if a signal ended the run."""
         hydra = cast("DictConfig", HydraConfig.get())  # which HydraConf only describes
         # Unresolved: the name of a folder may look like an interpolation, and those of overrides mean other options.
         folder = relative_to_cwd(Path(to_plain(hydra.runtime)["output_dir"]))
@@ -259,10 +274,10 @@ class Launch:
         """What is left of a run (None: it has not begun) that Ctrl-C has ended at once."""
         if self.arguments.command != "fit":
             return f"SIGINT ended {self.arguments.command}"
-        if not (folder / LAST_CHECKPOINT).exists():
-            return "SIGINT ended the training at once; nothing was saved yet"
-        text = f"SIGINT ended the training at once; the last state that was saved is in {folder / LAST_CHECKPOINT}"
-        return f"{text}\n{run.how_to_resume}" if run else text
+        last, text = folder / LAST_CHECKPOINT, "SIGINT ended the training at once; "
+        if not last.exists():
+            return f"{text}nothing was saved yet"
+        return f"{text}the last state that was saved is in {last}" + (f"\n{run.how_to_resume}" if run else "")
 
     def _varied(self, overrides: list[str]) -> list[str]:
         """The keys that a sweep varies: those with several values on the command line, and those of a sweep file."""
@@ -278,6 +293,5 @@ class Launch:
         with explaining(arguments):
             config = composed(arguments.primary, arguments.overrides, arguments.config_dir)
             config = self.start.with_defaults(config, arguments.overrides)
-            plain = OmegaConf.to_container(config, resolve="--resolve" in arguments.flags)
-            print(OmegaConf.to_yaml(plain), end="")
+            print(OmegaConf.to_yaml(config, resolve="--resolve" in arguments.flags), end="")
         return 0

@@ -12,7 +12,6 @@ from inspect import signature
 from itertools import chain
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,14 +26,8 @@ MOST_COUNTED = 2**53
 
 
 def require_like(what: str, value: Any, fresh: Any) -> None:
-    """
-    Args:
-        value: what a checkpoint says.
-        fresh: what a new training has there; None stands for any value.
-
-    Raises:
-        UnfitState: the value is of another kind, or a count is below 0.
-    """
+    """Raises an UnfitState if the value in a checkpoint is of another kind than that of a new training (``fresh``; None stands
+    for any value), or a count is below 0."""
     if fresh is None or value is fresh:
         return
     if isinstance(fresh, Mapping) and isinstance(value, Mapping):
@@ -64,14 +57,8 @@ def _fits(value: Any, like: Tensor, shape: Sequence[int]) -> bool:
 
 
 def require_counts(what: str, value: Any, fresh: Any) -> None:
-    """
-    Args:
-        value: nested counts, which Lightning takes over without a look.
-        fresh: those of a new training.
-
-    Raises:
-        UnfitState: a name is unknown, or a count is no whole number from 0 on.
-    """
+    """Raises an UnfitState if nested counts, which Lightning takes over without a look, have names that those of a new training
+    (``fresh``) lack, or one is no whole number from 0 on."""
     if isinstance(fresh, dict) and isinstance(value, dict) and value.keys() <= fresh.keys():
         for name, each in value.items():
             require_counts(f"{what}.{name}", each, fresh[name])
@@ -79,27 +66,8 @@ def require_counts(what: str, value: Any, fresh: Any) -> None:
         raise UnfitState(f"{what} does not fit: it is {value!r:.60}, which is not a count")
 
 
-def compare_loops(checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
-    """Compares the counts in a checkpoint with those of a new trainer. Raises an UnfitState."""
-    loops, fresh = checkpoint["loops"]["fit_loop"], trainer.fit_loop.state_dict()
-    for name in fresh.keys() & loops.keys():
-        if name != "state_dict":  # the positions of loaders, which compare them with their data
-            require_counts(name, loops[name], fresh[name])
-
-
-def compare_callbacks(states: dict[str, Any], fresh: dict[str, Any]) -> None:
-    """Compares the states of callbacks with those of new ones, both by their key. Raises an UnfitState."""
-    for key in fresh.keys() & states.keys():
-        require_like(key.partition("{")[0], states[key], fresh[key])
-
-
 class FreshState:
-    """Keeps what optimizers and schedules hold before a checkpoint is loaded into them.
-
-    Args:
-        optimizers: new ones.
-        schedules: those of their learning rates.
-    """
+    """Keeps what new optimizers and schedules of learning rates hold before a checkpoint is loaded into them."""
 
     def __init__(self, optimizers: Sequence[Optimizer], schedules: Sequence[Any]) -> None:
         self._groups = [[dict(group) for group in optimizer.param_groups] for optimizer in optimizers]
@@ -107,13 +75,8 @@ class FreshState:
         self._schedules = [(schedule, dict(vars(schedule))) for schedule in (*schedules, *nested)]
 
     def compare(self, optimizers: Sequence[Optimizer]) -> None:
-        """
-        Args:
-            optimizers: the same ones, after the loading.
-
-        Raises:
-            UnfitState: an option, a schedule or a state is not of the kind that a new one has.
-        """
+        """Raises an UnfitState if an option, a schedule or a state of the same optimizers, after the loading, is not of the
+        kind that a new one has."""
         for optimizer, before in zip(optimizers, self._groups, strict=True):
             inner = optimizer.optimizer if isinstance(optimizer, InBackward) else optimizer
             parts = inner.parts if isinstance(inner, CombinedOptimizer) else [inner]

@@ -120,11 +120,8 @@ def _of_all(callbacks: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def state_of(optimizer: Optimizer, model: nn.Module, options: StateDictOptions | None = None) -> dict[str, Any]:
-    """An optimizer's state as its ``state_dict`` has it, with the tensors that DCP saves and loads. Initialises it.
-
-    Args:
-        options: whether tensors are gathered; then it is {} in all processes but the first.
-    """
+    """An optimizer's state as its ``state_dict`` has it, with the tensors that DCP saves and loads. Initialises it. If the
+    options say that tensors are gathered, it is {} in all processes but the first."""
     if isinstance(optimizer, CombinedOptimizer):
         return {"parts": [state_of(part, model, options) for part in optimizer.parts]}
     state = cast(dict[str, Any], get_optimizer_state_dict(model, optimizer, options=options))
@@ -161,10 +158,7 @@ def write(checkpoint: dict[str, Any], path: Path) -> None:
 
 @contextmanager
 def write_errors(path: Path) -> Generator[None]:
-    """
-    Raises:
-        UserError: the checkpoint cannot be written, because of an OSError.
-    """
+    """Raises a UserError if the checkpoint cannot be written, because of an OSError."""
     try:
         yield
     except (OSError, RuntimeError, dcp.CheckpointException) as error:
@@ -183,12 +177,10 @@ class Copies(dcp.DefaultSavePlanner):
 
 
 def save_in_parts(checkpoint: dict[str, Any], path: Path) -> None:
-    """Writes a checkpoint into a folder, from all processes: each writes its parts of the tensors, the first one the rest.
+    """Writes a checkpoint into a folder, from all processes: each writes its parts of the tensors, the first one, whose path is
+    used, the rest.
 
     An existing folder stays valid until the new checkpoint is complete. A file is removed just before the folder gets its name.
-
-    Args:
-        path: the path of the first process is used.
     """
     folder = path if path.is_dir() else path.with_name(f".{path.name}.partial")
     agreed = [(folder, f"{TENSORS}-{max(numbered(folder), default=0) + 1}")]

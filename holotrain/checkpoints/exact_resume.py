@@ -11,7 +11,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
 from lightning.pytorch.loops.loop import _Loop as Loop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
 
-from holotrain.checkpoints.comparison import FreshState, compare_callbacks, compare_loops, require_counts
+from holotrain.checkpoints.comparison import FreshState, require_counts, require_like
 from holotrain.numeric import mixed_seed
 from holotrain.optimizers.low_bit import UnfitState
 from holotrain.reversible.stack import stacks_in
@@ -56,15 +56,23 @@ class ExactResume(pl.Callback):
         loader = trainer.train_dataloader
         position = loader.state_dict() if hasattr(loader, "state_dict") else None
         states = random_states() | {"grids": [stack.grid_state() for stack in stacks_in(pl_module)], "loader": position}
-        checkpoint[KEY] = {"random": _of_all_ranks(states), "shares": shard_of(trainer)[1]}
+        of_all: list[Any] = [states]
+        if has_peers():
+            of_all *= dist.get_world_size()
+            dist.all_gather_object(of_all, states)
+        checkpoint[KEY] = {"random": of_all, "shares": shard_of(trainer)[1]}
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         self._step = checkpoint["global_step"]
-        compare_loops(checkpoint, trainer)
-        compare_callbacks(checkpoint["callbacks"], self._callbacks)
+        loops, fresh = checkpoint["loops"]["fit_loop"], trainer.fit_loop.state_dict()
+        for name in fresh.keys() & loops.keys():
+            if name != "state_dict":  # the positions of loaders, which compare them with their data
+                require_counts(name, loops[name], fresh[name])
+        states = checkpoint["callbacks"]
+        for key in self._callbacks.keys() & states.keys():
+            require_like(key.partition("{")[0], states[key], self._callbacks[key])
         self._to_restore = checkpoint.get(KEY)
         if self._to_restore is not None:
-            loops = checkpoint["loops"]["fit_loop"]
             loops["state_dict"].pop("combined_loader", None)  # the positions of loaders, which are restored below
             _reopen_epoch(loops, trained=0 <= trainer.max_steps <= checkpoint["global_step"])
 
@@ -144,14 +152,6 @@ def shard_of(trainer: pl.Trainer) -> tuple[int, int]:
     """Index and number of shards of the data. Processes that share a model, by layers or in stages, read the same shard."""
     sampling = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {"rank": 0, "num_replicas": 1}
     return sampling["rank"], sampling["num_replicas"]
-
-
-def _of_all_ranks(state: dict[str, Any]) -> list[dict[str, Any]]:
-    if not has_peers():
-        return [state]
-    states: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(states, state)
-    return states
 
 
 def random_states() -> dict[str, Any]:

@@ -1,20 +1,15 @@
 """The commands, each with ``run(config, run) -> exit status``, and what they share.
 
 fit, predict, generate, export, plan, report, init   one file per command
-evaluation        validate and test
+evaluation        validate and test; the data of a run, which all of its processes have to find alike
 run_folder        one run: its folder, overrides and processes
-multiprocess      runs a command in one process or in several
+multiprocess      runs a command in one process or in several, in the precision that it names
 checkpoint        loading and saving checkpoints
 summary           summary.json
 measured          what a training has measured, in its checkpoints and in its summary; the best value so far
-shared_data       the data of a run, which all of its processes have to find alike
 screen, console   start and end screens; what is printed, and which warnings are not
-streams           standard streams that are closed, or whose reader leaves
 failures          what happens to a run from outside, in one line
-memory_limits     backward=auto and batch_size=auto, running out of memory
-proposals         overrides with which a training fits, or needs less
-tensorboard_tabs  HParams and Custom Scalars
-precision         that of float32
+memory_limits     backward=auto and batch_size=auto, running out of memory, overrides with which a training fits
 planners          what planning needs to know of a configuration
 sweep             the table of a sweep
 writing           writes files so that none is ever half written

@@ -1,7 +1,7 @@
 """Reading a checkpoint into a run, and writing the configuration of a run into its checkpoints."""
 
-from collections.abc import Collection, Generator
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -15,6 +15,7 @@ from holotrain.config.build import class_names, with_adapters
 from holotrain.config.command_options import Config, FitConfig, RunConfig
 from holotrain.config.objects import PYTHON_OBJECT
 from holotrain.config.option_groups import HUGGING_FACE, TEXT, is_a, takes
+from holotrain.config.structured import to_container
 from holotrain.data.tokenizers import tokenizer_text
 from holotrain.errors import UserError, as_user_error
 from holotrain.models import building, checkpoint_files, saved
@@ -36,11 +37,28 @@ class KeepConfiguration(pl.Callback):
         checkpoint[checkpointed.KEY] = self.run_metadata
 
 
-def check_origin(config: RunConfig, path: Path) -> None:
-    """Raises a UserError if the checkpoint and the configuration are of different tasks."""
-    trained = checkpointed.metadata(path)["config"]["task"][TARGET]
-    if trained != config.task.target:
-        raise UserError(f"task: {path} was trained with {trained}, not with {config.task.target}")
+CONTINUE = " and can only continue with it"
+FOR_ANY_USE = {f"task.{TARGET}": "; leave the option out"}
+FOR_TRAINING = {
+    "model.trained": "; start a new training with model.pretrained={path}",
+    "model.adapters": "; start a new training with model.pretrained={path}",
+    f"optimizer.{TARGET}": CONTINUE,
+    f"scheduler.{TARGET}": CONTINUE,
+    "synthesis.mode": CONTINUE,
+}
+"""Options that must be those of the checkpoint, with what helps if they are not."""
+
+
+def check_same(config: RunConfig, path: Path, options: Mapping[str, str] = FOR_ANY_USE) -> None:
+    """Raises a UserError if one of the options is not that of the checkpoint."""
+    trained, plain = checkpointed.metadata(path)["config"], to_container(config)
+    for option, advice in options.items():
+        group, _, name = option.partition(".")
+        before, now = ((each[group] or {}).get(name) for each in (trained, plain))
+        if before != now:
+            raise UserError(
+                f"{option.removesuffix(f'.{TARGET}')}={now}: {path} was trained with {before}{advice.format(path=path)}"
+            )
 
 
 def chosen_before(config: Config, path: Path) -> Config:
@@ -141,32 +159,20 @@ def checked_names(description: dict[str, Any]) -> set[tuple[str, str]]:
     return {*targets({TARGET: description["target"], **description["arguments"]})}
 
 
-@contextmanager
-def _of_the_same_model(path: Path) -> Generator[None]:
-    """Turns a ValueError of a comparison of weights into a UserError."""
-    try:
-        yield
-    except ValueError as error:
-        raise UserError(f"ckpt_path: {path} holds another model: {error}") from error
+def _of_the_same_model(path: Path) -> AbstractContextManager[None]:
+    return as_user_error(f"ckpt_path: {path} holds another model")
 
 
 def in_int8(model: nn.Module, wanted: bool) -> None:
-    """Quantises the model in place if ``wanted``, the option ``int8`` of the command.
-
-    Raises:
-        UserError: torchao is not installed, or the model is already int8.
-    """
+    """Quantises the model in place if ``wanted``. Raises a UserError if torchao is not installed, or it is int8 already."""
     if wanted:
         with as_user_error("int8"):
             quantise(model)
 
 
 def load_weights(task: pl.LightningModule, path: Path) -> None:
-    """Loads the weights of a checkpoint (their average, if the run kept one) or of an exported folder into the task.
-
-    Raises:
-        UserError: the checkpoint cannot be read, or holds another model.
-    """
+    """Loads the weights of a checkpoint (their average, if the run kept one) or of an exported folder into the task. Raises a
+    UserError if the checkpoint cannot be read, or holds another model."""
     if not checkpointed.is_exported(path):
         weights = checkpointed.weights(path)
         with _of_the_same_model(path):
@@ -188,29 +194,13 @@ def check_continuable(task: pl.LightningModule, config: FitConfig, path: Path) -
     checkpoint = checkpointed.load(path)
     if missing := sorted(checkpointed.STATE.keys() - checkpoint.keys()):
         raise UserError(f"ckpt_path: {path} has no {', '.join(missing)}; training cannot continue from it")
-    trained = checkpoint[checkpointed.KEY]["config"]
-    for option in ("trained", "adapters") if trained["model"] and config.model else ():
-        before, now = trained["model"][option], getattr(config.model, option)
-        if before != now:
-            raise UserError(
-                f"model.{option}={now}: {path} was trained with {before}; start a new training with model.pretrained={path}"
-            )
+    check_same(config, path, FOR_TRAINING)
     for part in checkpointed.WEIGHTS:
         if part in checkpoint:
             with _of_the_same_model(path):
                 checkpoint_files.require_same(task.state_dict(), checkpoint[part])
-    for group, option in (("optimizer", TARGET), ("scheduler", TARGET), ("synthesis", "mode")):
-        chosen = getattr(config, group)
-        now = None if chosen is None else chosen.plain().get(option)
-        before = (trained[group] or {}).get(option)
-        if before != now:
-            raise UserError(f"{group}: {path} was trained with {before} and can only continue with it, not with {now}")
-    _check_epochs(checkpoint["loops"], config, path)
-
-
-def _check_epochs(loops: dict[str, Any], config: FitConfig, path: Path) -> None:
     try:
-        most, loop = config.trainer.max_epochs or -1, loops["fit_loop"]
+        most, loop = config.trainer.max_epochs or -1, checkpoint["loops"]["fit_loop"]
         done = loop["epoch_progress"]["current"]["processed"]  # counts an epoch that max_steps has cut short
         whole = loop["epoch_loop.batch_progress"]["is_last_batch"]
         is_trained = done > most > 0 or (done == most and whole and not config.resume)

@@ -2,11 +2,12 @@
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from itertools import dropwhile
 from pathlib import Path
 from traceback import walk_tb
+from typing import Any, cast
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -15,18 +16,19 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from holotrain.callbacks.drawing import log_image
 from holotrain.checkpoints.exact_resume import ExactResume
 from holotrain.commands import screen
-from holotrain.commands.checkpoint import check_classes, check_origin, load_weights
+from holotrain.commands.checkpoint import check_classes, check_same, load_weights, tokenizer_for
 from holotrain.commands.run_folder import Run
-from holotrain.commands.shared_data import shared_data
-from holotrain.commands.summary import Summary
+from holotrain.commands.summary import write_summary
 from holotrain.config import checkpointed
-from holotrain.config.build import build_task
+from holotrain.config.build import build_data, build_task
 from holotrain.config.build_callbacks import build_loggers, build_matrices
 from holotrain.config.build_trainer import build_trainer, check_device, check_division
 from holotrain.config.command_options import CheckpointConfig, RunConfig
 from holotrain.data.images import ImageDataModule
+from holotrain.data.loader import LoadingModule
 from holotrain.errors import UserError
 from holotrain.optimizers.low_bit import UnfitState
+from holotrain.parallel.processes import FOREVER
 from holotrain.targets import first_line
 from holotrain.tasks.task import model_of
 
@@ -35,7 +37,6 @@ SPLITS = {"validate": "val", "test": "test"}
 
 
 def evaluate(
-    split: str,
     config: RunConfig,
     run: Run,
     task: pl.LightningModule,
@@ -48,10 +49,8 @@ def evaluate(
 
     The loggers get the metrics and, of a classification, the confusion matrix, at the step of the weights. (Lightning would
     log them at step 0.)
-
-    Args:
-        split: ``validate`` or ``test``.
     """
+    split = "validate" if run.command == "validate" else "test"
     if path is not None:
         load_weights(task, path)
         step = checkpointed.load(path).get("global_step", 0)
@@ -97,44 +96,56 @@ READERS = {"holotrain", "lightning", "numpy", "random", "torch", "torchao", "tor
 
 def _comes_from_a_checkpoint(error: Exception) -> bool:
     """Whether an error arose while a part of a checkpoint was restored, and not in a user's code or another process."""
-    frames = ((frame.f_globals.get("__name__", ""), frame.f_code.co_name) for frame, _ in walk_tb(error.__traceback__))
-    below = [module for module, _ in dropwhile(lambda frame: not _restores(*frame), frames)]
+    below: list[str] = []
+    for frame, _ in walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        if below or (module in RESTORING and frame.f_code.co_name.lstrip("_").startswith("restore")):
+            below.append(module)
     others = [name for name in below if name.partition(".")[0] not in READERS or name == "torch.distributed.distributed_c10d"]
     return bool(below) and not others
 
 
-def _restores(module: str, function: str) -> bool:
-    return module in RESTORING and function.lstrip("_").startswith("restore")
-
-
-def can_test(task: pl.LightningModule, data: pl.LightningDataModule) -> bool:
-    """Whether there are a step and data for a test. A task and data of others need not have them."""
-    return is_overridden("test_step", task) and is_overridden("test_dataloader", data)
-
-
 def check_not_empty(data: pl.LightningDataModule, split: str, instead: str = "") -> None:
-    """
-    Args:
-        instead: what else helps.
-
-    Raises:
-        UserError: the data have no image to validate or test with; Lightning would warn, and go on without metrics.
-    """
+    """Raises a UserError, which says what else helps (``instead``), if the data have no image to validate or test with.
+    Lightning would warn, and go on without metrics."""
     if not isinstance(data, ImageDataModule) or is_overridden(f"{split}_dataloader", data, ImageDataModule):
         return
     if not len(data.split(split)):  # ty: ignore[invalid-argument-type]: torch declares none
         raise UserError(f"data: no image is left for {split}; raise data.val_fraction{instead}")
 
 
-def prepared(command: str, config: CheckpointConfig, run: Run) -> tuple[pl.LightningDataModule, pl.LightningModule]:
-    """The data, set up for the command, and the task, whose weights are not loaded yet.
+def shared_data(stage: str, config: RunConfig, checkpoint: Path | None, run: Run) -> pl.LightningDataModule:
+    """The data, set up for a stage of a run that starts from the checkpoint. Raises a UserError if there is a mistake in the
+    data, or two processes have different data."""
+    data = build_data(config, tokenizer_for(config, checkpoint))
+    process = run.process
+    # The first process of a machine prepares the data, which may take long; the others read what it has prepared.
+    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=FOREVER)) if process is not None else None
+    if process is not None and process.local_rank:
+        dist.barrier(group)
+    data.prepare_data()
+    if process is not None and not process.local_rank:
+        dist.barrier(group)
+    data.setup(stage)
+    if process is None or not isinstance(data, LoadingModule):  # a module of others may give each process a share
+        return data
+    fingerprints: list[Any] = [None] * process.size
+    dist.all_gather_object(fingerprints, data.fingerprint())
+    for rank, found in enumerate(fingerprints):
+        for name, value in fingerprints[0].items():
+            if (other := found.get(name)) != value:
+                raise UserError(
+                    f"data: rank {rank} has other data than rank 0; {name}: {other} in rank {rank}, {value} in rank 0"
+                )
+    return data
 
-    Raises:
-        UserError: the checkpoint does not fit, or the device or the data are missing.
-    """
+
+def prepared(command: str, config: CheckpointConfig, run: Run) -> tuple[pl.LightningDataModule, pl.LightningModule]:
+    """The data, set up for the command, and the task, whose weights are not loaded yet. Raises a UserError if the checkpoint
+    does not fit, or the device or the data are missing."""
     path = config.checkpoint
     check_device(config.trainer)
-    check_origin(config, path)
+    check_same(config, path)
     data = shared_data(command, config, path, run)
     if command in SPLITS:
         check_not_empty(data, SPLITS[command])
@@ -152,13 +163,10 @@ def run(config: CheckpointConfig, run: Run) -> int:
     if getattr(config.trainer, limit) == 0:  # may come from the checkpoint's training
         raise UserError(f"trainer.{limit}=0: there is nothing to evaluate; use trainer.{limit}=1.0")
     path, (data, task) = config.checkpoint, prepared(split, config, run)
-    screen.show_start(split, config, run, model_of(task), path, data)
+    screen.show_start(config, run, model_of(task), path, data)
     loggers = build_loggers(config.logger, run.folder)
-    metrics = evaluate(split, config, run, task, data, path, loggers)
+    metrics = evaluate(config, run, task, data, path, loggers)
     for logger in loggers:
         logger.finalize("success")
-    summary = Summary.of(run, config, model_of(task), checkpoint=str(path), metrics=metrics)
-    if run.is_main:
-        summary.write(run.folder)
-    screen.show_end(summary, run.folder)
+    screen.show_end(write_summary(run, config, model_of(task), checkpoint=str(path), metrics=metrics), run.folder)
     return 0

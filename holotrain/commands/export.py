@@ -8,7 +8,7 @@ from holotrain.commands import screen
 from holotrain.commands.checkpoint import described_model, in_int8
 from holotrain.commands.console import console
 from holotrain.commands.run_folder import Run
-from holotrain.commands.summary import Summary
+from holotrain.commands.summary import write_summary
 from holotrain.config import checkpointed
 from holotrain.config.command_options import ExportConfig
 from holotrain.data.tokenizers import tokenizer_from_json
@@ -17,7 +17,6 @@ from holotrain.models import saved
 from holotrain.models.adapters import merge_peft
 from holotrain.models.external import ExternalModel
 from holotrain.models.int8 import storage_bytes
-from holotrain.models.saved import export_onnx, export_program
 
 PROGRAM, ONNX = "model.pt2", "model.onnx"
 
@@ -32,9 +31,8 @@ def run(config: ExportConfig, run: Run) -> int:
     model.eval()
     merge_peft(model)
     if config.int8 and isinstance(model, ExternalModel):
-        raise UserError(
-            f"int8: a {type(model).__name__} is written for its own library, which has its own int8; use int8=false"
-        )
+        kind = type(model).__name__
+        raise UserError(f"int8: a {kind} is written for its own library, which has its own int8; use int8=false")
     in_int8(model, config.int8)
     folder = Path(config.to) if config.to else run.folder / "export"
     described = dict(described)
@@ -55,18 +53,14 @@ def run(config: ExportConfig, run: Run) -> int:
         if config.format != "safetensors":
             example = torch.zeros(2, arguments["channels"], arguments["image_size"], arguments["image_size"])
             with as_user_error(f"format={config.format}"):
-                if config.format == "program":
-                    export_program(model, example, folder / PROGRAM)
-                else:
-                    export_onnx(model, example, folder / ONNX)
+                saved.export_program(model, example, folder / (ONNX if config.format == "onnx" else PROGRAM))
     except OSError as error:
         raise UserError(f"to: cannot write {error.filename or folder} ({error.strerror or error})") from error
 
     written = [folder / name for name in (*names, PROGRAM, ONNX) if (folder / name).is_file()]
     weights = storage_bytes(model)
     metrics = {"bytes": sum(file.stat().st_size for file in written), "storage_bytes": weights}
-    summary = Summary.of(run, config, model, checkpoint=str(path), metrics=metrics)
-    summary.write(run.folder)
+    summary = write_summary(run, config, model, checkpoint=str(path), metrics=metrics)
     rows = {
         "weights": f"{weights / 2**20:.2f} MiB, {weights / (4 * summary.parameters):.3f} of the fp32 size",
         "written to": f"{folder}: {', '.join(file.name for file in written)}",

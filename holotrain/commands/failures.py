@@ -5,7 +5,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from errno import EDQUOT, EFBIG, EIO, EMFILE, ENFILE, ENOSPC, EROFS
 from pathlib import Path
@@ -46,7 +46,8 @@ def machine_failures(run: Run) -> Generator[None]:
             thread. It says how to resume.
     """
     hooks = threading.excepthook, sys.unraisablehook
-    threading.excepthook, sys.unraisablehook = _all_but_writers(hooks[0]), _all_but_workers(hooks[1])
+    threading.excepthook = lambda failed: None if _is_of_a_writer(failed) else hooks[0](failed)
+    sys.unraisablehook = lambda failed: None if _is_of_a_worker(failed) else hooks[1](failed)
     try:
         yield
     except UserError:
@@ -56,41 +57,37 @@ def machine_failures(run: Run) -> Generator[None]:
         if dead:
             text = f"{dead}, probably for lack of memory; fewer data.num_workers or smaller batches need less"
         elif reached:
-            text = _in_words(reached, run.folder)
+            name, code = getattr(reached[0], "filename", None), reached[1]
+            where = os.fsdecode(name) if isinstance(name, str | bytes) else run.folder
+            text = f"{where}: {os.strerror(code)}; {LIMITS[code]}"
         else:
             raise
         sys.unraisablehook = lambda one: None  # of objects that are half made, or wait for the dead
-        for each in (error, reached or error):
+        for each in (error, reached[0] if reached else error):
             traceback.clear_frames(each.__traceback__)  # they hold those, and open files
         raise MachineFailure(f"{text}{run.hint()}") from None
     finally:
         threading.excepthook, sys.unraisablehook = hooks
 
 
-def _all_but_writers(shown: Callable[[threading.ExceptHookArgs], Any]) -> Callable[[threading.ExceptHookArgs], None]:
-    def show(failed: threading.ExceptHookArgs) -> None:
-        if not (isinstance(failed.thread, _AsyncWriterThread) or _limit(failed.exc_value)):  # the main thread gets those, too
-            shown(failed)
-
-    return show
+def _is_of_a_writer(failed: threading.ExceptHookArgs) -> bool:
+    """Whether the main thread gets it, too."""
+    return isinstance(failed.thread, _AsyncWriterThread) or _limit(failed.exc_value) is not None
 
 
-def _all_but_workers(shown: Callable[[Any], Any]) -> Callable[[Any], None]:
-    def show(failed: Any) -> None:
-        # What ends the run is raised elsewhere.
-        is_end_of_workers = "DataLoaderIter.__del__" in getattr(failed.object, "__qualname__", "")
-        dead = isinstance(failed.exc_value, Exception) and dead_worker(failed.exc_value)  # torch says it anywhere, and again
-        if not (is_end_of_workers or dead):
-            shown(failed)
-
-    return show
+def _is_of_a_worker(failed: Any) -> bool:
+    """Whether what ends the run is raised elsewhere; torch says it anywhere, and again."""
+    if "DataLoaderIter.__del__" in getattr(failed.object, "__qualname__", ""):
+        return True
+    return isinstance(failed.exc_value, Exception) and dead_worker(failed.exc_value) is not None
 
 
-def _limit(error: BaseException | None) -> BaseException | None:
-    """The error of the system that led to this one, which may be a library's with its words; None: none did."""
+def _limit(error: BaseException | None) -> tuple[BaseException, int] | None:
+    """The error of the system that led to this one, which may be a library's with its words, and its code; None: none did."""
     for each in _causes(error):
-        if isinstance(each, OSError | RuntimeError) and any(os.strerror(code) in str(each) for code in LIMITS):
-            return each
+        for code in LIMITS if isinstance(each, OSError | RuntimeError) else ():
+            if os.strerror(code) in str(each):
+                return each, code
     return None
 
 
@@ -99,13 +96,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _in_words(reached: BaseException, folder: Path) -> str:
-    code = next(code for code in LIMITS if os.strerror(code) in str(reached))
-    name = getattr(reached, "filename", None)
-    where = os.fsdecode(name) if isinstance(name, str | bytes) else folder
-    return f"{where}: {os.strerror(code)}; {LIMITS[code]}"
 
 
 def dead_worker(error: Exception) -> str | None:
@@ -127,21 +117,14 @@ def of_the_system(error: BaseException | None) -> OSError | None:
 
 
 class SameFolder(pl.Callback):
-    """Ends a training whose folder was renamed or removed, before a checkpoint makes a new one there.
-
-    Args:
-        folder: of the run.
-    """
+    """Ends a training whose folder was renamed or removed, before a checkpoint makes a new one there."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.found = folder.stat() if folder.is_dir() else None  # which another machine need not have
 
     def check(self) -> None:
-        """
-        Raises:
-            UserError: the folder has another name, or is gone.
-        """
+        """Raises a UserError if the folder has another name, or is gone."""
         with suppress(OSError):
             if self.found is not None and os.path.samestat(self.found, self.folder.stat()):
                 return

@@ -2,44 +2,44 @@
 
 import math
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.tensorboard.summary import hparams
 
 from holotrain.callbacks.drawing import log_text
 from holotrain.callbacks.interrupt import Interrupted
 from holotrain.commands import screen
-from holotrain.commands.checkpoint import (
-    KeepConfiguration,
-    check_classes,
-    check_continuable,
-    check_origin,
-    chosen_before,
-)
-from holotrain.commands.evaluation import can_test, check_not_empty, evaluate, lightning_refusals
+from holotrain.commands.checkpoint import KeepConfiguration, check_classes, check_continuable, check_same, chosen_before
+from holotrain.commands.evaluation import check_not_empty, evaluate, lightning_refusals, shared_data
 from holotrain.commands.failures import OutOfMemory, SameFolder, as_out_of_memory, of_the_system
 from holotrain.commands.measured import BestValue, Measured
 from holotrain.commands.memory_limits import chosen, explained
 from holotrain.commands.planners import smallest_batch
 from holotrain.commands.run_folder import Run
-from holotrain.commands.shared_data import shared_data
-from holotrain.commands.summary import SUMMARY, Summary
-from holotrain.commands.tensorboard_tabs import log_end, log_hyperparams
+from holotrain.commands.summary import SUMMARY, Summary, write_summary
 from holotrain.commands.writing import write_whole
 from holotrain.config.build import build_task, description
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_trainer import build_trainer, check_division, check_training_device, device_kind, device_name
 from holotrain.config.command_options import FitConfig
-from holotrain.config.composition import MODES
+from holotrain.config.composition import MODES, key_of
+from holotrain.config.option_groups import ERROR_DIFFUSION, PLAIN, is_a
 from holotrain.config.structured import to_container
+from holotrain.dashboard.charts import tensorboard_layout
+from holotrain.dashboard.table import UNCOMPARED, flat
 from holotrain.errors import UserError
 from holotrain.reversible.stack import kept_between_blocks
-from holotrain.tasks.task import model_of
+from holotrain.tasks.task import model_of, monitored_by
 
 
 def run(config: FitConfig, run: Run) -> int:
@@ -49,9 +49,9 @@ def run(config: FitConfig, run: Run) -> int:
     if config.resume:  # a job of a resumed sweep may not have started
         start_checkpoint = run.last_checkpoint if run.last_checkpoint.exists() else None
     if start_checkpoint is not None:
-        check_origin(config, start_checkpoint)
-    if start_checkpoint is not None and config.resume:
-        config = chosen_before(config, start_checkpoint)
+        check_same(config, start_checkpoint)
+        if config.resume:
+            config = chosen_before(config, start_checkpoint)
     data = shared_data("fit", smallest_batch(config) if config.batch_is_open else config, start_checkpoint, run)
     if config.trainer.limit_val_batches != 0:
         check_not_empty(data, "val", ", or set trainer.limit_val_batches=0")
@@ -68,7 +68,7 @@ def run(config: FitConfig, run: Run) -> int:
         check_classes(config, data, start_checkpoint)
 
     place = SameFolder(run.folder)
-    loggers = build_loggers(config.logger, run.folder, run.sweep)
+    loggers = build_loggers(config.logger, run.folder, run.folder.parent.name if run.varied else None)
     callbacks = [
         *build_fit_callbacks(config, run.folder, task, data),
         KeepConfiguration(config, run.choices, description(config, data)),
@@ -85,11 +85,9 @@ def run(config: FitConfig, run: Run) -> int:
         options = options.with_arguments(gradient_clip_val=None)
     trainer = build_trainer(options, run.folder, callbacks, loggers, batches, config.profiler, run.process)
     resolved = yaml.safe_dump(to_container(config), sort_keys=False)
+    screen.show_start(config, run, model_of(task), start_checkpoint, data)
     if run.is_main:
         write_whole(run.folder / "config.yaml", resolved)
-    screen.show_start("fit", config, run, model_of(task), start_checkpoint, data)
-
-    if run.is_main:
         (run.folder / SUMMARY).unlink(missing_ok=True)  # that of an earlier part of the run is not its result
         log_hyperparams(loggers, task, config, run, None if monitor is None else monitor.monitor)
         log_text(loggers, "configuration", ["config.yaml"], [[resolved]], step=0)
@@ -98,11 +96,12 @@ def run(config: FitConfig, run: Run) -> int:
         with lightning_refusals("fit"), as_out_of_memory():
             trainer.fit(task, datamodule=data, ckpt_path=start_checkpoint, weights_only=True)
         with as_out_of_memory():
-            if config.test and config.trainer.limit_test_batches != 0 and can_test(task, data):
+            can_test = is_overridden("test_step", task) and is_overridden("test_dataloader", data)  # those of others
+            if config.test and config.trainer.limit_test_batches != 0 and can_test:
                 if run.process is not None:  # the strategy may have sharded the trained task
                     task = build_task(config, data)
                 try:
-                    tested = evaluate("test", config, run, task, data, _checkpoint(run, trainer), loggers, trainer.global_step)
+                    tested = evaluate(config, run, task, data, _checkpoint(run, trainer), loggers, trainer.global_step)
                 except UserError as error:  # the training is not lost
                     raise UserError(f"{error}{run.hint()}") from error
     except Interrupted as signal:
@@ -127,10 +126,7 @@ def run(config: FitConfig, run: Run) -> int:
     if not run.is_main:
         return exit_status
     place.check()
-    summary = _summary(config, run, trainer, task, status)
-    summary.planned_step_bytes = planned
-    summary.metrics |= tested
-    summary.write(run.folder)
+    summary = _summary(config, run, trainer, task, tested, status=status, planned_step_bytes=planned)
     log_end(loggers, completed=status == "completed")
     screen.show_end(summary, run.folder)
     if words:
@@ -155,18 +151,18 @@ def _chosen(config: FitConfig, data: pl.LightningDataModule, run: Run) -> tuple[
     return config, planned
 
 
-def _summary(config: FitConfig, run: Run, trainer: pl.Trainer, task: pl.LightningModule, status: str) -> Summary:
+def _summary(config: FitConfig, run: Run, trainer: pl.Trainer, task: pl.LightningModule, tested: dict, **more: Any) -> Summary:
     callbacks = {type(callback): callback for callback in trainer.callbacks}  # ty: ignore[missing-attribute]
-    summary = Summary.of(run, config, model_of(task), status, **callbacks[Measured].results(trainer))
+    results = callbacks[Measured].results(trainer)
     if best := callbacks.get(BestValue):
-        summary.monitor, summary.mode = best.checkpoint.monitor, best.checkpoint.mode
         value = best.best_so_far()
-        summary.metrics[best.tag] = math.nan if value is None else value
-    summary.between_blocks = kept_between_blocks(model_of(task))
-    summary.epochs, summary.steps = trainer.current_epoch, trainer.global_step
+        results |= {"monitor": best.checkpoint.monitor, "mode": best.checkpoint.mode}
+        results["metrics"][best.tag] = math.nan if value is None else value
+    results["metrics"] |= tested
     checkpoint = _checkpoint(run, trainer)
-    summary.checkpoint = str(checkpoint) if checkpoint else None
-    return summary
+    results |= {"checkpoint": str(checkpoint) if checkpoint else None, "between_blocks": kept_between_blocks(model_of(task))}
+    results |= {"epochs": trainer.current_epoch, "steps": trainer.global_step}
+    return write_summary(run, config, model_of(task), **results, **more)
 
 
 def check_direction(monitor: ModelCheckpoint | None, direction: str | None) -> None:
@@ -187,3 +183,42 @@ def _checkpoint(run: Run, trainer: pl.Trainer) -> Path | None:
         ours = run.last_checkpoint.with_name(Path(best).name)
         return ours if ours.exists() else Path(best)  # of the continued run, if none was better since
     return run.last_checkpoint if run.last_checkpoint.exists() else None
+
+
+def log_hyperparams(loggers: Iterable[Logger], task: pl.LightningModule, config: FitConfig, run: Run, best: str | None) -> None:
+    """Logs the options and, for TensorBoard, the charts and the names of the results, before a run trains, so that one that was
+    killed is compared too. ``best`` is the metric that selects the best checkpoint; None: there is no validation."""
+    options = dict(flat(to_container(config)))
+    validated = [] if best is None else list(dict.fromkeys([best, *monitored_by(task)]))
+    results = [*validated, *(f"best/{name}" for name in validated[:1])]
+    results += [name.replace("val/", "test/") for name in validated if config.test]
+    results += ["memory/peak_bytes", "throughput/samples_per_second"]
+    known = {name: value for name, value in (run.choices | options).items() if name.split(".")[0] not in UNCOMPARED}
+    first = [name for name in (*run.varied, *map(key_of, run.overrides)) if name in known]  # TensorBoard shows a few columns
+    numbers = {name: value for name, value in known.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+    columns = dict.fromkeys(first) | {name: str(value) for name, value in known.items()} | numbers
+    optional = {
+        "reversible": config.backward.kind not in PLAIN,
+        "synthesis": config.synthesis is not None,
+        "error_diffusion": is_a(config.task, ERROR_DIFFUSION),
+        "padding": config.batch_option[0] == "data.max_tokens",
+    }
+    charts = {"train", "memory", "throughput", "optimization", *(name for name, logged in optional.items() if logged)}
+    for logger in loggers:
+        if not isinstance(logger, TensorBoardLogger):
+            logger.log_hyperparams(options)
+            continue
+        logger.experiment.add_custom_scalars(tensorboard_layout(charts, {*validated}))
+        # Lightning's log_hyperparams(columns, results) would add a point to the curve of every metric.
+        for event in hparams(columns, dict.fromkeys(results, 0.0))[:2]:
+            logger.experiment._get_file_writer().add_summary(event)
+        logger.experiment.flush()  # else a run that is killed in its first minutes would have none
+
+
+def log_end(loggers: Iterable[Logger], completed: bool) -> None:
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger) and completed:
+            logger.experiment._get_file_writer().add_summary(hparams({}, {})[2])
+        logger.finalize("success" if completed else "failed")
+        if isinstance(logger, WandbLogger):
+            logger.experiment.finish(exit_code=int(not completed))  # else the next job of a sweep continues this run

@@ -12,7 +12,7 @@ from holotrain.commands import screen
 from holotrain.commands.checkpoint import described_model, in_int8
 from holotrain.commands.console import plain
 from holotrain.commands.run_folder import Run
-from holotrain.commands.summary import Summary
+from holotrain.commands.summary import write_summary
 from holotrain.commands.writing import write_whole
 from holotrain.config.build_trainer import autocast_of, check_device, device_kind
 from holotrain.config.command_options import GenerateConfig
@@ -59,14 +59,13 @@ def run(config: GenerateConfig, run: Run) -> int:
         if shown is None:
             print(f"{text}{answer}\n")
     if shown is not None:
-        shown.end()
+        shown.add()
     write_whole(run.folder / GENERATIONS, lines)
 
     metrics, speed = {"texts": len(texts), "tokens": int((drawn != tokenizer.end_id).sum())}, drawn.numel() / seconds
     longest = max(len(ids) for ids in starts)
     full = context if longest + config.max_tokens > context == longest + len(tokens) else None
-    summary = Summary.of(run, config, model, checkpoint=str(path), metrics=metrics, tokens_per_second=speed)
-    summary.write(run.folder)
+    summary = write_summary(run, config, model, checkpoint=str(path), metrics=metrics, tokens_per_second=speed)
     rows = {
         "tokens": f"{metrics['tokens']} in {counted(len(texts), 'text')}, {speed:.1f} tokens/s",
         "ended": full and f"because the model's context of {full} tokens was full",
@@ -85,27 +84,17 @@ class Shown:
         self.shown = ""
         print(prompt, end="", flush=True)
 
-    def add(self, token: int) -> None:
-        self.ids.append(token)
+    def add(self, *tokens: int) -> None:
+        """Without tokens the text ends."""
+        self.ids += tokens
         text = self.tokenizer.decode(self.ids)
-        if not text.endswith("\ufffd"):  # an incomplete character
-            self._show(text)
-
-    def end(self) -> None:
-        self._show(self.tokenizer.decode(self.ids))
-        print(flush=True)
-
-    def _show(self, text: str) -> None:
-        print(text[len(self.shown) :], end="", flush=True)
-        self.shown = text
+        if not tokens or not text.endswith("\ufffd"):  # an incomplete character
+            print(text[len(self.shown) :], end="" if tokens else "\n", flush=True)
+            self.shown = text
 
 
 def prompts(config: GenerateConfig) -> list[str]:
-    """The prompts.
-
-    Raises:
-        UserError: the file of prompts cannot be read, or has none.
-    """
+    """The prompts. Raises a UserError if the file of prompts cannot be read, or has none."""
     if config.prompts is None:
         return [config.prompt or ""]
     path = Path(config.prompts)
@@ -118,25 +107,17 @@ def prompts(config: GenerateConfig) -> list[str]:
     if not lines:
         raise UserError(f"prompts: {path} has no prompts")
     if path.suffix == ".jsonl":
-        return [_prompt_of(line, f"{path}:{number}") for number, line in lines]
+        for index, (number, line) in enumerate(lines):
+            try:
+                lines[index] = number, from_json(line)["prompt"]
+                lines[index][1].encode()  # fails for what is no text
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UserError(f"prompts: {path}:{number} is not a JSON object with a text field named prompt") from error
     return [line for _, line in lines]
 
 
-def _prompt_of(line: str, where: str) -> str:
-    try:
-        prompt = from_json(line)["prompt"]
-        prompt.encode()  # fails for what is no text
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"prompts: {where} is not a JSON object with a text field named prompt") from error
-    return prompt
-
-
 def encoded(text: str, tokenizer: Tokenizer, context: int, several: bool) -> torch.Tensor:
-    """The tokens of a prompt; an end token for an empty prompt.
-
-    Raises:
-        UserError: the prompt fills the model's context.
-    """
+    """The tokens of a prompt; an end token for an empty prompt. Raises a UserError if the prompt fills the model's context."""
     ids = torch.from_numpy(tokenizer.encode(text).astype("int64"))
     if len(ids) >= context:
         which = f"prompts: {text[:20]!r}... is" if several else "prompt: it is"

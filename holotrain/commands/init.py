@@ -14,49 +14,34 @@ TEMPLATE, NAME = Path(__file__).parents[1] / "templates" / "project", "my_projec
 
 
 def run(config: InitConfig) -> int:
-    """Writes the folder and returns 0.
-
-    Raises:
-        UserError: the name is no name of a new package, or the folder is not empty or cannot be written.
-    """
+    """Writes the folder and returns 0. Raises a UserError if the name is no name of a new package, or the folder is not empty
+    or cannot be written."""
     folder = Path(config.name).expanduser()
-    _check_name(folder.name)
+    name = folder.name
+    if not name.isidentifier() or iskeyword(name):
+        near = re.sub(r"\W+", "_", name).strip("_") or NAME
+        near = near if near.isidentifier() else f"_{near}"
+        near += "_" * iskeyword(near)
+        raise UserError(f"init: {name!r} cannot be the name of a Python package. Did you mean {near!r}?")
     try:
         if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
             raise UserError(f"init: {folder} exists already; give another name, or remove it")
-        _check_new(folder.name)
+        spec = None if name in sys.modules else find_spec(name)
+        # A folder without Python files can be imported too, but has no origin.
+        if name in ("conf", "tests") or name in sys.modules or (spec is not None and spec.origin is not None):
+            raise UserError(f"init: Python knows another {name!r}; give another name, such as my_{name}")
         folder.mkdir(parents=True, exist_ok=True)
         print(f"{folder}: a new project")
-        for source in _files():
-            path = folder / str(source.relative_to(TEMPLATE)).replace(NAME, folder.name)
+        for source in sorted(TEMPLATE.rglob("*")):
+            within = source.relative_to(TEMPLATE)
+            if not source.is_file() or any(part[0] in "._" for part in within.parent.parts):  # left by Python and tools
+                continue
+            path = folder / str(within).replace(NAME, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("x", encoding="utf-8") as file:
-                file.write(source.read_text(encoding="utf-8").replace(NAME, folder.name))
+                file.write(source.read_text(encoding="utf-8").replace(NAME, name))
             print(f"  {path.relative_to(folder)}")
     except OSError as error:
         raise UserError(f"init: cannot write {error.filename or folder}: {error.strerror or error}") from error
     print(f"Train: cd {quote(str(folder))} && python -m holotrain fit --config-dir conf experiment=my_experiment")
     return 0
-
-
-def _files() -> list[Path]:
-    """Those of the template, without what Python and tools have left there."""
-    found = (path for path in sorted(TEMPLATE.rglob("*")) if path.is_file())
-    return [path for path in found if not any(part[0] in "._" for part in path.relative_to(TEMPLATE).parent.parts)]
-
-
-def _check_name(name: str) -> None:
-    if name.isidentifier() and not iskeyword(name):
-        return
-    near = re.sub(r"\W+", "_", name).strip("_") or NAME
-    near = near if near.isidentifier() else f"_{near}"
-    near += "_" * iskeyword(near)
-    raise UserError(f"init: {name!r} cannot be the name of a Python package. Did you mean {near!r}?")
-
-
-def _check_new(name: str) -> None:
-    """Raises a UserError if the package would hide another, or the project's own folders."""
-    spec = None if name in sys.modules else find_spec(name)
-    # A folder without Python files can be imported too, but has no origin.
-    if name in ("conf", "tests") or name in sys.modules or (spec is not None and spec.origin is not None):
-        raise UserError(f"init: Python knows another {name!r}; give another name, such as my_{name}")

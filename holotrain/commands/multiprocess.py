@@ -11,22 +11,19 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from holotrain.commands.console import console, quieten
 from holotrain.commands.failures import machine_failures
-from holotrain.commands.precision import matmul_precision
 from holotrain.commands.run_folder import Run, alone_in, continued
 from holotrain.commands.summary import ended
-from holotrain.config.build_trainer import (
-    check_processes,
-    data_shard_of,
-    process_group_options,
-    processes_of,
-)
+from holotrain.config.build_trainer import check_processes, data_shard_of, process_group_options, processes_of
 from holotrain.config.command_options import FitConfig, RunConfig
 from holotrain.config.structured import structured, to_container
 from holotrain.data.sampler import set_data_shard
@@ -61,20 +58,16 @@ def run_job(command: str, config: RunConfig, run: Run, processes: Processes | No
                 raise UserError(f"{command} runs in one process; start it without a launcher")
             return _run_command(command, config, run)
         check_processes(config, processes.process if processes else None)
-        if processes is not None:
-            return _run_with_others(processes, command, config, run)
-        if (size := processes_of(config.trainer)) > 1:
-            with started_processes(command, size, run.hint) as processes:
-                return _run_with_others(processes, command, config, run)
+        with ExitStack() as stack:
+            if processes is None and (size := processes_of(config.trainer)) > 1:
+                processes = stack.enter_context(started_processes(command, size, run.hint))
+            if processes is not None:
+                values = vars(run) | {"folder": str(run.folder)}
+                processes.send_job({"command": command, "config": to_container(config), "run": values})
+                return _run_member(processes, command, config, run)
         if config.trainer.strategy != "single":
             console.print(f"trainer={config.trainer.strategy}: using one process for one device; set trainer.devices for more")
         return _run_command(command, config, run)
-
-
-def _run_with_others(processes: Processes, command: str, config: RunConfig, run: Run) -> int:
-    values = vars(run) | {"folder": str(run.folder)}
-    processes.send_job({"command": command, "config": to_container(config), "run": values})
-    return _run_member(processes, command, config, run)
 
 
 def follow(process: ProcessRank) -> int:
@@ -116,6 +109,37 @@ def _run_member(processes: Processes, command: str, config: RunConfig, run: Run)
             return _run_command(command, config, replace(run, process=processes.process))
     finally:
         set_data_shard()
+
+
+@contextmanager
+def matmul_precision(precision: str) -> Generator[None]:
+    """Inside, products and convolutions of float32 have this precision, one of ``torch.set_float32_matmul_precision``; with
+    ``highest`` nothing is in TF32, in which torch alone computes convolutions."""
+    backends: Any = torch.backends  # whose stubs lack fp32_precision
+    convolutions = backends.cudnn.conv, backends.cudnn.rnn
+    saved, wholes = [], (backends, backends.cudnn)
+    parts = (*wholes, backends.cuda.matmul, backends.mkldnn.matmul, *convolutions)
+    for part in parts:  # a part that says "none" reads as the whole does, so the wholes are "none" while parts are read
+        saved.append(part.fp32_precision)
+        if part in wholes:
+            part.fp32_precision = "none"
+    for whole, value in zip(wholes, saved, strict=False):
+        whole.fp32_precision = value
+    try:
+        before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # after a use of fp32_precision torch refuses to read these
+        before = "highest", True  # as torch begins
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = precision != "highest"
+    for part in convolutions:  # allow_tf32=False alone leaves them to torch.backends.fp32_precision
+        part.fp32_precision = "ieee" if precision == "highest" else "tf32"
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+        for part, value in zip(parts, saved, strict=True):
+            part.fp32_precision = value
 
 
 def _run_command(command: str, config: RunConfig, run: Run) -> int:

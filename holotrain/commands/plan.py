@@ -12,9 +12,8 @@ from rich.table import Table
 
 from holotrain.commands.checkpoint import tokenizer_for
 from holotrain.commands.console import console, plain
-from holotrain.commands.memory_limits import chosen, described
+from holotrain.commands.memory_limits import chosen, described, proposals
 from holotrain.commands.planners import budget_of, longest_context, planner_of, smallest_batch, variants_of
-from holotrain.commands.proposals import proposals
 from holotrain.commands.run_folder import Run
 from holotrain.commands.writing import write_whole
 from holotrain.config.annotations import read_fields
@@ -32,11 +31,7 @@ SHOWN = ("parameters", "gradients", "optimizer", "activations", "head", "tempora
 
 
 def run(config: PlanConfig, run: Run) -> int:
-    """Writes plan.json. Returns 0, even if the run does not fit.
-
-    Raises:
-        UserError: the training step cannot be planned.
-    """
+    """Writes plan.json. Returns 0, even if the run does not fit."""
     quiet = config.json == "-"
     say = plain(stderr=True).print if quiet else console.print
     status = console.status("")
@@ -104,7 +99,7 @@ def planned(
         plan = make_plan(planner, budget, begin, variants)
         if budget is not None:
             longest = longest_context(config, data, planner, plan.variant, plan.schedule, budget, begin)
-            plan = replace(plan, limits=[*plan.limits, *([] if longest is None else [longest])])
+            plan = replace(plan, limits=plan.limits + ([] if longest is None else [longest]))
         needed, less = [], {}
         if budget is not None and not plan.fits:
             begin("what would fit")
@@ -115,19 +110,15 @@ def planned(
 
 
 def row(folder: Path) -> dict[str, Any] | None:
-    """A plan in the table of a sweep; None if there is no plan.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """A plan in the table of a sweep; None if there is no plan. Raises a UserError if the file cannot be read."""
     path = folder / PLAN
     if not path.is_file():
         return None
     kinds = {"backward": "str", "fits": "bool | None", "peak_bytes": "int", "largest": "dict[str, int]"}
     plan = read_fields(path, kinds, "plan")
     fits = {None: "", True: "yes", False: "no"}[plan["fits"]]
-    largest = {f"largest {name}": value for name, value in plan["largest"].items()}
-    return {"status": "planned", "schedule": plan["backward"], "peak_memory_bytes": plan["peak_bytes"], "fits": fits} | largest
+    found = {"status": "planned", "schedule": plan["backward"], "peak_memory_bytes": plan["peak_bytes"], "fits": fits}
+    return found | {f"largest {name}": value for name, value in plan["largest"].items()}
 
 
 def _show(config: PlanConfig, run: Run, plan: Plan, needed: list[str]) -> None:

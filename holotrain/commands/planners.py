@@ -34,6 +34,9 @@ from holotrain.tasks.task import model_of, optimizer_of, training_loss
 NO_OPTION = "batch"
 """What the size of batches is called if the data module has no option for it."""
 
+Begin = Callable[[str], object]
+"""Called with what is planned next."""
+
 
 def planner_of(config: RunConfig, data: pl.LightningDataModule, device: str) -> Planner:
     """The planner of a configuration and of variants of it.
@@ -68,18 +71,13 @@ TILE, BITS, CONTEXT_UNIT = 512, "4bit", 64
 
 
 def variants_of(
-    config: RunConfig,
-    data: pl.LightningDataModule,
-    planner: Planner,
-    inexact: bool,
-    begin: Callable[[str], object] = lambda what: None,
+    config: RunConfig, data: pl.LightningDataModule, planner: Planner, inexact: bool, begin: Begin = lambda what: None
 ) -> list[Variant]:
     """Variants of a training that need less memory, the fastest first: MLPs in tiles, where that saves something; reversible
     blocks; both.
 
     Args:
         inexact: also those that change gradients or the model; they may be chosen with ``backward.inexact``.
-        begin: called with what is planned next.
     """
     found: list[Variant] = []
 
@@ -127,10 +125,10 @@ def longest_context(
     variant: Variant | None,
     backward: Backward,
     budget: int,
-    begin: Callable[[str], object] = lambda what: None,
+    begin: Begin = lambda what: None,
 ) -> Limit | None:
     """The longest sequence, in steps of 64 tokens, with which a training, or a variant of it, fits; None: no option sets one
-    length for all. Calls ``begin`` with what is planned next."""
+    length for all."""
     if not isinstance(data, TextDataModule) or data.layout != "packed" or not is_a(config.model, *LANGUAGE_MODELS):
         return None
     if variant is not None:
@@ -250,8 +248,7 @@ def budget_of(config: RunConfig, device: str, processes: int = 1) -> int:
     if config.memory is not None:
         return parse_bytes(config.memory)
     free = free_memory(device)
-    if free is None and device == "cuda":
-        raise UserError("memory: this machine has no GPU; give the memory of the GPU, such as memory=16GiB")
     if free is None:
-        raise UserError("memory: the free memory of this system is not known; give it, such as memory=16GiB")
+        unknown = "this machine has no GPU" if device == "cuda" else "the free memory of this system is not known"
+        raise UserError(f"memory: {unknown}; give the memory, such as memory=16GiB")
     return free - max(2**30, int(0.06 * free)) if device == "cuda" else free // processes

@@ -12,7 +12,7 @@ from holotrain.commands import screen
 from holotrain.commands.checkpoint import described_model, in_int8, load_weights
 from holotrain.commands.evaluation import lightning_refusals, prepared
 from holotrain.commands.run_folder import Run
-from holotrain.commands.summary import Summary
+from holotrain.commands.summary import write_summary
 from holotrain.commands.writing import write_table
 from holotrain.config.build import description, task_of
 from holotrain.config.build_trainer import build_trainer, check_device
@@ -44,7 +44,7 @@ def run(config: PredictConfig, run: Run) -> int:
         data, task = prepared("predict", config, run)
         load_weights(task, path)
         described, loader = description(config, data), data.predict_dataloader()
-    screen.show_start("predict", config, run, model_of(task), path)
+    screen.show_start(config, run, model_of(task), path)
     in_int8(model_of(task), config.int8)
     own = getattr(loader, "dataset", None)
     read = PathsRead() if isinstance(own, ImageFiles) else None
@@ -55,9 +55,8 @@ def run(config: PredictConfig, run: Run) -> int:
     named = list(zip(names, _samples(batches or []), strict=False))  # limit_predict_batches may leave names unused
     left_out = sum(name == "" for name, _ in named)
     if left_out and left_out == len(named):
-        raise UserError(
-            f"images: there is no readable image in {files}" if files else "data: the test set has no readable image"
-        )
+        place = f"images: there is no readable image in {files}" if files else "data: the test set has no readable image"
+        raise UserError(place)
     named = [each for each in named if each[0] != ""]
     of = "text" if is_a(config.data, TEXT) else "image" if is_a(config.data, IMAGES) else "sample"
     if is_a(config.task, CAUSAL_LM):
@@ -67,15 +66,13 @@ def run(config: PredictConfig, run: Run) -> int:
     write_table(run.folder / PREDICTIONS, columns, rows)
 
     metrics = {f"{columns[0]}s": len(rows)} | ({"unreadable": left_out} if left_out else {})
-    summary = Summary.of(run, config, model_of(task), checkpoint=str(path), metrics=metrics)
-    summary.write(run.folder)
+    summary = write_summary(run, config, model_of(task), checkpoint=str(path), metrics=metrics)
     screen.show_end(summary, run.folder, predictions=run.folder / PREDICTIONS)
     return 0
 
 
 def _files_loader(config: RunConfig, described: dict[str, Any], path: Path) -> DataLoader:
-    """Batches of the user's files, prepared for the described model. Does not need the training data."""
-    loading = {"num_workers": getattr(config.data, "num_workers", 0)}
+    workers = getattr(config.data, "num_workers", 0)
     batch_size, facts = getattr(config.data, "batch_size", None) or 32, described["facts"]
     if "tokenizer" in described:
         return text_files(
@@ -86,12 +83,12 @@ def _files_loader(config: RunConfig, described: dict[str, Any], path: Path) -> D
             batch_size=batch_size,
             text=getattr(config.data, "text", "text"),
             expansion=getattr(config.data, "max_expansion", EXPANSION),
-            **loading,
+            num_workers=workers,
         )
     if "statistics" not in described or "image_size" not in facts:
         raise UserError(f"images: {config.data.name} does not tell how to prepare them; without images= the test set is used")
-    loading["megapixels"] = getattr(config.data, "max_megapixels", MEGAPIXELS)
-    return image_files(path, facts["channels"], facts["image_size"], described["statistics"], batch_size, **loading)
+    most, size = getattr(config.data, "max_megapixels", MEGAPIXELS), facts["image_size"]
+    return image_files(path, facts["channels"], size, described["statistics"], batch_size, num_workers=workers, megapixels=most)
 
 
 class PathsRead(pl.Callback):
@@ -101,25 +98,18 @@ class PathsRead(pl.Callback):
         self.paths: list[str] = []
 
     def on_predict_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         self.paths += batch[1]
 
 
 def _samples(batches: list[Any]) -> list[dict[str, Any]]:
     """The prediction of each sample, in the order of the test set or of the files."""
-    columns = [batch if isinstance(batch, dict) else {"prediction": batch} for batch in batches]
-    samples = [
-        dict(zip(batch, values, strict=True))
-        for batch in columns
-        for values in zip(*(column.tolist() for column in batch.values()), strict=True)
-    ]
+    samples = []
+    for batch in batches:
+        columns = batch if isinstance(batch, dict) else {"prediction": batch}
+        rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+        samples += [dict(zip(columns, row, strict=True)) for row in rows]
     return sorted(samples, key=lambda sample: sample.get("index", 0))  # texts are sorted by length
 
 
@@ -127,15 +117,17 @@ def _table(
     of: str, named: Iterable[tuple[object, dict[str, Any]]], classes: list[str] | None
 ) -> tuple[tuple[str, ...], list[tuple]]:
     """One row per sample: its name, then what ``predict_step`` returned for it, classes by their names."""
-    rows = [(name, {key: value for key, value in sample.items() if key != "index"}) for name, sample in named]
-
-    def shown(key: str, value: Any) -> Any:
-        if key == "class" and classes is not None:
-            return classes[value]
-        return f"{value:.6f}" if isinstance(value, float) else value
-
-    columns = (of, *(rows[0][1] if rows else ()))
-    return columns, [(name, *(shown(key, value) for key, value in sample.items())) for name, sample in rows]
+    columns, rows = (of,), []
+    for name, sample in named:
+        shown = {key: value for key, value in sample.items() if key != "index"}
+        for key, value in shown.items():
+            if isinstance(value, float):
+                shown[key] = f"{value:.6f}"
+            elif key == "class" and classes is not None:
+                shown[key] = classes[value]
+        columns = (of, *shown)
+        rows.append((name, *shown.values()))
+    return columns, rows
 
 
 def _scores(named: Iterable[tuple[object, dict[str, float]]]) -> list[tuple[object, int, str]]:

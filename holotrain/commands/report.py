@@ -25,11 +25,8 @@ LEFT_BY_RUNS = ("config.yaml", summary.SUMMARY, "tensorboard", "csv")
 
 
 def run(config: ReportConfig) -> int:
-    """Writes the page and returns 0.
-
-    Raises:
-        UserError: an argument names no run, no run can be read, none has scalars, or the page cannot be written.
-    """
+    """Writes the page and returns 0. Raises a UserError if an argument names no run, no run can be read, none has scalars, or
+    the page cannot be written."""
     target = Path(config.to)
     if target.is_dir():
         raise UserError(f"to: {target} is a folder; give a file, such as to={target / 'report.html'}")
@@ -39,7 +36,10 @@ def run(config: ReportConfig) -> int:
     unreadable: dict[Path, UserError] = {}
     for place in track(folders, "reading", console=console, transient=True, disable=not console.is_terminal):
         try:
-            read[place] = _read(folders[place])
+            refuse_links(folder := folders[place], LEFT_BY_RUNS)
+            config_yaml, ended, events = _config(folder / "config.yaml"), summary.read(folder) or {}, read_events(folder)
+            curves, images, texts = read_scalars(folder, events), read_images(events), read_texts(events)
+            read[place] = Reported(folder, config_yaml, ended, curves, images, texts)
         except UserError as error:  # the other runs are still worth comparing
             unreadable[place] = error
     if not read:
@@ -57,11 +57,7 @@ def run(config: ReportConfig) -> int:
 
 
 def runs_at(word: str) -> list[Path]:
-    """The run folders that an argument of the command line names.
-
-    Raises:
-        UserError: there are none.
-    """
+    """The run folders that an argument of the command line names. Raises a UserError if there are none."""
     path = Path(word).expanduser()
     matched = [path] if path.exists() else [Path(found) for found in sorted(glob.glob(str(path), recursive=True))]
     if not matched:
@@ -85,12 +81,6 @@ def _runs_of(folder: Path) -> list[Path]:
 
 def _is_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in LEFT_BY_RUNS)
-
-
-def _read(folder: Path) -> Reported:
-    refuse_links(folder, LEFT_BY_RUNS)
-    config, ended, events = _config(folder / "config.yaml"), summary.read(folder) or {}, read_events(folder)
-    return Reported(folder, config, ended, read_scalars(folder, events), read_images(events), read_texts(events))
 
 
 def _config(path: Path) -> dict:

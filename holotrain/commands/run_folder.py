@@ -36,7 +36,7 @@ class Run:
     """
     Args:
         command: fit, validate, test, predict, generate, export or plan.
-        folder: the folder of its files, which exists.
+        folder: the folder of its files.
         overrides: the overrides of the command line, as written there.
         choices: the chosen option of each configuration group, saved in checkpoints.
         varied: the options and groups that a sweep varies; empty without a sweep.
@@ -59,11 +59,6 @@ class Run:
     started: float = field(default_factory=time.monotonic)
 
     @property
-    def sweep(self) -> str | None:
-        """Name of the folder of the sweep; None without one."""
-        return self.folder.parent.name if self.varied else None
-
-    @property
     def last_checkpoint(self) -> Path:
         return self.folder / LAST_CHECKPOINT
 
@@ -71,16 +66,14 @@ class Run:
     def how_to_resume(self) -> str:
         if any(word.endswith(f".{TARGET}={PYTHON_OBJECT}") for word in self.overrides):
             return f"resume with: holotrain.fit(the same objects, overrides=['resume=true'], folder={str(self.folder)!r})"
-        keys = {word: key_of(word) for word in self.overrides}
-        again = [
-            word.lstrip("+")  # the checkpoint has what it added
-            for word, key in keys.items()
-            if key in (*COMMAND_LINE_ONLY, *OF_FIT) or key.startswith("logger.") or key.endswith(f".{TARGET}")
-        ]
-        if (logger := self.choices.get("logger", LOCAL_LOGGERS[0])) not in LOCAL_LOGGERS:  # also that of an experiment
-            again.append(f"logger={logger}")
         words = ["--config-dir", self.config_dir] if self.config_dir else []
-        words += ["resume=true", f"hydra.run.dir={as_word(self.folder)}", *again]
+        words += ["resume=true", f"hydra.run.dir={as_word(self.folder)}"]
+        for word in self.overrides:
+            key = key_of(word)
+            if key in (*COMMAND_LINE_ONLY, *OF_FIT) or key.startswith("logger.") or key.endswith(f".{TARGET}"):
+                words.append(word.lstrip("+"))  # the checkpoint has what it added
+        if (logger := self.choices.get("logger", LOCAL_LOGGERS[0])) not in LOCAL_LOGGERS:  # also that of an experiment
+            words.append(f"logger={logger}")
         job = shlex.join(["python", "-m", "holotrain", "fit", *words])
         if not self.varied:
             return f"resume with: {job}"
@@ -97,11 +90,8 @@ class Run:
 
 
 def continued(config: FitConfig, run: Run) -> FitConfig:
-    """The configuration, which continues the run if torchrun started its processes again.
-
-    Raises:
-        UserError: the folder holds another run, or has a name that a checkpoint cannot hold.
-    """
+    """The configuration, which continues the run if torchrun started its processes again. Raises a UserError if the folder
+    holds another run, or has a name that a checkpoint cannot hold."""
     try:
         str(folder := run.folder.absolute()).encode()
     except UnicodeEncodeError:
@@ -125,26 +115,28 @@ HELD: set[Path] = set()
 
 @contextmanager
 def alone_in(folder: Path) -> Generator[None]:
-    """Keeps other runs out of a folder. If this process dies, the system lets them in.
-
-    Raises:
-        UserError: another run is in it, or what a run writes to would be elsewhere.
-    """
+    """Makes a folder, keeps other runs out of it, and removes it if nothing was written. If this process dies, the system lets
+    others in. Raises a UserError if another run is in it, or what a run writes to would be elsewhere."""
+    folder.mkdir(parents=True, exist_ok=True)
     refuse_links(folder, WRITTEN_IN_PLACE)
     path, place = folder / LOCK, folder.resolve()
     refused = UserError(f"{folder}: another run is writing into it; wait until it ends, or name another folder")
     if place in HELD:
         raise refused
-    with ExitStack() as stack:
-        HELD.add(place)
-        stack.callback(HELD.discard, place)
-        if sys.platform != "win32":
-            with suppress(OSError):  # a folder that cannot be written, a file system without locks
-                file = stack.enter_context(open(os.open(path, os.O_RDWR | os.O_CREAT | WITHOUT_LINKS, 0o666), "wb"))
-                if not _locked(file, path):
-                    raise refused
-                stack.callback(path.unlink, missing_ok=True)
-        yield
+    try:
+        with ExitStack() as stack:
+            HELD.add(place)
+            stack.callback(HELD.discard, place)
+            if sys.platform != "win32":
+                with suppress(OSError):  # a folder that cannot be written, a file system without locks
+                    file = stack.enter_context(open(os.open(path, os.O_RDWR | os.O_CREAT | WITHOUT_LINKS, 0o666), "wb"))
+                    if not _locked(file, path):
+                        raise refused
+                    stack.callback(path.unlink, missing_ok=True)
+            yield
+    finally:
+        with suppress(OSError):  # such as: it is not empty
+            folder.rmdir()
 
 
 def _locked(file: IO, path: Path) -> bool:

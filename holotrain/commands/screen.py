@@ -11,7 +11,7 @@ from holotrain.callbacks import trace
 from holotrain.commands.console import console
 from holotrain.commands.memory_limits import runs_of
 from holotrain.commands.run_folder import Run
-from holotrain.commands.summary import SUMMARY, Summary, parameter_count
+from holotrain.commands.summary import SUMMARY, Summary
 from holotrain.config.build_trainer import data_shard_of, device_name, model_parallel_size, unsharded_layers
 from holotrain.config.command_options import RunConfig
 from holotrain.config.objects import ObjectConfig
@@ -21,44 +21,42 @@ from holotrain.numeric import counted
 from holotrain.parallel.rank import ProcessRank
 from holotrain.reversible.stack import kept_between_blocks
 
-PROFILES = {
-    "profile": "fit-profile.txt",
-    "trace": f"{trace.TRACE}*",
-    "operators": trace.OPERATORS,
-    "allocations": trace.ALLOCATIONS,
-}
+PROFILES = {"profile": "fit-profile.txt", "trace": f"{trace.TRACE}*"}
+PROFILES |= {"operators": trace.OPERATORS, "allocations": trace.ALLOCATIONS}
 """Files that a profiler may have written."""
 
 
 def show_start(
-    command: str,
-    config: RunConfig,
-    run: Run,
-    model: nn.Module,
-    origin: Path | None,
-    data: pl.LightningDataModule | None = None,
+    config: RunConfig, run: Run, model: nn.Module, origin: Path | None, data: pl.LightningDataModule | None = None
 ) -> None:
     """Prints the settings of the run and, for text, the number of tokens."""
+    text = None
+    if isinstance(data, TextDataModule):
+        parts = ", ".join(f"{_large(counts['tokens'])} to {name}" for name, counts in data.counts.items())
+        text = f"tokens: {parts}; vocabulary {data.vocab_size}, context {data.context}"
     named = run.choices.get("model", config.model.name) if config.model else type(model).__name__
     if is_a(config.model, *COMPATIBLE[ERROR_DIFFUSION][0]):
         named += f", rule {config.model.rule}, depth {config.model.depth}, width {config.model.width}"
-    products = config.trainer.float32_matmul_precision
+    products, fits = config.trainer.float32_matmul_precision, run.command == "fit"
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    trainable = f", {_large(learned)} trainable" if 0 < learned < whole else ""
     rows = {
-        "model": f"{named}, {_parameters(model)}",
+        "model": f"{named}, {_large(whole)} parameters{trainable}",
         "task": run.choices.get("task", config.task.name),
         "data": f"{run.choices.get('data', config.data.name)}, {_batches(config, run.process)}",
-        "text": _text(data) if isinstance(data, TextDataModule) else None,
+        "text": text,
         "backward": _backward(config),
-        "between blocks": kept_between_blocks(model) if command == "fit" else None,
+        "between blocks": kept_between_blocks(model) if fits else None,
         "synthesis": getattr(config.synthesis, "mode", None),
-        "optimizer": _optimizer(config, config.optimizer, run) if command == "fit" and config.optimizer else None,
+        "optimizer": _optimizer(config, config.optimizer, run) if fits and config.optimizer else None,
         "precision": config.trainer.precision + ("" if products == "highest" else f", products of float32: {products} (TF32)"),
         "device": device_name(config.trainer.accelerator),
         "checkpoint": origin,
         "processes": _processes(config, run.process, model) if run.process else None,
         "folder": run.folder,
     }
-    console.print(table(f"holotrain {command}", rows))
+    console.print(table(f"holotrain {run.command}", rows))
 
 
 def _processes(config: RunConfig, process: ProcessRank, model: nn.Module) -> str:
@@ -78,14 +76,11 @@ def _processes(config: RunConfig, process: ProcessRank, model: nn.Module) -> str
 
 
 def show_end(summary: Summary, folder: Path, **files: Path) -> None:
-    """Prints the results; the same figures as summary.json.
-
-    Args:
-        files: what else the command has written, by what it holds.
-    """
-    rows: dict[str, object] = {
-        name: _rounded(value) if isinstance(value, float) else value for name, value in summary.metrics.items()
-    }
+    """Prints the results, the same figures as summary.json, and what else the command has written, by what it holds."""
+    rows: dict[str, object] = dict(summary.metrics)
+    for name, value in summary.metrics.items():
+        if isinstance(value, float):
+            rows[name] = f"{value:.4f}" if value == 0 or abs(value) >= 1e-3 else f"{value:.3g}"
     if summary.steps is not None and summary.epochs is not None:
         rows["steps"] = f"{summary.steps} in {counted(summary.epochs, 'epoch')}"
     if summary.samples_per_second is not None and summary.step_seconds is not None:
@@ -138,21 +133,6 @@ def _optimizer(config: RunConfig, optimizer: ObjectConfig, run: Run) -> str:
     name, rate = run.choices.get("optimizer", optimizer.name), getattr(optimizer, "lr", None)
     words = [name, *([] if rate is None else [f"learning rate {rate:g}"])]
     return ", ".join([*words, "in the backward"] if config.steps_in_backward else words)
-
-
-def _parameters(model: nn.Module) -> str:
-    learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    whole = parameter_count(model)
-    return f"{_large(whole)} parameters" + (f", {_large(learned)} trainable" if 0 < learned < whole else "")
-
-
-def _rounded(value: float) -> str:
-    return f"{value:.4f}" if value == 0 or abs(value) >= 1e-3 else f"{value:.3g}"
-
-
-def _text(data: TextDataModule) -> str:
-    parts = ", ".join(f"{_large(counts['tokens'])} to {name}" for name, counts in data.counts.items())
-    return f"tokens: {parts}; vocabulary {data.vocab_size}, context {data.context}"
 
 
 def _large(count: int) -> str:

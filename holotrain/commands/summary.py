@@ -66,30 +66,30 @@ class Summary:
     between_blocks: str | None = None
     checkpoint: str | None = None
 
-    @classmethod
-    def of(cls, run: Run, config: RunConfig, model: nn.Module, status: str = "completed", **results: Any) -> Summary:
-        """The summary of a run."""
-        from holotrain.config.build_trainer import device_name
 
-        return cls(
-            command=run.command,
-            status=status,
-            overrides=run.overrides,
-            device=device_name(config.trainer.accelerator),
-            precision=config.trainer.precision,
-            backward=config.backward.name,
-            synthesis=getattr(config.synthesis, "mode", "none"),
-            parameters=parameter_count(model),
-            seconds=time.monotonic() - run.started,
-            float32_matmul_precision=config.trainer.float32_matmul_precision,
-            strategy=config.trainer.strategy,
-            processes=run.process.size if run.process else 1,
-            **results,
-        )
+def write_summary(run: Run, config: RunConfig, model: nn.Module, status: str = "completed", **results: Any) -> Summary:
+    """The summary of a run, which its main process writes into the run's folder."""
+    from holotrain.config.build_trainer import device_name
 
-    def write(self, folder: Path) -> None:
-        """Writes ``summary.json`` into the run's folder, atomically."""
-        write_whole(folder / SUMMARY, json.dumps(_finite(asdict(self)), indent=2) + "\n")
+    trainer = config.trainer
+    summary = Summary(
+        command=run.command,
+        status=status,
+        overrides=run.overrides,
+        device=device_name(trainer.accelerator),
+        precision=trainer.precision,
+        backward=config.backward.name,
+        synthesis=getattr(config.synthesis, "mode", "none"),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        seconds=time.monotonic() - run.started,
+        float32_matmul_precision=trainer.float32_matmul_precision,
+        strategy=trainer.strategy,
+        processes=run.process.size if run.process else 1,
+        **results,
+    )
+    if run.is_main:
+        write_whole(run.folder / SUMMARY, json.dumps(_finite(asdict(summary)), indent=2) + "\n")
+    return summary
 
 
 def completed(folder: Path) -> dict[str, Any] | None:
@@ -113,11 +113,7 @@ def ended(trainer: ObjectConfig, folder: Path) -> str | None:
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """A run's summary; None if it has none.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """A run's summary; None if it has none. Raises a UserError if the file cannot be read."""
     path = folder / SUMMARY
     if not path.is_file():
         return None
@@ -138,18 +134,13 @@ def best_of(folders: Iterable[Path]) -> tuple[Path, str, float] | None:
     found = [(value, folder, one) for folder in folders if (one := read(folder)) and (value := _best_value(one)) is not None]
     if len(found) < 2 or len({(one["monitor"], one["mode"]) for _, _, one in found}) > 1:
         return None
-    choose = max if found[0][2]["mode"] == "max" else min
-    value, folder, one = choose(found, key=itemgetter(0))
+    value, folder, one = (max if found[0][2]["mode"] == "max" else min)(found, key=itemgetter(0))
     return folder, one["monitor"], value
 
 
 def best(folder: Path) -> float | None:
     """The best value of the metric that selected a training's best checkpoint; the worst possible one if it never was finite.
-    None: the training had no such metric.
-
-    Raises:
-        UserError: the summary cannot be read.
-    """
+    None: the training had no such metric. Raises what :func:`read` does."""
     found = read(folder)
     if found is None or found.get("monitor") is None:
         return None
@@ -159,11 +150,6 @@ def best(folder: Path) -> float | None:
 
 def _best_value(found: dict[str, Any]) -> float | None:
     return found["metrics"].get(f"best/{found.get('monitor')}")
-
-
-def parameter_count(model: nn.Module) -> int:
-    """The number of parameters of a model."""
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _finite(value: Any) -> Any:

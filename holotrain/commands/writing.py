@@ -11,10 +11,7 @@ from holotrain.files import replacing
 
 def write_table(path: Path, columns: Sequence[object], rows: Iterable[Sequence[object]]) -> None:
     """Writes a CSV file. Text that a spreadsheet would take for a formula is written after an apostrophe, as one would type it.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    Raises a UserError if the file cannot be written."""
     text = io.StringIO()
     csv.writer(text).writerows([_not_run(cell) for cell in row] for row in (columns, *rows))
     write_whole(path, text.getvalue())
@@ -31,11 +28,7 @@ def _not_run(cell: object) -> object:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file that is complete as soon as it can be seen.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Writes a file that is complete as soon as it can be seen. Raises a UserError if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:

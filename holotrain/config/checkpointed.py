@@ -61,12 +61,8 @@ WEIGHTS = ("state_dict", "current_model_state")
 
 
 def run_metadata(config: RunConfig, choices: dict[str, str], description: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint keeps of a run, in plain containers.
-
-    Args:
-        choices: the option of each group; for display.
-        description: the trained model, as ``holotrain.config.build.description`` returns it.
-    """
+    """What a checkpoint keeps of a run, in plain containers: the option of each group is for display, and the description, of
+    the trained model, is that of ``holotrain.config.build.description``."""
     return {"config": _kept(config), "choices": choices, "description": description}
 
 
@@ -84,7 +80,14 @@ def load(path: Path) -> dict[str, Any]:
         UserError: it is missing, damaged, or of another program.
     """
     if is_exported(path):
-        return _exported(path)
+        with as_user_error("ckpt_path"):
+            exported = read_config(path)
+        if KEY not in exported:
+            raise UserError(f"ckpt_path: {path} was not exported by the command line: it holds no configuration of a run")
+        found = _checked({KEY: exported[KEY]}, path)
+        if any(exported[key] != found[KEY]["description"][key] for key in ("target", "arguments")):
+            raise UserError(f"ckpt_path: {path} is damaged: its config.json describes two models")
+        return found
     if not path.exists():
         raise UserError(f"ckpt_path: there is no file {path}.{did_you_mean(str(path), ('best', 'last'))}")
     with as_user_error("ckpt_path"):
@@ -102,11 +105,7 @@ def metadata(path: Path) -> dict[str, Any]:
 
 
 def weights(path: Path) -> dict[str, Any]:
-    """The ``state_dict`` of a checkpoint that :func:`load` has read.
-
-    Raises:
-        UserError: a part of it is missing or damaged.
-    """
+    """The ``state_dict`` of a checkpoint that :func:`load` has read. Raises a UserError if a part is missing or damaged."""
     with as_user_error("ckpt_path"):
         return checkpoint_files.read(path, ["state_dict"])["state_dict"]
 
@@ -114,18 +113,6 @@ def weights(path: Path) -> dict[str, Any]:
 def is_exported(path: Path) -> bool:
     """Whether this folder was written by ``holotrain export``. A sharded checkpoint is a folder too."""
     return path.is_dir() and not checkpoint_files.is_folder(path)
-
-
-def _exported(folder: Path) -> dict[str, Any]:
-    with as_user_error("ckpt_path"):
-        config = read_config(folder)
-    if KEY not in config:
-        raise UserError(f"ckpt_path: {folder} was not exported by the command line: it holds no configuration of a run")
-    found = _checked({KEY: config[KEY]}, folder)
-    description = found[KEY]["description"]
-    if any(config[key] != description[key] for key in ("target", "arguments")):
-        raise UserError(f"ckpt_path: {folder} is damaged: its config.json describes two models")
-    return found
 
 
 def _checked(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -148,7 +135,11 @@ def _checked(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
         if not re.fullmatch(r"[2-9](\.\w+)*", checkpoint.get("pytorch-lightning_version", "2")):
             raise ValueError(f"it was written by Lightning {checkpoint['pytorch-lightning_version']!r}")
     except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:  # the last of what lacks a part
-        _require_packages(entry["config"], path)
+        for where, target in targets(entry["config"]):  # a package that Python does not find says more
+            if isinstance(target, str) and (missing := missing_package(target)):
+                trusted = f"with trust={target.partition('.')[0]}, unless --config-dir names the class"
+                where = f" as {where}" if where else ""
+                raise UserError(f"ckpt_path: {path} names {target!r}{where}, and {missing} ({trusted})") from error
         raise UserError(f"ckpt_path: {path} is damaged, or of another version of holotrain: {first_line(error)}") from error
     return checkpoint | {KEY: entry | {"config": config, "description": description}}
 
@@ -156,14 +147,6 @@ def _checked(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
 def _typed(parts: dict[str, Any], kinds: dict[str, str]) -> dict[str, Any]:
     """A mapping, with its values as these types take them."""
     return parts | {key: checked(key, kind, parts[key]) for key, kind in kinds.items() if key in parts}
-
-
-def _require_packages(config: Any, path: Path) -> None:
-    """Refuses a configuration that names a class of a package that Python does not find."""
-    for where, target in targets(config):
-        if isinstance(target, str) and (missing := missing_package(target)):
-            trusted = f"with trust={target.partition('.')[0]}, unless --config-dir names the class"
-            raise UserError(f"ckpt_path: {path} names {target!r}{f' as {where}' if where else ''}, and {missing} ({trusted})")
 
 
 def _checked_config(plain: Any) -> dict[str, Any]:
@@ -183,10 +166,7 @@ def _checked_description(plain: Any, config: dict[str, Any]) -> dict[str, Any]:
     description = _typed(checked("its description", "dict", plain), DESCRIPTION)
     trained, data, task = config["model"] or config["task"], config["data"][TARGET], config["task"][TARGET]
     needed = ["target", "arguments", "facts"]
-    if is_a(data, TEXT):
-        needed.append("tokenizer")
-    if is_a(data, IMAGES):
-        needed.append("statistics")
+    needed += ["tokenizer"] * is_a(data, TEXT) + ["statistics"] * is_a(data, IMAGES)
     if is_a(data, TEXT, IMAGES) and is_a(task, CLASSIFIER):
         needed.append("class_names")
     for key in (*needed, *description):
@@ -215,8 +195,7 @@ def require_trusted(
     """Nothing is imported for this check.
 
     Args:
-        config: the configuration in a checkpoint.
-        path: that of the checkpoint.
+        config: the configuration in the checkpoint ``path``.
         packages: packages that the user trusts.
         words: the overrides of the command line, which may name a class at the same place.
         config_dir: the user's YAML folder, whose files may do so too.
@@ -251,9 +230,9 @@ def _only_computes(where: str, target: str) -> bool:
     """Whether it is an optimizer or schedule of torch's or holotrain's, by the name that will be imported."""
     if (where, target) == ("model.adapters", "peft.LoraConfig"):  # which only holds values
         return True
-    module, base = COMPUTING.get(where, (None, None))
-    if module is None:
+    if where not in COMPUTING:
         return False
+    module, base = COMPUTING[where]
     if target.startswith(module):
         return re.fullmatch(r"[^_.][^.]*", target.removeprefix(module)) is not None
     try:

@@ -46,11 +46,8 @@ def numbered(folder: Path) -> dict[int, Path]:
 
 
 def load(path: str | Path) -> Any:
-    """Reads a checkpoint on the CPU; a file's tensors are mapped into memory, those of a folder stay meta tensors.
-
-    Raises:
-        ValueError: the checkpoint is damaged or incomplete, or holds tensors that are not dense.
-    """
+    """Reads a checkpoint on the CPU; a file's tensors are mapped into memory, those of a folder stay meta tensors. Raises a
+    ValueError if the checkpoint is damaged or incomplete, or holds tensors that are not dense."""
     path = Path(path)
     file = path / CHECKPOINT if path.is_dir() else path
     if path.is_dir() and not file.is_file():
@@ -71,7 +68,7 @@ def load(path: str | Path) -> Any:
     for keys, leaf in tree_leaves_with_path(checkpoint):
         if isinstance(leaf, Tensor) and (flaw := _flaw(leaf)):
             raise ValueError(f"{file} is damaged, or of another program: the tensor {named(keys)[:200]!r} {flaw}")
-    if any(map(_is_meta, tree_leaves(checkpoint))):
+    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(checkpoint)):
         name = checkpoint.get(TENSORS) if isinstance(checkpoint, dict) else None
         if name not in [folder.name for folder in numbered(path).values()]:
             raise ValueError(f"{path} needs the folder {str(name)!r} of its tensors, which is missing")
@@ -103,10 +100,6 @@ def _flaw(tensor: Tensor) -> str | None:
     return f"claims {claimed} bytes and has {stored}" if claimed > stored else None  # a stride of 0 repeats one number
 
 
-def _is_meta(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_meta
-
-
 def named(keys: KeyPath) -> str:
     """The name of a tensor: the keys on the way to it."""
     return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in keys)
@@ -127,7 +120,7 @@ def read(path: str | Path, only: Iterable[str] | None = None, like: Mapping[KeyP
     folder = checkpoint.pop(TENSORS, None) if isinstance(checkpoint, dict) else None
     if only is not None:
         checkpoint = {key: checkpoint[key] for key in only if key in checkpoint}
-    wanted = {keys: leaf for keys, leaf in tree_leaves_with_path(checkpoint) if _is_meta(leaf)}
+    wanted = {keys: leaf for keys, leaf in tree_leaves_with_path(checkpoint) if isinstance(leaf, Tensor) and leaf.is_meta}
     if not wanted:
         return checkpoint
     import torch.distributed.checkpoint as dcp  # imported here, so that models only need torch and safetensors
@@ -227,17 +220,8 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} is not a readable safetensors file; it is damaged, truncated or of another kind") from error
 
 
-def save_tensors(
-    weights: dict[str, Tensor], path: Path, to: Path | None = None, metadata: dict[str, str] | None = None
-) -> None:
-    """Writes a safetensors file.
-
-    Args:
-        to: where it is written; None: to ``path``, which messages name.
-
-    Raises:
-        ValueError: it cannot be written.
-    """
+def save_tensors(weights: dict[str, Tensor], path: Path, to: Path | None = None, metadata: dict | None = None) -> None:
+    """Writes a safetensors file, to ``to`` if that is not None. Raises a ValueError, which names ``path``, if it cannot."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -248,34 +232,22 @@ def save_tensors(
 
 
 def require_same(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """
-    Args:
-        expected: a model's ``state_dict``.
-        weights: what is to be loaded into it.
-
-    Raises:
-        ValueError: a name, a shape or the dtype differs; floating-point dtypes may have another width.
-    """
+    """Raises a ValueError if weights differ from a model's ``state_dict``, into which they are to be loaded, in a name, a shape
+    or the dtype; floating-point dtypes may have another width."""
     for name in [*expected, *weights]:
-        here, there = (_kind(tensors, name) for tensors in (expected, weights))
+        here, there = (_kind(tensors.get(name)) for tensors in (expected, weights))
         if here != there:
             raise ValueError(f"{name} is {there}, not {here}")
 
 
-def _kind(tensors: Mapping[str, Tensor], name: str) -> str:
-    if name not in tensors:
+def _kind(tensor: Tensor | None) -> str:
+    if tensor is None:
         return "missing"
-    tensor = tensors[name]
     return f"{tuple(tensor.shape)}" if tensor.is_floating_point() else f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
 def load_weights(module: nn.Module, weights: Mapping[str, Tensor], path: str | Path) -> None:
-    """Loads weights that were read from a file, if names, shapes and dtypes are those of the module. Warns as
-    :func:`read_weights`.
-
-    Raises:
-        ValueError: they are those of another model.
-    """
+    """Loads weights that were read from a file. Warns as :func:`read_weights`. Raises what :func:`require_same` does."""
     require_same(module.state_dict(), weights)
     try:
         module.load_state_dict(weights)

@@ -94,10 +94,7 @@ def load(folder: str | Path, trust: Collection[str] = (), vouched: Collection[tu
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """What ``config.json`` says: ``format``, ``target``, ``arguments``, ``int8``, ``adapters`` (width or None), and the extra.
-
-    Raises:
-        ValueError: it is missing or damaged, or was written by another version.
-    """
+    Raises a ValueError if it is missing or damaged, or was written by another version."""
     path = Path(folder) / CONFIG
     if not path.is_file():
         raise ValueError(f"{folder} holds no saved model: there is no {CONFIG} in it")
@@ -114,44 +111,27 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
-def export_program(model: nn.Module, example: Tensor, path: str | Path | None = None) -> torch.export.ExportedProgram:
-    """The model in eval mode as a torch.export program.
+def export_program(model: nn.Module, example: Tensor, path: str | Path) -> None:
+    """Writes a model of images as a program of any batch size, in eval mode: a ``.onnx`` file with the input ``images`` and the
+    output ``logits``, else a ``.pt2`` file, which ``torch.export.load(path).module()`` runs.
 
     Args:
-        model: for images; it is put into eval mode.
+        model: it is put into eval mode.
         example: images (B, channels, image_size, image_size) with any B, on the model's device.
-        path: of a ``.pt2`` file to write as well; ``torch.export.load(path).module()`` runs it.
-
-    Raises:
-        ValueError: the model is exact.
-    """
-    with torch.no_grad():  # a reversible sequence checks whether gradients are enabled
-        program = torch.export.export(model.eval(), **_of_any_batch(model, example))
-    if path is not None:
-        torch.export.save(program, path)
-    return program
-
-
-def export_onnx(model: nn.Module, example: Tensor, path: str | Path) -> None:
-    """Writes the model in eval mode as one ONNX file with the input ``images`` and the output ``logits``.
-
-    Args:
-        model, example: as in :func:`export_program`.
 
     Raises:
         ValueError: the model is exact, or onnx or onnxscript is not installed.
     """
-    if not (find_spec("onnx") and find_spec("onnxscript")):
+    is_onnx = Path(path).suffix == ".onnx"
+    if is_onnx and not (find_spec("onnx") and find_spec("onnxscript")):
         raise ValueError("ONNX needs onnx and onnxscript: pip install 'holotrain[onnx]'")
-    names = {"input_names": ["images"], "output_names": ["logits"]}
-    with torch.no_grad():
-        torch.onnx.export(
-            model.eval(), f=path, **_of_any_batch(model, example), **names, dynamo=True, external_data=False, verbose=False
-        )
-
-
-def _of_any_batch(model: nn.Module, example: Tensor) -> dict[str, Any]:
-    """Arguments of torch's exporters. The example has at least two samples, because torch treats a batch of one as constant."""
     if any(isinstance(module, ReversibleSequence) and module.grid is not None for module in model.modules()):
         raise ValueError("an exact model cannot be exported as a program: its forward branches on the size of its streams")
-    return {"args": (torch.cat((example, example)),), "dynamic_shapes": ({0: torch.export.Dim("batch")},)}
+    images = (torch.cat((example, example)),)  # at least two, because torch treats a batch of one as constant
+    shapes = ({0: torch.export.Dim("batch")},)
+    with torch.no_grad():  # a reversible sequence checks whether gradients are enabled
+        if is_onnx:
+            options: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"], "dynamic_shapes": shapes}
+            torch.onnx.export(model.eval(), images, path, **options, dynamo=True, external_data=False, verbose=False)
+        else:
+            torch.export.save(torch.export.export(model.eval(), images, dynamic_shapes=shapes), path)

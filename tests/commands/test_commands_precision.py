@@ -5,7 +5,7 @@ from operator import attrgetter
 import pytest
 import torch
 
-from holotrain.commands.precision import matmul_precision
+from holotrain.commands.multiprocess import matmul_precision
 
 BACKENDS = torch.backends
 PARTS = [BACKENDS.cuda.matmul, BACKENDS.mkldnn.matmul, BACKENDS.cudnn.conv, BACKENDS.cudnn.rnn]

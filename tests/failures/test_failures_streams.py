@@ -11,7 +11,7 @@ from forked import Forked
 from left_by_runs import only, summary
 from small_run import SMALL
 
-from holotrain.commands.streams import Unbreakable
+from holotrain.cli import Unbreakable
 
 QUICK = [*SMALL, "trainer.max_epochs=1", "callbacks.progress=null", "test=false"]
 ROOT = Path(__file__).parents[2]

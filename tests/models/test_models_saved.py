@@ -15,7 +15,7 @@ import holotrain
 from holotrain.models.adapters import add_adapters
 from holotrain.models.building import build
 from holotrain.models.int8 import is_quantised, quantise, storage_bytes
-from holotrain.models.saved import export_onnx, export_program, load, read_config, save
+from holotrain.models.saved import export_program, load, read_config, save
 
 
 def model_of(name, **options):
@@ -186,7 +186,7 @@ def test_onnx_gives_the_same_outputs_for_any_batch(tmp_path, name, options, int8
     model, _ = model_of(name, **options)
     if int8:
         quantise(model)
-    export_onnx(model, example(name, 2), tmp_path / "model.onnx")
+    export_program(model, example(name, 2), tmp_path / "model.onnx")
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
     session = runtime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     for batch in (1, 5):
@@ -197,7 +197,7 @@ def test_onnx_gives_the_same_outputs_for_any_batch(tmp_path, name, options, int8
 def test_what_does_not_export_is_refused(tmp_path, monkeypatch):
     model, _ = model_of("RevViT", exact=12)
     with pytest.raises(ValueError, match="an exact model cannot be exported as a program"):
-        export_program(model, example("RevViT"))
+        export_program(model, example("RevViT"), tmp_path / "model.pt2")
     monkeypatch.setattr("holotrain.models.saved.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"ONNX needs onnx and onnxscript: pip install 'holotrain\[onnx\]'"):
-        export_onnx(model_of("ViT")[0], torch.zeros(1, 1, 8, 8), tmp_path / "model.onnx")
+        export_program(model_of("ViT")[0], torch.zeros(1, 1, 8, 8), tmp_path / "model.onnx")

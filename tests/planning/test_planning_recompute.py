@@ -11,7 +11,7 @@ from torch import nn
 from tracked_memory import check_plan
 
 from holotrain import compose
-from holotrain.commands.proposals import proposals
+from holotrain.commands.memory_limits import proposals
 from holotrain.models import GPT
 from holotrain.models.block_schedules import schedule_blocks
 from holotrain.planning import simulate_step
