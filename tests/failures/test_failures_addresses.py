@@ -174,7 +174,6 @@ def test_a_folder_is_read_as_it_is_whatever_its_card_says():
     Path("in").mkdir()
     Path("in/README.md").write_text(f"---\n{CARD}---\n")
     Path("in/.huggingface.yaml").write_text(CARD)
-    Path("in/dataset_infos.json").write_text(json.dumps({"default": {"features": {}}}))
     refused(text(HubText, "in"), r"^data\.name: in has no files of \.bmp, \.csv")
     Path("in/a.txt").write_text(LINES)
     read(text(HubText, "in"))
