@@ -10,26 +10,22 @@ from small_run import fit_apart
 
 STEPS, EVERY, BEGUN = 2000, 50, 600
 SMALL = ["model.dim=16", "model.depth=2", "model.heads=2"]
-TEXTS = [*SMALL, "data=text_files", "data.files=texts/*/*.txt", "data.context=24", "data.batch_size=4", "data.val_fraction=0.1"]
-TEXTS += ["data.cache_dir=tokens", "trainer.max_epochs=null", "trainer.val_check_interval=200"]
 TASKS = {
     "image_classification": [*SMALL, "data.batch_size=8", "trainer.max_epochs=-1"],
-    "error_diffusion": ["data.batch_size=8", "trainer.max_epochs=-1"],
-    "causal_lm": TEXTS,
-    "masked_lm": [*TEXTS, "data.max_tokens=120"],
-    "sequence_classification": [*TEXTS, "data.max_tokens=120", "data.label=folder", "data.unit=paragraph"],
-}
+    "masked_lm": [
+        *SMALL, "data=text_files", "data.files=texts/*.txt", "data.context=24", "data.max_tokens=120", "data.val_fraction=0.1",
+        "data.cache_dir=tokens", "trainer.max_epochs=null", "trainer.val_check_interval=200",
+    ],
+}  # fmt: skip
 OPTIONS = ["trainer.accelerator=cpu", "callbacks.progress=null", "test=false"]
 
 
-@pytest.mark.parametrize("task", [slow(task) if task == "image_classification" else long(task) for task in TASKS])
+@pytest.mark.parametrize("task", [slow("image_classification"), long("masked_lm")])
 def test_nothing_grows_in_2000_steps(tmp_path, task, record_property):
     draw = random.Random(1)
-    for label in ("a", "b"):
-        (tmp_path / "texts" / label).mkdir(parents=True)
-        for number in range(20):
-            paragraphs = [" ".join(draw.choices(["one", "two", "three", label], k=5)) for _ in range(20)]
-            (tmp_path / f"texts/{label}/{number}.txt").write_text("\n\n".join(paragraphs))
+    (tmp_path / "texts").mkdir()
+    for number in range(40):
+        (tmp_path / f"texts/{number}.txt").write_text(" ".join(draw.choices(["one", "two", "three", "four"], k=100)))
     watching = ["+callbacks.watching._target_=failures.watching.Watching", f"+callbacks.watching.every={EVERY}"]
     words = [f"task={task}", *TASKS[task], f"trainer.max_steps={STEPS}", *OPTIONS, *watching]
     assert fit_apart(tmp_path, *words).wait() == 0, (tmp_path / "errors").read_text()

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from covering import long, slow
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import IMAGE
@@ -22,13 +21,10 @@ from small_run import SMALL
 from torch.utils.tensorboard import SummaryWriter
 
 from holotrain.config import checkpointed
-from holotrain.config.jobs import JOB, Job, read_jobs
 from holotrain.config.start import compose
-from holotrain.data.images import statistics_of
 from holotrain.data.tokenizers import SubwordTokenizer, known_tokenizer
 from holotrain.errors import UserError
 from holotrain.models.building import build
-from holotrain.models.checkpoint_files import read_weights
 from holotrain.models.huggingface_files import network_of
 from holotrain.models.saved import load, save
 from holotrain.overlap import tuner
@@ -47,23 +43,9 @@ def report(path: Path) -> str:
     return page([_read(run), _read(run)]).encode()
 
 
-def export_in(folder: Path) -> Path:
-    save(folder, VIT, SIZES, build(VIT, SIZES))
-    return folder
-
-
 def config_of_export(folder: Path) -> Path:
-    return export_in(folder) / "config.json"
-
-
-def weights_of_export(folder: Path) -> Path:
-    return export_in(folder) / "model.safetensors"
-
-
-def index_of_weights(folder: Path) -> Path:
-    path = export_in(folder) / "model.safetensors.index.json"
-    path.write_text(json.dumps({"metadata": {}, "weight_map": {"head.weight": "model.safetensors"}}))
-    return path
+    save(folder, VIT, SIZES, build(VIT, SIZES))
+    return folder / "config.json"
 
 
 def checkpoint(folder: Path) -> Path:
@@ -97,13 +79,6 @@ def config_of_run(folder: Path) -> Path:
     return path
 
 
-def figures_of_run(folder: Path) -> Path:
-    path = folder / "run" / "csv" / "version_0" / "metrics.csv"
-    path.parent.mkdir(parents=True)
-    path.write_text("train/loss,step,val/loss\n0.5,1,\n0.25,2,0.125\n,2,1e-3\n")
-    return path
-
-
 def events_of_run(folder: Path) -> Path:
     with SummaryWriter(folder / "run" / "tensorboard") as writer:
         for step in range(3):
@@ -111,11 +86,6 @@ def events_of_run(folder: Path) -> Path:
         writer.add_text("samples", "once")
         writer.add_image("predictions", torch.zeros(3, 2, 2))
     return next((folder / "run" / "tensorboard").iterdir())
-
-
-def job_of_sweep(folder: Path) -> Path:
-    Job(3, ["seed=1"], 0, None).write(folder)
-    return folder / JOB
 
 
 PRODUCT = Product(8, 4, 4, "all_gather", 2, torch.float32, torch.device("cpu"))
@@ -137,26 +107,6 @@ def network(folder: Path) -> Path:
     path = folder / "config.json"
     path.write_text(json.dumps({"model_type": "bert", "hidden_size": 8, "attn_implementation": "sdpa", "sub": {"a": [1]}}))
     return path
-
-
-def processor(folder: Path) -> Path:
-    path = folder / "preprocessor_config.json"
-    path.write_text(json.dumps({"image_mean": [0.5, 0.5, 0.5], "image_std": [0.25, 0.25, 0.25]}))
-    return path
-
-
-def prompts(folder: Path) -> Path:
-    path = folder / "prompts.jsonl"
-    path.write_text('{"prompt": "once"}\n{"prompt": "upon", "more": [1, 2]}\n')
-    return path
-
-
-def prompts_in(path: Path) -> list[str]:
-    from types import SimpleNamespace
-
-    from holotrain.commands.generate import prompts
-
-    return prompts(SimpleNamespace(prompts=str(path)))
 
 
 @dataclass
@@ -185,19 +135,13 @@ def packed(value: Any) -> bytes:
 
 READERS = {
     "config.json of an export": Read(config_of_export, lambda path: load(path.parent), raises=ValueError),
-    "weights of an export": Read(weights_of_export, lambda path: load(path.parent), None, raises=ValueError),
-    "index of weights": Read(index_of_weights, read_weights, raises=ValueError),
     "checkpoint": Read(checkpoint, checkpointed.load, lambda content: torch.load(io.BytesIO(content)), packed),
     "summary.json": Read(summary_of_run, report),
     "config.yaml": Read(config_of_run, report, yaml.safe_load, lambda value: yaml.safe_dump(value).encode()),
-    "metrics.csv": Read(figures_of_run, report, None),
     "events": Read(events_of_run, report, None),
-    "job.json": Read(job_of_sweep, lambda path: read_jobs(path.parent), raises=()),
     "groups": Read(groups, lambda path: tuner.read(path, PRODUCT, "nvlink"), raises=()),
     "tokenizer.json": Read(tokenizer, lambda path: known_tokenizer(str(path))),
     "config.json of transformers": Read(network, lambda path: network_of(str(path.parent)), raises=ValueError),
-    "preprocessor_config.json": Read(processor, lambda path: statistics_of(str(path.parent))),
-    "prompts.jsonl": Read(prompts, prompts_in, None),
 }
 
 
@@ -246,15 +190,7 @@ def changed_values(draw: Callable, value: Any) -> Any:
     return value
 
 
-DEEP = [
-    b"[" * 5000,
-    b"[" * 5000 + b"]" * 5000,
-    b'{"a":' * 5000 + b"1" + b"}" * 5000,
-    b"9" * 5000,
-    b"\xff\xfe",
-    b"\x00",
-    b'"' * 20_000,
-]
+DEEP = [b"[" * 5000, b'{"a":' * 5000 + b"1" + b"}" * 5000, b"9" * 5000, b"\xff\xfe", b"\x00"]
 
 
 @st.composite
@@ -283,9 +219,9 @@ def check(reader: Read, path: Path, content: bytes) -> None:
         assert path.name in said or str(path.parent) in said, said
 
 
-@pytest.mark.parametrize("examples", [slow(200), long(2000)])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
-def test_a_reader_returns_or_names_the_file(name, examples, tmp_path, monkeypatch):
+def test_a_reader_returns_or_names_the_file(name, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     (tmp_path / "files").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -299,7 +235,7 @@ def test_a_reader_returns_or_names_the_file(name, examples, tmp_path, monkeypatc
         ways.append(changed_values(value).map(partial(written, reader)))
     left = sorted(tmp_path.rglob("*"))
 
-    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
+    @settings(max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
     @given(st.one_of(*ways))
     def every(content):
         with warnings.catch_warnings():

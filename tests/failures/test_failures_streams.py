@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from covering import slow
 from forked import Forked
 from left_by_runs import only, summary
 from small_run import SMALL
@@ -26,7 +25,7 @@ def started(folder: Path, redirected: str, *words: str) -> subprocess.CompletedP
     return subprocess.run(["bash", "-c", script, "bash", *words], cwd=folder, env=environment, capture_output=True, text=True)
 
 
-GOES_ON = "holotrain: not all was printed ({}); the files of the training are complete\n"
+GOES_ON = "holotrain: not all was printed (Broken pipe); the files of the training are complete\n"
 
 
 @linux
@@ -34,10 +33,7 @@ GOES_ON = "holotrain: not all was printed ({}); the files of the training are co
     ("redirected", "said"),
     [
         (">&-", ""),
-        slow(">&- 2>&- <&-", ""),
-        slow("2>&1 | (exec <&-)", ""),
-        ("| (exec <&-)", GOES_ON.format("Broken pipe")),
-        slow("> /dev/full", GOES_ON.format("No space left on device")),
+        ("| (exec <&-)", GOES_ON),
     ],
 )
 def test_a_training_needs_no_reader(tmp_path, redirected, said):
@@ -52,8 +48,6 @@ def test_a_training_needs_no_reader(tmp_path, redirected, said):
     [
         ("fit --help", "| (exec <&-)", 141, ""),
         ("fit --help", "> /dev/full", 2, "holotrain: cannot write to the standard output: No space left on device\n"),
-        ("", "> /dev/full", 2, "holotrain: cannot write to the standard output: No space left on device\n"),
-        slow("fit --help", ">&-", 0, ""),
     ],
 )
 def test_a_command_that_prints_ends_without_a_reader(tmp_path, words, redirected, status, said):
@@ -88,7 +82,6 @@ sys.exit(main(["fit", *sys.argv[4:]]))
     [
         (("RLIMIT_NOFILE", 6, "setup"), ["data.num_workers=2"], "Too many open files; raise the limit with ulimit -n"),
         (("RLIMIT_FSIZE", 9000, "setup"), ["logger=tensorboard"], "File too large; raise the limit with ulimit -f"),
-        slow(("RLIMIT_NOFILE", 24, "setup"), ["data.num_workers=4"], "Too many open files; raise the limit with ulimit -n"),
     ],
 )
 def test_a_limit_of_the_system_is_named(tmp_path, limit, words, said):
@@ -99,8 +92,8 @@ def test_a_limit_of_the_system_is_named(tmp_path, limit, words, said):
     assert (tmp_path / "run/config.yaml").is_file()
 
 
-@pytest.mark.parametrize("name", ["${oc.env:HOME}", slow("${nope}"), slow("$x 'y'")])
-def test_a_training_in_a_folder_that_is_named_like_an_interpolation(holotrain, name):
+def test_a_training_in_a_folder_that_is_named_like_an_interpolation(holotrain):
+    name = "${oc.env:HOME}"
     Path(name).mkdir()
     os.chdir(name)
     holotrain.done("fit", *QUICK, "logger=none")
@@ -110,8 +103,8 @@ def test_a_training_in_a_folder_that_is_named_like_an_interpolation(holotrain, n
     assert summary(Path(name, "0"))["status"] == "completed"
 
 
-@pytest.mark.parametrize("given", ["a${oc.env:HOME}", "./${oc.env:HOME}", "${oc.env:RUN}/run"])
-def test_a_folder_given_with_an_interpolation_is_found_again(holotrain, monkeypatch, given):
+def test_a_folder_given_with_an_interpolation_is_found_again(holotrain, monkeypatch):
+    given = "${oc.env:RUN}/run"
     monkeypatch.setenv("RUN", "place")
     holotrain.done("fit", *QUICK, "logger=none", f"hydra.run.dir={given}")
     holotrain.done("fit", "resume=true", f"hydra.run.dir={given}", "trainer.max_epochs=2")
