@@ -86,13 +86,6 @@ def test_auto_that_cannot_fit_is_shown_all_the_same(holotrain):
 
 
 @pytest.mark.slow
-def test_plain_models_keep_the_inputs_of_their_blocks(holotrain):
-    figures = plan_of(holotrain, "model=swin_nano", *FAKE, "data.image_size=32", "data.batch_size=8", "device=cuda")
-    assert list(figures["footprints"]) == ["autograd", "checkpoint", "checkpoint8", "offload"]
-    assert figures["budget_bytes"] is None
-
-
-@pytest.mark.slow
 def test_auto_keeps_within_its_budget_and_a_resumed_run_keeps_its_choice(holotrain, monkeypatch):
     # By FLOPs: times of a busy machine may well make one schedule the best for every block.
     monkeypatch.setattr("holotrain.planning.memory_plan.seconds", lambda visit, names, autocast: flops(visit, names))
@@ -193,28 +186,6 @@ def test_what_would_fit_is_planned_with_the_tile_that_is_given(holotrain, of_tra
 
 
 @pytest.mark.slow
-def test_where_the_weights_are_too_large_other_states_are_proposed(holotrain, of_transformers):
-    figures = plan_of(holotrain, *of_transformers, "memory=2MiB")
-    assert figures["remedies"] == [] and "optimizer=adamw_8bit" in figures["less_for_states"]
-
-
-@pytest.mark.slow
-def test_stages_that_change_the_shape_are_not_made_reversible(holotrain):
-    words = [
-        "task=image_classification",
-        "model=timm",
-        "model.name=convnext_atto",
-        *FAKE,
-        "data.image_size=32",
-        "memory=200MiB",
-    ]
-    rows = plan_of(holotrain, *words, "data.batch_size=8", "trainer.accelerator=cpu")["footprints"]
-    assert "checkpoint" in rows and not any("model.reversible" in name for name in rows)
-    _, _, err = holotrain("fit", *words, "data.batch_size=8", "trainer.accelerator=cpu", "backward=auto", "memory=45MiB")
-    assert "this run needs" in err
-
-
-@pytest.mark.slow
 def test_a_sweep_of_plans_ends_with_their_table(holotrain):
     words = [*PLANNED, "model.depth=2", "memory=10MiB"]
     status, out, _ = holotrain("plan", *words, "backward=autograd,reversible", "output_dir=sweep", "-m")
@@ -242,12 +213,6 @@ def test_a_resumed_sweep_keeps_what_was_chosen(holotrain):
     status, out, _ = holotrain("fit", *words, "seed=1", "-m", "resume=true")
     assert status == 0 and "planning" not in out
     assert kept(job)["data"]["batch_size"] == chosen
-
-
-@pytest.mark.slow
-def test_no_more_is_taken_than_there_is(holotrain):
-    words = ["data.batch_size=auto", "memory=10GiB", "trainer.max_epochs=1", "hydra.run.dir=run"]
-    assert holotrain("fit", *RUN, *words)[0] == 0 and kept("run")["data"]["batch_size"] == 128
 
 
 def test_a_model_that_cannot_be_planned_is_refused(holotrain, monkeypatch):

@@ -16,7 +16,7 @@ import torch.distributed
 from compared import assert_close, assert_equal
 from forked import Forked
 from gloo_pair import by_forks, statuses_of
-from left_by_runs import assert_same_weights, only, summary, weights
+from left_by_runs import only, summary, weights
 from made_once import made_once
 from torch.nn import functional
 
@@ -44,7 +44,6 @@ CONTINUED = [*IMAGES, *SHARED, "trainer.limit_train_batches=3", "trainer.max_epo
 SIGNALLED = [*IMAGES, *SHARED, *FEW, "data.augment=true"]
 DROPOUT = [*IMAGES, *SHARED, *FEW, "model.dropout=0.3", "trainer.max_steps=3"]
 MUON = [*TEXT, *SHARED, *FEW, "optimizer=muon", "optimizer.lr=1e-2", "trainer.max_steps=3"]
-COMPRESSED = [*TEXT, *SHARED, "trainer.limit_val_batches=1", f"trainer.limit_train_batches={2 * 8}"]
 
 
 def losses(folder: Path, tag: str = "train/loss") -> list[float]:
@@ -77,7 +76,6 @@ def runs_of(cases: list[tuple[str, str, str]]) -> dict[str, list[str]]:
 
 
 SHARDED = "trainer.sharded_checkpoints=true"
-FEW_BITS = [*CONTINUED, "trainer=fsdp", SHARDED, "optimizer=adamw_8bit", "synthesis=shared", "model.dim=128"]
 WORK = {
     **runs_of(QUICK),
     "begun": ["-m", *CONTINUED, "trainer=fsdp,tp", "trainer.max_epochs=1", SHARDED],
@@ -89,22 +87,10 @@ WORK = {
 """Command lines of fit, in this order; srun starts the first. What some of them are for is in two_ranks.py."""
 
 MORE_WORK = {
-    "pipeline": [*IMAGES, *SHARED, "trainer=pipeline", "backward=reversible"],
-    "begun": [*CONTINUED, "trainer=fsdp", "trainer.max_epochs=1", SHARDED],
-    "continued": [*CONTINUED, "trainer=fsdp", f"ckpt_path=did_begun/{LAST}"],
-    "stages_continue": [*CONTINUED, "trainer=pipeline", "data.batch_size=16", f"ckpt_path=did_begun/{LAST}"],
     "muon": [*MUON, "trainer=fsdp"],
     "dropout": [*DROPOUT, "trainer=tp", "backward=reversible"],
-    "compressed": ["-m", *COMPRESSED, "trainer=ddp", "trainer.compression=bf16,fp16"],
 }
-"""For slow tests, in this order: two of them continue what has begun."""
-
-FEW_BITS_WORK = {
-    "few_bits": FEW_BITS,
-    "few_bits_begun": [*FEW_BITS, "trainer.max_epochs=1"],
-    "few_bits_continued": ["ckpt_path=did_few_bits_begun/checkpoints/last.ckpt", "trainer.max_epochs=2"],
-}
-"""A training and the same one, resumed."""
+"""For slow tests."""
 
 
 def done_by_two_ranks(folder: Path, commands: dict[str, list[str]], expected: list[int]) -> None:
@@ -202,12 +188,6 @@ def alone_in(holotrain, name: str, *words: str) -> Path:
 
 
 @pytest.mark.slow
-def test_states_of_few_bits_and_holograms_are_resumed_to_the_bit(tmp_path):
-    done_by_two_ranks(tmp_path, FEW_BITS_WORK, [0, 0])
-    assert_same_weights(*(tmp_path / f"did_few_bits{which}/checkpoints/last.ckpt" for which in ("", "_continued")))
-
-
-@pytest.mark.slow
 def test_muon_orthogonalises_whole_matrices(holotrain, left_by_more):
     """It does so in bfloat16, but in the same one: what it is given differs in the last of 53 bits, of which it takes 8."""
     write_text(Path("text"))
@@ -246,20 +226,6 @@ def whole_on_all(folder: Path, found: list[dict], name: str) -> tuple[int, int]:
 def test_all_have_all_parameters_under_ddp(left):
     count, everything = whole_on_all(*left, "did_images_ddp_reversible")
     assert count == everything
-
-
-@pytest.mark.slow
-def test_compressed_gradients_train_nearly_as_others(holotrain, left_by_more):
-    """bf16 has 8 bits, fp16 11: an update of the weights is off by 1/256 or 1/2048 of its size or so, and the losses by less,
-    for they begin as the same ones."""
-    folder, found = left_by_more
-    write_text(Path("text"))
-    alone = losses(alone_in(holotrain, "alone", *COMPRESSED, "data.batch_size=16"))
-    for job, off in (("0", 1 / 256), ("1", 1 / 2048)):
-        count, everything = whole_on_all(folder, found, f"did_compressed/{job}")
-        assert count == everything
-        rounded = losses(folder / "did_compressed" / job)
-        assert rounded == pytest.approx(alone, rel=off) and rounded[1:] != pytest.approx(alone[1:], rel=1e-8)
 
 
 def test_a_signal_to_one_process_ends_all_at_the_same_step_and_they_resume(holotrain, left):
@@ -324,14 +290,6 @@ def test_two_pairs_of_processes_share_a_model(holotrain, started, pair):
     assert_close(weights(run / LAST), weights(alone / LAST), rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.slow
-def test_a_mistake_under_torchrun_is_printed_once(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    status, said = by_torchrun(2, "fit", "trainer=ddp", "trainer.accelerator=cpu", "data.batch_size=0")
-    assert status != 0 and said[0].startswith("holotrain: data.batch_size: ") and said[0].count("\n") == 1
-    assert said[1] == "" and not any(Path("runs/fit").iterdir())
-
-
 def test_one_process_continues_what_tensor_parallel_ones_began(holotrain, left):
     checkpoint = left[0] / "did_begun/1" / LAST
     state = load(checkpoint)["state_dict"]
@@ -349,21 +307,6 @@ def test_one_process_resumes_in_the_folder_of_a_sharded_training(holotrain, left
     assert (summary(folder)["steps"], load(folder / LAST)["global_step"]) == (6, 6)
 
 
-@pytest.mark.slow
-def test_a_sharded_training_continues_in_two_processes(holotrain, left_by_more):
-    whole = losses(alone_in(holotrain, "whole", *CONTINUED, "data.batch_size=16"))
-    for name in ("continued", "stages_continue"):
-        assert losses(left_by_more[0] / f"did_{name}") == pytest.approx(whole[3:], rel=1e-9), name
-
-
-@pytest.mark.slow
-def test_one_process_continues_what_a_pipeline_began(holotrain, left_by_more):
-    words = [*CONTINUED, f"trainer.limit_train_batches={STEPS}"]
-    whole = losses(alone_in(holotrain, "whole", *words))
-    rest = losses(alone_in(holotrain, "rest", *words, f"ckpt_path={left_by_more[0] / 'did_pipeline' / LAST}"))
-    assert len(whole) == 2 * STEPS and rest == pytest.approx(whole[STEPS:], rel=1e-9)
-
-
 def test_a_sharded_checkpoint_is_read_by_one_process(holotrain, left):
     checkpoint = left[0] / "did_begun/1" / LAST
     for command in ("validate", "predict", "export"):
@@ -373,20 +316,3 @@ def test_a_sharded_checkpoint_is_read_by_one_process(holotrain, left):
     trained = {name.removeprefix("model."): weight for name, weight in read_weights(checkpoint).items()}
     assert trained.keys() == exported.keys()
     assert_equal(exported, {name: weight.float() for name, weight in trained.items()})  # the run was in double precision
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lost", ["tensors-*/*.safetensors", "tensors-*", "checkpoint.pt"])
-def test_a_checkpoint_that_lost_a_part_is_refused_in_a_line(holotrain, left, lost):
-    checkpoint = Path(shutil.copytree(left[0] / "did_begun/0" / LAST, "broken.ckpt"))
-    part = min(checkpoint.glob(lost))
-    shutil.rmtree(part) if part.is_dir() else part.unlink()
-    err = holotrain.refused("validate", f"ckpt_path={checkpoint}")
-    assert err.startswith("holotrain: ckpt_path: broken.ckpt/"), err
-
-
-def test_more_devices_than_there_are_is_one_line(holotrain, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    assert "this machine has 1 GPU" in holotrain.refused("fit", "trainer=ddp", "trainer.devices=2", "logger=none")
