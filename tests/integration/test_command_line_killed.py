@@ -50,8 +50,8 @@ def test_a_killed_run_resumes_to_the_same_weights(holotrain, tmp_path, kind):
     assert torch.load(run / LAST, weights_only=True)["global_step"] < steps and not (run / "summary.json").exists()
     later = Path("killed/fit/9999-12-31_00-00-00")
     later.mkdir()
-    said = f"holotrain: resume=true: continuing {run}; {later} is later, but has no checkpoint\n"
-    assert holotrain("fit", "resume=true", "output_dir=killed")[::2] == (0, said)
+    expected = f"holotrain: resume=true: continuing {run}; {later} is later, but has no checkpoint\n"
+    assert holotrain("fit", "resume=true", "output_dir=killed")[::2] == (0, expected)
     assert summary(run)["steps"] == summary(Path("whole"))["steps"] == steps
     assert_same_weights(Path("whole") / LAST, run / LAST)
 
