@@ -29,10 +29,3 @@ def test_a_sweep_without_a_job_is_not_resumed(tmp_path):
     (tmp_path / "fit/sweeps/refused/multirun.yaml").touch()
     os.utime(tmp_path / "fit/sweeps/begun/0", (0, 0))
     assert run_folder("fit/sweeps", str(tmp_path), resume=True) == str(tmp_path / "fit/sweeps/begun")
-
-
-@pytest.mark.slow
-def test_a_value_that_its_class_refuses_fails_its_job_alone(holotrain):
-    words = ["trainer.max_steps=1", "trainer.limit_val_batches=1", "test=false", "logger=none"]
-    status, out, err = holotrain("fit", "-m", "optimizer.lr=-1,1e-3", *words)
-    assert status == 2 and err.startswith("holotrain: optimizer: Invalid learning rate") and "completed" in out

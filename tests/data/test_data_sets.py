@@ -14,7 +14,7 @@ from PIL import Image
 from torch.utils.data import Subset
 from torchvision.transforms import v2
 
-from holotrain.data import CIFAR10, CIFAR100, MNIST, Digits, Fake, ImageFolder
+from holotrain.data import CIFAR10, CIFAR100, MNIST, Digits, ImageFolder
 from holotrain.data import images as image_data
 from holotrain.data.image_folder import image_files
 from holotrain.errors import UserError
@@ -243,15 +243,6 @@ def test_a_layout_that_is_wrong_is_said_in_one_line(tmp_path):
         ready(ImageFolder(str(tmp_path / "other")))
 
 
-def test_fake_images_have_the_shape_asked_for():
-    data = ready(Fake(image_size=20, channels=2, num_classes=3, train_size=10, val_size=4, test_size=2, batch_size=4))
-    sizes = [sum(len(y) for _, y in loader) for loader in (data.train_dataloader(), data.val_dataloader())]
-    assert sizes == [8, 4]
-    images, labels = next(iter(data.test_dataloader()))
-    assert images.shape == (2, 2, 20, 20) and labels.max() < 3
-    assert abs(images.mean()) < 0.1 and abs(images.std() - 1) < 0.1
-
-
 def test_loose_files_are_brought_to_the_data_sets_form(tmp_path):
     write_folder(tmp_path, parts=("in",), classes=("a",))
     form = {"channels": 1, "image_size": 8, "statistics": Digits.statistics, "batch_size": 4}
@@ -299,7 +290,6 @@ def test_some_classes_of_digits_are_numbered_anew():
         ([0, 11], "'11' is not one of"),
         (["3", 3], "3 is given twice"),
         ([5], "5 is the only class"),
-        ([True, False], "'True' is not one of"),
     ],
 )
 def test_classes_that_cannot_be_are_named(classes, says):
