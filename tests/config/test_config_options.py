@@ -12,15 +12,13 @@ import torch
 import torch.distributed as dist
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
-from lightning.pytorch.loggers import TensorBoardLogger
-from lightning_utilities.core.imports import RequirementCache
 from omegaconf import OmegaConf
 
 import holotrain
 from holotrain.callbacks import BestCheckpoint, MemoryMonitor, ThroughputMonitor
 from holotrain.config import option_groups
-from holotrain.config.build import build_data, build_task, check_values, synthesis_of
-from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
+from holotrain.config.build import build_data, build_task, check_values
+from holotrain.config.build_callbacks import build_fit_callbacks
 from holotrain.config.build_trainer import build_trainer, check_device, check_training_device, process_group_options
 from holotrain.config.composition import composed, config_folder, option_names, register
 from holotrain.config.option_groups import SEQUENCE_CLASSIFIER, is_a
@@ -31,7 +29,6 @@ from holotrain.errors import UserError, as_user_error
 from holotrain.models.layers.blocks import ResidualSequence
 from holotrain.parallel.rank import ProcessRank
 from holotrain.reversible import backward_schedules, checks
-from holotrain.synthesis.options import SynthesisOptions
 
 GROUPS = option_names()
 IMAGENET = ["data.root=images", "trainer.accelerator=cpu"]
@@ -321,22 +318,6 @@ def test_the_order_of_callbacks(tmp_path):
     assert names.index("BestCheckpoint") < names.index("ExactCheckpoint")
 
 
-def synthesis(*overrides):
-    config = configuration("fit", *overrides)
-    return synthesis_of(config.synthesis, build_task(config, build_data(config)))
-
-
-def test_the_options_of_a_synthesis_reach_it():
-    made = synthesis(
-        "synthesis=shared", "synthesis.superpose=4", "synthesis.decay=0.8", "synthesis.decay_warmup=4", "synthesis.dtype=bf16",
-        "synthesis.cover=['*.blocks.*','*.head.*']", "synthesis.exclude=['*.norm.*']", "synthesis.cosine_floor=0.1",
-    )  # fmt: skip
-    assert made.options == SynthesisOptions("shared", superpose=4, decay=0.8, decay_warmup=4, dtype="bf16", cosine_floor=0.1)
-    covered = made.state_dict()["geometry"]["parameters"]
-    assert any("model.blocks." in name for name in covered) and any("model.head.bias" in name for name in covered)
-    assert not any("norm" in name or "embedding" in name for name in covered)
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -369,21 +350,6 @@ def test_a_message_that_begins_with_an_option_is_about_it(text, expected):
 def test_what_the_machine_cannot_do_is_refused(words, said):
     with pytest.raises(UserError, match=said):
         check_training_device(configuration("fit", *words.split()))
-
-
-@pytest.mark.parametrize("kind", ["wandb", "mlflow"])
-def test_a_logger_that_is_not_installed_says_what_to_install(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(f"lightning.pytorch.loggers.{kind}._{kind.upper()}_AVAILABLE", RequirementCache(f"{kind}>999"))
-    with pytest.raises(UserError, match=rf"logger.{kind}: .*Requirement '{kind}>999' not met"):
-        build_loggers(configuration("fit", f"logger={kind}").logger, tmp_path)
-
-
-def test_several_loggers_at_once(tmp_path):
-    words = [f"logger.{name}._target_=lightning.pytorch.loggers.CSVLogger" for name in ("csv", "numbers")]
-    board, csv, numbers = build_loggers(configuration("fit", *words, "logger.numbers.name=mine").logger, tmp_path)
-    assert type(board) is TensorBoardLogger and Path(board.log_dir) == tmp_path / "tensorboard"
-    assert [Path(each.log_dir) for each in (csv, numbers)] == [tmp_path / "csv/version_0", tmp_path / "mine/version_0"]
-    assert build_loggers(configuration("fit", "logger=none").logger, tmp_path) == []
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a build of torch with NCCL")

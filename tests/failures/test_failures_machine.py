@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from forked import Forked
 from left_by_runs import weights
 from small_run import SMALL, fit_apart
 
@@ -59,22 +58,6 @@ def test_a_folder_that_is_renamed(tmp_path):
     said = said_at_the_end(tmp_path, *happening("renamed"))
     assert re.fullmatch("run: the folder was renamed or removed during the training, which ends; if .*", said)
     assert not (tmp_path / "run").exists() and (tmp_path / "renamed/checkpoints/last.ckpt").exists()
-
-
-def test_a_folder_that_is_removed_after_the_last_checkpoint(tmp_path):
-    """It would be there again with a summary alone, of a training that is completed."""
-    words = ["callbacks.checkpoint=null", "trainer.max_steps=1", "logger=none"]
-    program = """
-import shutil, sys
-from holotrain.commands import fit
-evaluate = fit.evaluate
-fit.evaluate = lambda *given: (shutil.rmtree("run"), {})[1]
-from holotrain.cli import main
-sys.exit(main(["fit", *sys.argv[1:]]))
-"""
-    process = Forked(program, *WORDS, *words, folder=tmp_path, errors=tmp_path / "errors")
-    assert process.wait(200) == 2 and not (tmp_path / "run").exists()
-    assert (tmp_path / "errors").read_text().startswith("holotrain: run: the folder was renamed or removed")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")

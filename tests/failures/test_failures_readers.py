@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import IMAGE
@@ -44,23 +43,6 @@ def checkpoint(folder: Path) -> Path:
     return path
 
 
-def configuration(folder: Path) -> Path:
-    (folder / "run").mkdir()
-    (folder / "run/summary.json").write_text(json.dumps({"command": "fit", "metrics": {"val/loss": 0.5}}))
-    path = folder / "run/config.yaml"
-    path.write_text(yaml.safe_dump({"model": {"dim": 3, "x": [1, {"a": None}]}, "seed": 3, "data": {"size": 0.5, "a": True}}))
-    return path
-
-
-def report(path: Path) -> bytes:
-    """The page of the run that this file belongs to."""
-    from holotrain.commands.report import _read, runs_at
-    from holotrain.dashboard.page import page
-
-    (run,) = runs_at(str(path.parent))
-    return page([_read(run), _read(run)]).encode()
-
-
 def tokenizer(folder: Path) -> Path:
     path = folder / "tokenizer.json"
     path.write_text(SubwordTokenizer.trained(["once upon a time"] * 3, 270).to_json())
@@ -83,14 +65,9 @@ def in_json(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-def in_yaml(value: Any) -> bytes:
-    return yaml.safe_dump(value).encode()
-
-
 READERS = {
     "config.json of an export": (export, lambda path: load(path.parent), json.loads, in_json),
     "checkpoint": (checkpoint, checkpointed.load, lambda content: torch.load(io.BytesIO(content)), saved),
-    "config.yaml": (configuration, report, yaml.safe_load, in_yaml),
     "tokenizer.json": (tokenizer, lambda path: known_tokenizer(str(path)), json.loads, in_json),
     "config.json of transformers": (network, lambda path: network_of(str(path.parent)), json.loads, in_json),
 }
@@ -154,7 +131,7 @@ def test_a_reader_returns_or_names_the_file(name, tmp_path):
 
     def written(value: Any) -> bytes:
         """What the format cannot hold becomes an empty file."""
-        with suppress(UnicodeError, RecursionError, yaml.YAMLError, OverflowError):
+        with suppress(UnicodeError, RecursionError, OverflowError):
             return dumps(value)
         return b""
 

@@ -55,13 +55,6 @@ def test_a_run_is_not_continued_where_it_would_write_elsewhere(crafted, place, t
     assert outside() == before and not Path("outside/made").exists()
 
 
-@pytest.mark.parametrize("place", ["multirun.yaml", "0"])
-def test_a_sweep_is_not_started_where_it_would_write_elsewhere(crafted, place):
-    to = "outside/file" if place == "multirun.yaml" else "outside"
-    line = crafted(place, to).refused("fit", *SMALL, "-m", "seed=1,2", "hydra.sweep.dir=run", "logger=none")
-    assert f"run/{place} is a link" in line and outside() == {"outside/file": b"precious"}
-
-
 def test_links_in_the_place_of_files_that_are_replaced_are_replaced(crafted):
     typed = crafted("config.yaml", "outside/file")
     before = outside()

@@ -58,11 +58,6 @@ def assert_every_column_has_values(folder: Path) -> None:
     assert columns <= scalars(folder).keys() and "memory/peak_bytes" in columns
 
 
-def test_hparams_without_validation_have_no_column_that_stays_empty(holotrain):
-    assert holotrain("fit", *SMALL, "trainer.limit_val_batches=0")[0] == 0
-    assert_every_column_has_values(only(Path("runs/fit")))
-
-
 @pytest.mark.slow
 def test_a_sweep_in_tensorboard_and_in_a_report(holotrain):
     """Of two jobs, one of them with a synthesis."""
@@ -125,14 +120,6 @@ def test_a_run_shows_what_it_learns_and_every_option_and_the_report_shows_it_too
     assert Path("report.html").read_text().count('src="data:image/png;base64,') == 3
     holotrain("test", f"ckpt_path={folder / 'checkpoints/last.ckpt'}")
     assert EventAccumulator(str(only(Path("runs/test")) / "tensorboard")).Reload().Tags()["images"] == ["test/confusion_matrix"]
-
-
-def test_what_is_shown_can_be_switched_off(holotrain):
-    names = ("optimization", "predictions", "confusion_matrix", "samples")
-    holotrain("fit", *SMALL, *(f"~callbacks.{name}" for name in names))
-    tags = EventAccumulator(str(only(Path("runs/fit")) / "tensorboard")).Reload().Tags()
-    assert not tags["images"] and not tags["histograms"]
-    assert not [tag for tag in tags["scalars"] if tag.startswith("optimization/")]
 
 
 MISTAKES = [

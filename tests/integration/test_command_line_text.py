@@ -219,30 +219,6 @@ def test_fine_tuning_of_a_masked_model(holotrain, trained):
     holotrain.done("test", "ckpt_path=exported")
 
 
-def test_gpt2_of_hugging_face_is_fine_tuned(holotrain):
-    """Its tokenizer has no token to pad, to start or to mask with: the vocabulary grows by those."""
-    import transformers
-    from safetensors.torch import load_file
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>"])
-    config = transformers.GPT2Config(vocab_size=tokenizer.get_vocab_size(), n_positions=64, n_embd=16, n_layer=2, n_head=2)
-    torch.manual_seed(0)
-    transformers.GPT2LMHeadModel(config).save_pretrained("gpt2")
-    tokenizer.save("gpt2/tokenizer.json")
-    words = ["task=causal_lm", *QUICK, "model.pretrained=gpt2", "model.positions=learned", "model.gelu=tanh", "optimizer.lr=0"]
-    status, _, err = holotrain("fit", *words)
-    assert status == 0 and "a Hugging Face GPT-2" in err
-    after = torch.load(only(Path("runs/fit")) / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
-    theirs = load_file("gpt2/model.safetensors")
-    words = next(tensor for name, tensor in theirs.items() if name.endswith("wte.weight"))
-    torch.testing.assert_close(after["model.embedding.word.weight"][: len(words)], words, rtol=0, atol=0)
-    assert len(after["model.embedding.word.weight"]) == len(words) + 3 and "fitted: embedding.position, embedding.word" in err
-
-
 @pytest.mark.slow
 def test_an_image_classifier_is_exported_to_onnx(holotrain, image_run):
     import onnxruntime

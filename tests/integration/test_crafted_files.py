@@ -83,32 +83,23 @@ CHANGES = {
     "a callback of Hydra's": (choice("+hydra.callbacks.x", json.dumps(CALL)), "is not a group with its option"),
     "a configuration of Hydra's": (option("hydra", {"run": {"dir": "elsewhere"}}), "hydra: there is no 'hydra' among"),
     # Classes.
-    "a target in place of a group": (option("model", CALL), "model._target_: there is no package 'os' with a source"),
     "a command as an optimizer": (option("optimizer", {"_target_": "subprocess.run"}), "names 'subprocess.run' as optimizer"),
-    "a command of torch": (
-        option("optimizer", "_target_", "torch.optim.lr_scheduler.warnings.warn"),
-        "optimizer._target",
-    ),
     "a command as an argument": (option("optimizer", {"_target_": "torch.optim.AdamW", "lr": CALL}), "lr: .* is not a number"),
     "a class of a callback": (option("callbacks", "samples", "tokenizer", CALL), "'os.system' as callbacks.samples.tokenizer"),
     "another callback": (
         option("callbacks", "x", {"_target_": "lightning.pytorch.callbacks.ModelCheckpoint"}),
         "ModelCheckpoint' as callbacks.x, but neither",
     ),
-    "a folder to write to": (option("callbacks", "checkpoint", "dirpath", "elsewhere"), "there is no 'dirpath'"),
     # Texts that a resolver would replace.
     "a resolver as a size": (option("memory", RESOLVER), "memory: .* is not an amount of memory"),
     "a resolver as a class": (option("model", "_target_", RESOLVER), "model._target_: there is no package"),
     # The description of the model.
     "another model than was trained": (described("target", "holotrain.models.ViT"), "is of another model than its"),
-    "a class in the arguments": (described("arguments", "dim", CALL), "names 'os.system', and its configuration does not"),
     "no class names": (lambda held: held["holotrain"]["description"].pop("class_names"), "'class_names' .* is missing"),
     # The rest of the file.
     "a pickle": (put("extra", lambda _: Payload()), "is not a readable checkpoint"),
-    "weights that are a list": (put("state_dict", ["_target_"]), "state_dict: .* is not a mapping"),
     "10^13 weights": (put("state_dict", WEIGHT, HUGE), "claims 40000000000000 bytes and has 4"),
     "a sparse average": (put("current_model_state", WEIGHT, torch.Tensor.to_sparse), "is not dense"),
-    "no weights": (lambda held: held.pop("state_dict"), "holds no weights"),
     "another Lightning": (put("pytorch-lightning_version", "zzz"), "it was written by Lightning 'zzz'"),
     "steps below 0": (put("global_step", -(10**12)), "its epoch or its global_step is below 0"),
 }
@@ -167,14 +158,11 @@ def weights_of(content: bytes):
     return lambda folder: (folder / "model.safetensors").write_bytes(content)
 
 
-FAR = json.dumps({"x": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}).encode()
 INSIDE = "holotrain.models.RevViT.forward.__globals__.update"  # an attribute of a class that is trusted
 
 EXPORTS = {
     "a huge header": weights_of(struct.pack("<Q", 2**62) + b"{}"),
-    "offsets beyond the file": weights_of(struct.pack("<Q", len(FAR)) + FAR),
     "pickled weights": weights_of(pickle.dumps(Payload())),
-    "a deep configuration": lambda folder: (folder / "config.json").write_text("[" * 100_000),
     "a command as the model": config_with(target="os.system"),
     "an attribute of a class": config_with(target=INSIDE, arguments={}),
 }
@@ -301,17 +289,6 @@ def test_a_checkpoint_does_not_decide_where_files_go(holotrain, honest):
     assert summary(only(Path("runs/test")))["checkpoint"] == "crafted.ckpt"
 
 
-def test_a_checkpoint_does_not_decide_where_data_are_written(holotrain, honest):
-    crafted = torch.load(honest / "image.ckpt", weights_only=True)
-    config = crafted["holotrain"]["config"]
-    shared = {name: config["data"][name] for name in ("batch_size", "num_workers")}
-    config["data"] = shared | {"_target_": "holotrain.data.MNIST", "root": "elsewhere", "download": True}
-    torch.save(crafted, "crafted.ckpt")
-    assert "data.download is false" in holotrain.refused("test", "ckpt_path=crafted.ckpt")
-    assert "give data.root=" in holotrain.refused("test", "ckpt_path=crafted.ckpt", "data.download=true")
-    assert not Path("elsewhere").exists()
-
-
 def test_the_advice_to_resume_repeats_what_a_checkpoint_does_not_keep():
     from holotrain.commands.run_folder import Run
 
@@ -338,15 +315,11 @@ def test_the_command_line_is_laid_over_a_checkpoint(holotrain, honest):
     assert changed["trainer"] == before["trainer"] | {"strategy": "ddp", "devices": "auto", "max_epochs": 9}
     assert changed["optimizer"]["_target_"].endswith(".sgd") and changed["backward"]["kind"] == "pareprop"
     assert changed["model"] == before["model"]
-    assert composed("model=swin_nano")["model"]["_target_"] == "holotrain.models.Swin"
     for word in ("~callbacks.drift", "callbacks.drift=null"):
         assert before["callbacks"].keys() - composed(word)["callbacks"].keys() == {"drift"}
     swa = "callbacks.swa._target_=lightning.pytorch.callbacks.StochasticWeightAveraging"
-    for word in (swa, f"+{swa}"):
-        assert composed(word, "callbacks.swa.swa_lrs=0.1")["callbacks"].keys() - before["callbacks"].keys() == {"swa"}
-    assert composed("callbacks.histograms=null")["callbacks"] == before["callbacks"]  # it is left out already
+    assert composed(swa, "callbacks.swa.swa_lrs=0.1")["callbacks"].keys() - before["callbacks"].keys() == {"swa"}
     stopping = composed("callbacks=early_stopping", "callbacks.drift.every_n_steps=5")["callbacks"]
     assert stopping.keys() - before["callbacks"].keys() == {"early_stopping"} and stopping["drift"]["every_n_steps"] == 5
-    assert composed("experiment=cifar10_rev_vit_tiny")["data"]["_target_"] == "holotrain.data.CIFAR10"
-    for name in ("data.batch_size", "seed"):  # a class in the place of a number
-        assert holotrain.refused("fit", checkpoint, f"{name}._target_=x").startswith(f"holotrain: {name}")
+    # A class in the place of a number.
+    assert holotrain.refused("fit", checkpoint, "seed._target_=x").startswith("holotrain: seed")
