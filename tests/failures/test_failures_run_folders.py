@@ -2,14 +2,12 @@
 
 import os
 import shutil
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import yaml
-from left_by_runs import summary
-from small_run import SMALL, fit_apart
+from small_run import SMALL
 
 from holotrain.folders import run_folder
 
@@ -97,12 +95,3 @@ def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         folders = {*pool.map(lambda _: run_folder("fit", str(tmp_path), False), range(100))}
     assert len(folders) == 100
-
-
-def test_two_that_are_given_a_folder_do_not_meet_in_it(holotrain, tmp_path):
-    first = fit_apart(tmp_path, *SMALL, "trainer.max_epochs=40", "logger=none", "hydra.run.dir=run")
-    while first.poll() is None and not Path("run/checkpoints/last.ckpt").exists():
-        time.sleep(0.01)
-    refusal = holotrain.refused("fit", *SMALL, "logger=none", "hydra.run.dir=run")
-    assert refusal == "holotrain: run: another run is writing into it; wait until it ends, or name another folder\n"
-    assert first.wait() == 0 and summary(Path("run"))["steps"] == 120

@@ -49,20 +49,6 @@ def test_a_run_shows_and_leaves_what_it_should(holotrain):
     assert "hp_metric" not in seen and seen["test/accuracy"] == [pytest.approx(left["metrics"]["test/accuracy"])]
 
 
-def test_products_in_tf32_are_asked_for_and_told(holotrain, monkeypatch):
-    """Convolutions too, which torch alone computes in TF32. What the caller's process had is put back."""
-    from holotrain.tasks import ImageClassifier
-
-    settings = lambda: (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)  # noqa: E731
-    before, seen, start = settings(), [], ImageClassifier.on_fit_start
-    monkeypatch.setattr(ImageClassifier, "on_fit_start", lambda self: seen.append(settings()) or start(self))
-    for words in ([], ["trainer.float32_matmul_precision=high"]):
-        status, out, _ = holotrain("fit", *QUICK, "trainer.max_steps=1", f"hydra.run.dir=left{len(words)}", *words)
-        assert status == 0 and ("float32: high (TF32)" in out) == bool(words)
-        assert summary(Path(f"left{len(words)}"))["float32_matmul_precision"] == ("high" if words else "highest")
-    assert seen == [("highest", False), ("high", True)] and settings() == before
-
-
 def test_the_same_losses_from_every_schedule(holotrain):
     """With dropout, drop-path and MixUp on, through two epochs or more."""
     losses = {}
@@ -195,18 +181,6 @@ def test_a_sweep_ends_with_its_table(holotrain):
 def test_a_debugging_run_of_one_batch_leaves_no_checkpoint(holotrain):
     holotrain.done("fit", *SMALL[:3], "debug=fast", "hydra.run.dir=fast")
     assert not Path("fast/checkpoints").exists()
-
-
-def test_an_option_needs_only_its_line_in_the_signature(holotrain):
-    """Help, checks, checkpoints and the commands that start from one know it by the signature of the model."""
-    assert "model.layer_scale=null" in " ".join(holotrain("fit", "--help")[1].split())
-    assert "model.layer_scale: must be at least 0, not -1" in holotrain.refused("fit", "model.layer_scale=-1")
-    assert holotrain("fit", *SMALL, "model.layer_scale=0.5", "test=false", "hydra.run.dir=run")[0] == 0
-    kept = torch.load("run/checkpoints/last.ckpt", weights_only=True)
-    assert kept["holotrain"]["config"]["model"]["layer_scale"] == 0.5
-    assert "model.blocks.blocks.1.g.scale.weight" in kept["state_dict"]
-    assert holotrain("test", "ckpt_path=run")[0] == 0
-    assert "holds another model" in holotrain("test", "ckpt_path=run", "model.layer_scale=null")[2]
 
 
 def test_checkpoints_that_do_not_fit_are_refused(holotrain, trained):

@@ -1,6 +1,5 @@
 """Sweeps whose jobs run in other processes than the command's own: what it shows, and with which status it ends."""
 
-import copy
 import re
 import subprocess
 import sys
@@ -15,45 +14,8 @@ from small_run import SMALL
 BRIEF = [*SMALL, "trainer.max_epochs=1", "test=false", "logger=none"]
 
 
-@pytest.fixture
-def elsewhere(monkeypatch):
-    """Jobs run on a copy of what the command keeps in memory, as in another process. Returns what changes their results."""
-    launcher = Plugins.instance().class_name_to_class["hydra._internal.core_plugins.basic_launcher.BasicLauncher"]
-    launch, change = launcher.launch, []
-
-    def launch_elsewhere(self, job_overrides, initial_job_idx):
-        self.task_function = copy.deepcopy(self.task_function)
-        returned = launch(self, job_overrides, initial_job_idx)
-        return change[0](returned) if change else returned
-
-    monkeypatch.setattr(launcher, "launch", launch_elsewhere)
-    return change
-
-
 def table(root=Path()):
     return rows(only(root / "runs/fit/sweeps") / "sweep.csv")
-
-
-def test_a_job_that_fails_elsewhere_is_the_status_of_the_command(holotrain, elsewhere):
-    status, out, err = holotrain("fit", "-m", *BRIEF, "model.heads=3,2")
-    assert status == 2 and "16 is not a multiple of 3" in err and "sweep of 2 jobs" in out
-    assert "best/val/accuracy" in out.partition("sweep of 2 jobs")[2]  # also where one job alone has it
-    first, second = table()
-    assert [(row["job"], row["status"]) for row in (first, second)] == [("0", "failed"), ("1", "completed")]
-    assert "16 is not a multiple of 3" in first["error"] and second["error"] == "" and first["error"] in out
-
-
-@pytest.mark.slow
-def test_a_defect_counts_for_more_than_a_mistake(holotrain, monkeypatch):
-    from holotrain.commands import fit
-    from holotrain.errors import UserError
-
-    def fail(config, run):
-        raise UserError("a mistake") if config.seed == 1 else RuntimeError("a defect")
-
-    monkeypatch.setattr(fit, "run", fail)
-    assert holotrain("fit", "-m", *BRIEF, "seed=1,2,1")[0] == 1
-    assert [row["error"] for row in table()] == ["a mistake", "RuntimeError: a defect", "a mistake"]
 
 
 class Killed(BaseException):

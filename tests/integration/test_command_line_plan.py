@@ -58,18 +58,6 @@ def test_a_plan_shows_every_backward(holotrain):
 
 
 @pytest.mark.slow
-def test_what_would_fit_is_proposed(holotrain):
-    budget = 10 * 2**20
-    figures = plan_of(holotrain, *PLANNED, f"memory={budget}B", "backward=autograd")
-    assert figures["fits"] is False
-    assert "backward=reversible" in figures["remedies"]
-    assert any(word.startswith("data.batch_size=") for word in figures["remedies"])
-    for remedy in figures["remedies"]:
-        words = [*([] if remedy.startswith("backward=") else ["backward=autograd"]), *remedy.split()]
-        assert footprint(*PLANNED, *words).peak <= budget, remedy
-
-
-@pytest.mark.slow
 def test_a_remedy_undoes_what_another_backward_cannot_keep(holotrain):
     budget = 13 * 2**20
     asked = [*PLANNED, "backward=reversible", "backward.store=4", f"memory={budget}B"]
@@ -201,18 +189,6 @@ def test_a_sweep_of_plans_ends_with_their_table(holotrain):
     assert int(table[0]["peak_memory_bytes"]) > int(table[1]["peak_memory_bytes"])
     _, out, err = holotrain("plan", *words, "backward=autograd", "json=-", "-m")
     assert json.loads(out)["fits"] == plans[0]["fits"] and "sweep of 1 job" in err
-
-
-@pytest.mark.slow
-def test_a_resumed_sweep_keeps_what_was_chosen(holotrain):
-    words = [*RUN, "model.depth=1", "data.batch_size=auto", "memory=4MiB", "trainer.max_steps=2", "output_dir=sweep"]
-    assert holotrain("fit", *words, "seed=1", "-m")[0] == 0
-    job = only(Path("sweep/fit/sweeps")) / "0"
-    chosen = kept(job)["data"]["batch_size"]
-    words[-3:-1] = ["memory=5MiB", "trainer.max_steps=4"]
-    status, out, _ = holotrain("fit", *words, "seed=1", "-m", "resume=true")
-    assert status == 0 and "planning" not in out
-    assert kept(job)["data"]["batch_size"] == chosen
 
 
 def test_a_model_that_cannot_be_planned_is_refused(holotrain, monkeypatch):

@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -43,7 +42,6 @@ FEW = ["trainer.max_steps=6", "trainer.limit_val_batches=1"]
 CONTINUED = [*IMAGES, *SHARED, "trainer.limit_train_batches=3", "trainer.max_epochs=2", "trainer.limit_val_batches=1"]
 SIGNALLED = [*IMAGES, *SHARED, *FEW, "data.augment=true"]
 DROPOUT = [*IMAGES, *SHARED, *FEW, "model.dropout=0.3", "trainer.max_steps=3"]
-MUON = [*TEXT, *SHARED, *FEW, "optimizer=muon", "optimizer.lr=1e-2", "trainer.max_steps=3"]
 
 
 def losses(folder: Path, tag: str = "train/loss") -> list[float]:
@@ -87,7 +85,6 @@ WORK = {
 """Command lines of fit, in this order; srun starts the first. What some of them are for is in two_ranks.py."""
 
 MORE_WORK = {
-    "muon": [*MUON, "trainer=fsdp"],
     "dropout": [*DROPOUT, "trainer=tp", "backward=reversible"],
 }
 """For slow tests."""
@@ -185,16 +182,6 @@ def alone_in(holotrain, name: str, *words: str) -> Path:
     """The folder of a training in this process."""
     holotrain.done("fit", *words, f"hydra.run.dir={name}")
     return Path(name)
-
-
-@pytest.mark.slow
-def test_muon_orthogonalises_whole_matrices(holotrain, left_by_more):
-    """It does so in bfloat16, but in the same one: what it is given differs in the last of 53 bits, of which it takes 8."""
-    write_text(Path("text"))
-    run = left_by_more[0] / "did_muon"
-    alone = alone_in(holotrain, "alone", *MUON, "data.batch_size=16")
-    assert losses(run) == pytest.approx(losses(alone), rel=1e-9)
-    assert_close(weights(run / LAST), weights(alone / LAST), rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.slow
@@ -297,14 +284,6 @@ def test_one_process_continues_what_tensor_parallel_ones_began(holotrain, left):
     assert checkpoint.is_dir() and all(weight.is_meta for weight in state.values())
     rest = losses(alone_in(holotrain, "rest", *CONTINUED, f"ckpt_path={checkpoint}", "trainer=default"))
     assert rest == pytest.approx(losses(alone_in(holotrain, "whole", *CONTINUED))[3:], rel=1e-9)
-
-
-def test_one_process_resumes_in_the_folder_of_a_sharded_training(holotrain, left):
-    """It writes whole checkpoints."""
-    folder, words = Path(shutil.copytree(left[0] / "did_begun/0", "resumed")), [*CONTINUED, "data.batch_size=16"]
-    alone_in(holotrain, str(folder), *words, "trainer=default", "resume=true")
-    assert losses(folder) == pytest.approx(losses(alone_in(holotrain, "whole", *words)), rel=1e-9)
-    assert (summary(folder)["steps"], load(folder / LAST)["global_step"]) == (6, 6)
 
 
 def test_a_sharded_checkpoint_is_read_by_one_process(holotrain, left):
