@@ -73,13 +73,14 @@ def test_rows_that_are_left_out_are_named(saved, tmp_path):
     assert documents_of(data, "val") == ["a", "c"]
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.csv", "*.parquet", "."])
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "."])
 def test_files_and_folders_are_read_too(saved, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     rows = datasets.load_from_disk(str(saved))["train"].select(range(60))
-    {"jsonl": rows.to_json, "csv": rows.to_csv}.get(name.rpartition(".")[2], rows.to_parquet)(
-        str(tmp_path / ("a.parquet" if name in (".", "*.parquet") else name))
-    )
+    if name == "a.csv":
+        rows.to_csv("a.csv")
+    else:
+        rows.to_parquet("a.parquet")
     data = HubText(name, cache_dir=str(tmp_path / "cache"), val_fraction=0.2, test_fraction=0.2)
     data.setup()
     assert sorted(chain(*(documents_of(data, part) for part in ("train", "val", "test")))) == sorted(rows["text"])

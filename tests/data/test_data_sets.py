@@ -285,12 +285,7 @@ def test_some_classes_of_digits_are_numbered_anew():
 
 
 @pytest.mark.parametrize(
-    ("classes", "says"),
-    [
-        ([0, 11], "'11' is not one of"),
-        (["3", 3], "3 is given twice"),
-        ([5], "5 is the only class"),
-    ],
+    ("classes", "says"), [([0, 11], "'11' is not one of"), (["3", 3], "3 is given twice"), ([5], "5 is the only class")]
 )
 def test_classes_that_cannot_be_are_named(classes, says):
     with pytest.raises(UserError, match=says) as error:

@@ -162,11 +162,7 @@ def with_offsets_out_of_the_file(path):
 
 @pytest.mark.parametrize(
     ("damage", "files"),
-    [
-        (cut, "tokens-*.arrow"),
-        (with_offsets_out_of_the_file, "tokens-*.arrow"),
-        (cut, "generator/**/*.arrow"),
-    ],
+    [(cut, "tokens-*.arrow"), (with_offsets_out_of_the_file, "tokens-*.arrow"), (cut, "generator/**/*.arrow")],
 )
 def test_a_damaged_cache_is_refused_in_one_line(folder, damage, files):
     options = {"tokenizer": "bpe", "vocab_size": 270}

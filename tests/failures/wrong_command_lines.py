@@ -19,10 +19,7 @@ TABLES = {
         ("fit --config-dir nowhere", "--config-dir: there is no folder nowhere"),
         ("fit --cfg", "--cfg needs a value"),
         ("fit --lr 3", "'--lr' is not a flag; options are written key=value. Did you mean 'optimizer.lr=3'?"),
-        (
-            "fit callbacks=ema +callbacks=ema",
-            "callbacks: it is given twice, as callbacks=ema and",
-        ),
+        ("fit callbacks=ema +callbacks=ema", "callbacks: it is given twice, as callbacks=ema and"),
         # names of options and groups
         ("fit optimizer.lrr=1", "Did you mean 'lr'?"),
         ("fit lr=1", "Did you mean 'optimizer.lr'?"),
@@ -55,10 +52,7 @@ TABLES = {
         ("fit resume=true", "no run with a checkpoint in runs/fit"),
         ("fit ckpt_path=nowhere.ckpt", "no file nowhere.ckpt"),
         ("fit ckpt_path=pipe.ckpt", "ckpt_path: pipe.ckpt is neither a file nor a folder"),
-        (
-            "fit data.val_fraction=0",
-            "data: no image is left for val; raise data.val_fraction, or set",
-        ),
+        ("fit data.val_fraction=0", "data: no image is left for val; raise data.val_fraction, or set"),
         ("fit data=imagefolder", "data.root: a value is needed"),
         ("fit output_dir=/proc/nothing", "cannot write to /proc/nothing"),
         ("fit output_dir=a\udcffb", "output_dir=a\\udcffb' is not text in UTF-8"),

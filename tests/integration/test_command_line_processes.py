@@ -84,9 +84,7 @@ WORK = {
 }
 """Command lines of fit, in this order; srun starts the first. What some of them are for is in two_ranks.py."""
 
-MORE_WORK = {
-    "dropout": [*DROPOUT, "trainer=tp", "backward=reversible"],
-}
+MORE_WORK = {"dropout": [*DROPOUT, "trainer=tp", "backward=reversible"]}
 """For slow tests."""
 
 

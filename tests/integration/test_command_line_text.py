@@ -209,14 +209,6 @@ def test_fine_tuning_of_a_masked_model(holotrain, trained):
     kept = [name for name in after if name in before and not name.startswith("model.head.")]
     assert len(kept) > 20
     assert_equal({name: after[name] for name in kept}, {name: before[name] for name in kept})
-    assert holotrain("fit", *words, "model.adapters=4", "model.trained=adapters", "hydra.run.dir=adapted")[0] == 0
-    adapted = Path("adapted/checkpoints/last.ckpt")
-    after = torch.load(adapted, weights_only=True)["state_dict"]
-    words = "model.blocks.blocks.0.f.branch.attention.query_key_value.weight", "model.blocks.blocks.0.f.down.weight"
-    torch.testing.assert_close(after[words[0]], before[words[0].replace("branch.", "")], rtol=0, atol=0)
-    assert words[1] in after
-    holotrain("export", f"ckpt_path={adapted}", "to=exported")
-    holotrain.done("test", "ckpt_path=exported")
 
 
 @pytest.mark.slow
