@@ -83,15 +83,3 @@ def test_a_folder_whose_name_is_half_an_interpolation_is_refused(holotrain):
     Path("${").mkdir()
     os.chdir("${")
     assert "holds ${, but is no interpolation" in holotrain.refused("fit", *QUICK)
-
-
-def test_a_folder_whose_name_is_not_utf8_is_refused_before_the_training(holotrain, tmp_path):
-    folder = tmp_path / os.fsdecode(b"caf\xe9")
-    try:
-        folder.mkdir()
-    except OSError:
-        pytest.skip("this file system takes names in UTF-8 alone")
-    os.chdir(folder)
-    expected = holotrain.refused("fit", *QUICK)
-    assert r"caf\udce9" in expected and "its name is not text in UTF-8" in expected
-    assert not any((folder / "runs/fit").iterdir())
