@@ -233,14 +233,7 @@ def test_no_tokenizer_of_a_model_names_a_file(holotrain):
     write_network(Path("network"), gpt)
     Path("network/tokenizer_config.json").write_text(json.dumps({"init_inputs": ["../secret.png"]}))
     Path("a.txt").write_text(LINES)
-    words = [
-        "task=causal_lm",
-        "data=text_files",
-        "data.files=a.txt",
-        "data.context=16",
-        "data.unit=line",
-        "data.cache_dir=cache",
-    ]
+    words = ["task=causal_lm", "data=text_files", "data.files=a.txt", "data.context=16", "data.unit=line"]
     err = holotrain.refused("fit", *QUICK, *words, "model=huggingface", "model.name=network")
     assert "secret.png', which is not opened" in err
 
