@@ -84,9 +84,6 @@ WORK = {
 }
 """Command lines of fit, in this order; srun starts the first. What some of them are for is in two_ranks.py."""
 
-MORE_WORK = {"dropout": [*DROPOUT, "trainer=tp", "backward=reversible"]}
-"""For slow tests."""
-
 
 def done_by_two_ranks(folder: Path, commands: dict[str, list[str]], expected: list[int]) -> None:
     """Has all command lines done by two processes in ``folder``; each leaves there what it saw and said."""
@@ -122,13 +119,6 @@ def found_by_two_ranks(tmp_path_factory, name: str, work: dict, expected: list[i
 @pytest.fixture(scope="session")
 def left(tmp_path_factory) -> tuple[Path, list[dict]]:
     return found_by_two_ranks(tmp_path_factory, "two_ranks", WORK, [-signal.SIGKILL, 0])
-
-
-@pytest.fixture(scope="session")
-def left_by_more(tmp_path_factory) -> tuple[Path, list[dict]]:
-    folder, found = found_by_two_ranks(tmp_path_factory, "two_ranks_more", MORE_WORK, [0, 0])
-    assert [rank["statuses"] for rank in found] == [dict.fromkeys(MORE_WORK, 0)] * 2
-    return folder, found
 
 
 def assert_losses_of_one_process(holotrain, folder: Path, cases: list, kind: str) -> None:
@@ -183,7 +173,7 @@ def alone_in(holotrain, name: str, *words: str) -> Path:
 
 
 @pytest.mark.slow
-def test_tensor_parallel_processes_drop_alike(holotrain, left_by_more, monkeypatch):
+def test_tensor_parallel_processes_drop_alike(holotrain, tmp_path_factory, monkeypatch):
     """One process draws what they draw if it, too, drops the same neurons of both halves of a hidden layer."""
 
     def begin(self, trainer, module) -> None:
@@ -194,11 +184,13 @@ def test_tensor_parallel_processes_drop_alike(holotrain, left_by_more, monkeypat
         kept = self.dropout(torch.ones_like(hidden.chunk(2, dim=-1)[0]))
         return self.drop_path(self.dropout(self.narrow(hidden * torch.cat([kept, kept], dim=-1))))
 
+    work = {"dropout": [*DROPOUT, "trainer=tp", "backward=reversible"]}
+    folder, found = found_by_two_ranks(tmp_path_factory, "two_ranks_dropout", work, [0, 0])
     monkeypatch.setattr(ExactResume, "on_train_start", begin)
     monkeypatch.setattr(MLPBranch, "update", update)
     dropped = losses(alone_in(holotrain, "alone", *DROPOUT, "backward=autograd"))
-    assert losses(left_by_more[0] / "did_dropout") == pytest.approx(dropped, rel=1e-9)
-    count, everything = whole_on_all(*left_by_more, "did_dropout")  # all have norms, biases and embeddings
+    assert losses(folder / "did_dropout") == pytest.approx(dropped, rel=1e-9)
+    count, everything = whole_on_all(folder, found, "did_dropout")  # all have norms, biases and embeddings
     assert everything / 2 < count < everything
     monkeypatch.undo()
 
