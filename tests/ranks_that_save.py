@@ -2,7 +2,7 @@
 
     python ranks_that_save.py RANK STORE RESULTS
 
-Not a test by itself: test_parallel_checkpoints.py starts it.
+Not a test by itself: test_checkpoints_distributed.py starts it.
 """
 
 import copy

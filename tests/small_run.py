@@ -41,19 +41,18 @@ def fit_in(folder: Path, *words: str) -> None:
 KILLED = """
 import os, signal, sys
 from holotrain.checkpoints.exact_resume import ExactResume
-epoch = int(sys.argv[1])
 def kill(self, trainer, module, outputs, batch, index):
-    if trainer.current_epoch == epoch and index == 4:
+    if trainer.current_epoch == 1 and index == 4:
         os.kill(os.getpid(), signal.SIGKILL)
 ExactResume.on_train_batch_end = kill
 from holotrain.cli import main
-main(["fit", *sys.argv[2:]])
+main(["fit", *sys.argv[1:]])
 """
 
 
-def fit_and_kill(folder: Path, *words: str, epoch: int = 1) -> None:
-    """Runs ``fit`` in a process of its own, killed in the middle of an epoch."""
-    process = Forked(KILLED, epoch, *words, folder=folder, errors=folder / "errors_of_the_killed")
+def fit_and_kill(folder: Path, *words: str) -> None:
+    """Runs ``fit`` in a process of its own, killed in the middle of its second epoch."""
+    process = Forked(KILLED, *words, folder=folder, errors=folder / "errors_of_the_killed")
     assert process.wait() == -signal.SIGKILL, (folder / "errors_of_the_killed").read_text()
 
 

@@ -11,7 +11,6 @@ from holotrain.errors import UserError
 IMAGES = [
     ({"batch_size": 0}, "batch_size must be at least 1, not 0"),
     ({"num_workers": -1}, "num_workers must be at least 0, not -1"),
-    ({"randaugment_ops": -1}, "randaugment_ops must be at least 0, not -1"),
     ({"randaugment_magnitude": 31}, r"randaugment_magnitude must be in \[0, 30\], not 31"),
     ({"mixup_alpha": -0.5}, "mixup_alpha must be at least 0, not -0.5"),
     ({"cutmix_alpha": float("inf")}, "cutmix_alpha must be at least 0, not inf"),

@@ -14,7 +14,7 @@ from resumed_loaders import assert_resumes, same, stream
 from holotrain.data import Digits, HubImages, TextFiles
 from holotrain.data.images import ImageDataModule
 from holotrain.data.loader import digest, digest_of_samples
-from holotrain.data.sampler import EpochBatchSampler, FixedBatches, in_batches, mixed_seed
+from holotrain.data.sampler import EpochBatchSampler, FixedBatches, in_batches
 from holotrain.errors import UserError
 
 
@@ -75,12 +75,6 @@ def test_evaluation_is_the_same_with_workers_and_leaves_the_global_random_state_
     evaluated, *_ = [list(loader) for loader in (data.val_dataloader(), data.train_dataloader(), data.test_dataloader())]
     assert_equal(torch.get_rng_state(), state)
     assert same(evaluated, list(ready().val_dataloader()))
-
-
-def test_mixed_seeds_differ():
-    seeds = {mixed_seed(a, b, c) for a in range(10) for b in range(10) for c in range(10)}
-    assert len(seeds) == 1000
-    assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

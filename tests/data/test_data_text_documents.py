@@ -94,25 +94,6 @@ def test_evaluation_reads_from_short_to_long_within_the_budget():
 
 
 @pytest.fixture(scope="module")
-def stdlib(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("stdlib"))
-
-
-@pytest.mark.slow
-def test_the_standard_library_pads_little_and_is_held_out_the_same(stdlib):
-    options = {"layout": "documents", "unit": "paragraph", "context": 512, "cache_dir": stdlib, "labels": False}
-    options |= {"val_fraction": 0.05, "test_fraction": 0.05}
-    data = StdlibText(max_tokens=16384, **options)
-    data.setup()
-    loader = data.train_dataloader()
-    assert padding(loader.batch_sampler, loader.dataset.lengths) <= 0.05 and data.unbucketed_padding > 0.3
-    assert sum(count["tokens"] for count in data.counts.values()) > 10**7
-    assert all(0.01 < data.counts[part]["tokens"] / data.counts["train"]["tokens"] < 0.2 for part in ("val", "test"))
-    width = max(batch["tokens"].numel() for batch in data.val_dataloader())
-    assert 8192 < width <= 16384
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Sixty lines of three classes, of 1 to 60 letters; the class is the letter."""
     folder = tmp_path_factory.mktemp("documents")
@@ -166,8 +147,9 @@ def test_classified_documents_are_cut_short_and_labelled(folder):
 
 
 @pytest.mark.slow
-def test_documents_without_a_label_are_left_out_of_a_classification(stdlib):
-    data = StdlibText(classes=4, layout="documents", context=16, cache_dir=stdlib, val_fraction=0.1, test_fraction=0.1)
+def test_documents_without_a_label_are_left_out_of_a_classification(tmp_path):
+    options = {"layout": "documents", "context": 16, "cache_dir": str(tmp_path), "val_fraction": 0.1, "test_fraction": 0.1}
+    data = StdlibText(classes=4, **options)
     data.setup()
     labels = np.asarray(data.part("train").labels)
     assert data.num_classes == 4 and set(labels.tolist()) == {-1, 0, 1, 2, 3}

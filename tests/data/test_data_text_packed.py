@@ -3,13 +3,10 @@
 import pickle
 from itertools import pairwise
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from compared import assert_equal
-from resumed_loaders import same, stream
-from small_trainings import quiet_trainer
 
 from holotrain.data import TextFiles
 from holotrain.data.text.sources import text_files
@@ -80,36 +77,6 @@ def test_a_part_that_is_shorter_than_a_block_is_refused(folder):
     assert [batch["tokens"].shape for batch in whole.train_dataloader()] == [(1, size)]
     with pytest.raises(UserError, match=f"data.context: {size} is out of range; the train part has {size} tokens: {size - 1}"):
         packed(folder, context=size).train_dataloader()
-
-
-class Seen(pl.LightningModule):
-    """Keeps what it is shown."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.seen = torch.nn.Parameter(torch.zeros(())), []
-
-    def training_step(self, batch, _):
-        self.seen.append(batch["tokens"].clone())
-        return self.weight * 1
-
-    def validation_step(self, batch, _):
-        """Lightning validates between the epochs."""
-
-    def predict_step(self, batch, _):
-        return batch["tokens"]
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1.0)
-
-
-def test_under_lightning_epochs_differ_and_prediction_reads_all(folder):
-    data, task = packed(folder), Seen()
-    trainer = quiet_trainer(max_epochs=2)
-    trainer.fit(task, datamodule=data)
-    assert same(task.seen, stream(packed(folder).train_dataloader()))
-    predicted = trainer.predict(task, datamodule=data)
-    assert same(predicted, [batch["tokens"] for batch in data.test_dataloader()])
 
 
 def test_loose_texts_are_all_targets_and_keep_their_names(tmp_path):

@@ -1,6 +1,5 @@
 """Tokenizers: text comes back, special tokens are never text, and all of it travels as a string."""
 
-import json
 import multiprocessing
 import os
 import random
@@ -113,10 +112,9 @@ def test_names_that_ordinary_tokens_have_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("bite", None, "'bite' is not one of byte, bpe, .* Did you mean 'byte'"),
+        ("bite", None, "'bite' is not one of byte, bpe, "),
         ("gone.json", None, r"cannot read .*gone\.json \(No such file"),
         ("t.json", b"{", r"t\.json is not a tokenizer\.json"),
-        ("t.json", json.dumps({"version": "1.0"}).encode(), r"t\.json is not a tokenizer\.json"),
         ("t.json", b"\xff", r"cannot read t\.json \(.* byte 0xff in position 0"),
     ],
 )

@@ -6,10 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch.distributed
-from covering import slow
-from forked import Forked
-from left_by_runs import summary, weights
+from left_by_runs import weights
 from small_run import SMALL, fit_apart
 
 from holotrain.commands.failures import machine_failures
@@ -18,38 +15,25 @@ from holotrain.errors import MachineFailure
 
 WORDS = [*SMALL, "callbacks.progress=null", "callbacks.checkpoint.every_n_train_steps=1", "hydra.run.dir=run"]
 RESUMED = r"; resume with: python -m holotrain fit resume=true hydra\.run\.dir=run .*"
-TWO = ["trainer=ddp", "trainer.devices=2", "trainer.timeout=60"]
 LAST = Path("run/checkpoints/last.ckpt")
 
 
-def happening(what: str, **options: int) -> list[str]:
-    given = {"_target_": "failures.happening.Happening", "what": what, **options}
-    return [f"+callbacks.happening.{name}={value}" for name, value in given.items()]
+def happening(what: str) -> list[str]:
+    return ["+callbacks.happening._target_=failures.happening.Happening", f"+callbacks.happening.what={what}"]
 
 
 def said_at_the_end(folder: Path, *words: str) -> str:
-    """The one line of a training that ends with status 2, without what another process says if the launcher's SIGTERM finds it
-    within a step."""
+    """The one line of a training that ends with status 2."""
     status = fit_apart(folder, *WORDS, *words).wait(200)
-    errors = re.sub("holotrain: SIGTERM: saving.*\n", "", (folder / "errors").read_text())
+    errors = (folder / "errors").read_text()
     assert status == 2 and errors.count("\n") == 1, (status, errors)
     return errors.removeprefix("holotrain: ").rstrip()
 
 
-distributed = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
-
-
-@pytest.mark.parametrize(
-    "words", [[], pytest.param([*TWO, "+callbacks.happening.rank=1"], marks=[pytest.mark.slow, distributed])]
-)
-def test_a_data_worker_that_is_killed(tmp_path, words):
-    words = ["data.num_workers=2", "logger=none", "trainer.max_epochs=40", *happening("killed"), *words]
-    said = said_at_the_end(tmp_path, *words)
-    assert re.fullmatch(
-        r"data worker \d+ died \((killed by signal: Killed|exited unexpectedly)\), probably for lack of memory; fewer .*"
-        + RESUMED,
-        said,
-    )
+def test_a_data_worker_that_is_killed(tmp_path):
+    words = ["data.num_workers=2", "logger=none", "trainer.max_epochs=40", *happening("killed")]
+    reason = r"\((killed by signal: Killed|exited unexpectedly)\), probably for lack of memory; fewer .*"
+    assert re.fullmatch(rf"data worker \d+ died {reason}{RESUMED}", said_at_the_end(tmp_path, *words))
     assert weights(tmp_path / LAST) and not (tmp_path / "run/summary.json").exists()
 
 
@@ -70,38 +54,14 @@ def test_a_data_worker_that_is_killed_while_it_hands_a_batch_over(tmp_path):
         raise ConnectionResetError(104, "Connection reset by peer")
 
 
-@pytest.mark.parametrize("logger", ["tensorboard", slow("csv"), slow("none")])
-@pytest.mark.parametrize("what", ["renamed", slow("removed")])
-def test_a_folder_that_is_renamed_or_removed(tmp_path, what, logger):
-    said = said_at_the_end(tmp_path, f"logger={logger}", *happening(what))
+def test_a_folder_that_is_renamed(tmp_path):
+    said = said_at_the_end(tmp_path, *happening("renamed"))
     assert re.fullmatch("run: the folder was renamed or removed during the training, which ends; if .*", said)
-    assert not (tmp_path / "run").exists()
-    if what == "renamed":
-        again = fit_apart(tmp_path, "resume=true", "hydra.run.dir=renamed", happening(what)[0].lstrip("+"), "trust=failures")
-        assert again.wait(200) == 0, (tmp_path / "errors").read_text()
-        assert summary(tmp_path / "renamed")["steps"] == 6
-
-
-def test_a_folder_that_is_removed_after_the_last_checkpoint(tmp_path):
-    """It would be there again with a summary alone, of a training that is completed."""
-    words = ["callbacks.checkpoint=null", "trainer.max_steps=1", "logger=none"]
-    program = """
-import shutil, sys
-from holotrain.commands import fit
-evaluate = fit.evaluate
-fit.evaluate = lambda *given: (shutil.rmtree("run"), {})[1]
-from holotrain.cli import main
-sys.exit(main(["fit", *sys.argv[1:]]))
-"""
-    process = Forked(program, *WORDS, *words, folder=tmp_path, errors=tmp_path / "errors")
-    assert process.wait(200) == 2 and not (tmp_path / "run").exists()
-    assert (tmp_path / "errors").read_text().startswith("holotrain: run: the folder was renamed or removed")
+    assert not (tmp_path / "run").exists() and (tmp_path / "renamed/checkpoints/last.ckpt").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
-@pytest.mark.parametrize("logger", ["tensorboard", slow("csv"), slow("none")])
-def test_a_disk_that_is_full(tmp_path, logger):
-    said = said_at_the_end(tmp_path, f"logger={logger}", *happening("full"))
+def test_a_disk_that_is_full(tmp_path):
+    said = said_at_the_end(tmp_path, *happening("full"))
     assert re.match(r"\S*run\S*( cannot be written)?: .*No space left on device", said), said
-    assert logger == "none" or re.fullmatch(".*" + RESUMED, said)
     assert weights(tmp_path / LAST)

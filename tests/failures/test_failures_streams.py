@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from covering import slow
 from forked import Forked
 from left_by_runs import only, summary
 from small_run import SMALL
@@ -26,39 +25,19 @@ def started(folder: Path, redirected: str, *words: str) -> subprocess.CompletedP
     return subprocess.run(["bash", "-c", script, "bash", *words], cwd=folder, env=environment, capture_output=True, text=True)
 
 
-GOES_ON = "holotrain: not all was printed ({}); the files of the training are complete\n"
-
-
 @linux
-@pytest.mark.parametrize(
-    ("redirected", "said"),
-    [
-        (">&-", ""),
-        slow(">&- 2>&- <&-", ""),
-        slow("2>&1 | (exec <&-)", ""),
-        ("| (exec <&-)", GOES_ON.format("Broken pipe")),
-        slow("> /dev/full", GOES_ON.format("No space left on device")),
-    ],
-)
-def test_a_training_needs_no_reader(tmp_path, redirected, said):
-    ended = started(tmp_path, redirected, "fit", *QUICK, "logger=none")
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", said)
+def test_a_training_needs_no_reader(tmp_path):
+    ended = started(tmp_path, "| (exec <&-)", "fit", *QUICK, "logger=none")
+    expected = "holotrain: not all was printed (Broken pipe); the files of the training are complete\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", expected)
     assert summary(only(tmp_path / "runs/fit"))["status"] == "completed"
 
 
 @linux
-@pytest.mark.parametrize(
-    ("words", "redirected", "status", "said"),
-    [
-        ("fit --help", "| (exec <&-)", 141, ""),
-        ("fit --help", "> /dev/full", 2, "holotrain: cannot write to the standard output: No space left on device\n"),
-        ("", "> /dev/full", 2, "holotrain: cannot write to the standard output: No space left on device\n"),
-        slow("fit --help", ">&-", 0, ""),
-    ],
-)
-def test_a_command_that_prints_ends_without_a_reader(tmp_path, words, redirected, status, said):
-    ended = started(tmp_path, redirected, *words.split())
-    assert (ended.returncode, ended.stderr) == (status, said)
+def test_a_command_that_prints_says_that_it_cannot(tmp_path):
+    ended = started(tmp_path, "> /dev/full", "fit", "--help")
+    expected = "holotrain: cannot write to the standard output: No space left on device\n"
+    assert (ended.returncode, ended.stderr) == (2, expected)
 
 
 def test_what_follows_the_first_error_is_dropped():
@@ -73,34 +52,24 @@ def test_what_follows_the_first_error_is_dropped():
 LIMITED = """
 import resource, sys
 from holotrain.checkpoints.exact_resume import ExactResume
-name, size, moment = sys.argv[1:4]
 def limit(self, *_, **named):
-    resource.setrlimit(getattr(resource, name), (int(size), resource.getrlimit(getattr(resource, name))[1]))
-setattr(ExactResume, moment, limit)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (6, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+ExactResume.setup = limit
 from holotrain.cli import main
-sys.exit(main(["fit", *sys.argv[4:]]))
+sys.exit(main(["fit", *sys.argv[1:]]))
 """
 
 
 @linux
-@pytest.mark.parametrize(
-    ("limit", "words", "said"),
-    [
-        (("RLIMIT_NOFILE", 6, "setup"), ["data.num_workers=2"], "Too many open files; raise the limit with ulimit -n"),
-        (("RLIMIT_FSIZE", 9000, "setup"), ["logger=tensorboard"], "File too large; raise the limit with ulimit -f"),
-        slow(("RLIMIT_NOFILE", 24, "setup"), ["data.num_workers=4"], "Too many open files; raise the limit with ulimit -n"),
-    ],
-)
-def test_a_limit_of_the_system_is_named(tmp_path, limit, words, said):
-    run = Forked(LIMITED, *limit, *QUICK, *words, "hydra.run.dir=run", folder=tmp_path, errors=tmp_path / "errors")
-    status, (*warnings, line) = run.wait(), (tmp_path / "errors").read_text().splitlines()
-    assert status == 2 and line.startswith("holotrain: ") and said in line, (warnings, line)
-    assert all(each.startswith("warning: This DataLoader will create") for each in warnings), warnings  # on few cores
-    assert (tmp_path / "run/config.yaml").is_file()
+def test_a_limit_of_the_system_is_named(tmp_path):
+    words = [*QUICK, "data.num_workers=2", "hydra.run.dir=run"]
+    status = Forked(LIMITED, *words, folder=tmp_path, errors=tmp_path / "errors").wait()
+    *_, line = (tmp_path / "errors").read_text().splitlines()
+    assert status == 2 and line.startswith("holotrain: ") and "Too many open files; raise the limit with ulimit -n" in line
 
 
-@pytest.mark.parametrize("name", ["${oc.env:HOME}", slow("${nope}"), slow("$x 'y'")])
-def test_a_training_in_a_folder_that_is_named_like_an_interpolation(holotrain, name):
+def test_a_training_in_a_folder_that_is_named_like_an_interpolation(holotrain):
+    name = "${oc.env:HOME}"
     Path(name).mkdir()
     os.chdir(name)
     holotrain.done("fit", *QUICK, "logger=none")
@@ -110,27 +79,7 @@ def test_a_training_in_a_folder_that_is_named_like_an_interpolation(holotrain, n
     assert summary(Path(name, "0"))["status"] == "completed"
 
 
-@pytest.mark.parametrize("given", ["a${oc.env:HOME}", "./${oc.env:HOME}", "${oc.env:RUN}/run"])
-def test_a_folder_given_with_an_interpolation_is_found_again(holotrain, monkeypatch, given):
-    monkeypatch.setenv("RUN", "place")
-    holotrain.done("fit", *QUICK, "logger=none", f"hydra.run.dir={given}")
-    holotrain.done("fit", "resume=true", f"hydra.run.dir={given}", "trainer.max_epochs=2")
-    assert summary(Path(given.replace("${oc.env:RUN}", "place")))["epochs"] == 2
-
-
 def test_a_folder_whose_name_is_half_an_interpolation_is_refused(holotrain):
     Path("${").mkdir()
     os.chdir("${")
     assert "holds ${, but is no interpolation" in holotrain.refused("fit", *QUICK)
-
-
-def test_a_folder_whose_name_is_not_utf8_is_refused_before_the_training(holotrain, tmp_path):
-    folder = tmp_path / os.fsdecode(b"caf\xe9")
-    try:
-        folder.mkdir()
-    except OSError:
-        pytest.skip("this file system takes names in UTF-8 alone")
-    os.chdir(folder)
-    said = holotrain.refused("fit", *QUICK)
-    assert r"caf\udce9" in said and "its name is not text in UTF-8" in said
-    assert not any((folder / "runs/fit").iterdir())

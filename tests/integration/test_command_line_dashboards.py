@@ -1,6 +1,5 @@
 """What runs leave to be looked at: TensorBoard's HParams and Custom Scalars, and the page of a report."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -8,16 +7,10 @@ from pathlib import Path
 
 import pytest
 from left_by_runs import only, scalars
-from small_run import SMALL, fit_and_kill
-from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from small_run import SMALL
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
-from tensorboard.context import RequestContext
-from tensorboard.plugins import base_plugin
 from tensorboard.plugins.custom_scalar import layout_pb2
-from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
-from tensorboard.plugins.hparams.backend_context import Context
-from tensorboard.plugins.hparams.list_session_groups import Handler
+from tensorboard.plugins.hparams import plugin_data_pb2
 
 from holotrain.dashboard.charts import CHARTS
 
@@ -43,42 +36,9 @@ def layout(folder: Path) -> dict[str, list[str]]:
     }
 
 
-def hparams_table(folder: Path) -> dict[str, api_pb2.Session]:
-    """The sessions that TensorBoard's HParams show of this folder, by name."""
-    events = EventMultiplexer().AddRunsFromDirectory(str(folder)).Reload()
-    data = MultiplexerDataProvider(events, str(folder))
-    context = Context(base_plugin.TBContext(data_provider=data))
-    everything = [api_pb2.STATUS_UNKNOWN, api_pb2.STATUS_SUCCESS, api_pb2.STATUS_FAILURE, api_pb2.STATUS_RUNNING]
-    request = api_pb2.ListSessionGroupsRequest(allowed_statuses=everything, start_index=0, slice_size=100)
-    found = Handler(RequestContext(), context, "", request).run()
-    return {session.name: session for group in found.session_groups for session in group.sessions}
-
-
 def assert_every_column_has_values(folder: Path) -> None:
     columns = {metric.name.tag for metric in hparams(folder)[0].metric_infos}
     assert columns <= scalars(folder).keys() and "memory/peak_bytes" in columns
-
-
-def test_hparams_without_validation_have_no_column_that_stays_empty(holotrain):
-    assert holotrain("fit", *SMALL, "trainer.limit_val_batches=0")[0] == 0
-    assert_every_column_has_values(only(Path("runs/fit")))
-
-
-@pytest.mark.slow
-def test_hparams_of_a_killed_run_show_its_options(holotrain, tmp_path):
-    fit_and_kill(tmp_path, *SMALL, "trainer.limit_train_batches=6", "optimizer.lr=0.02", "hydra.run.dir=killed")
-    experiment, options = hparams(tmp_path / "killed")
-    assert options["optimizer.lr"].number_value == 0.02
-    assert "val/accuracy" in {metric.name.tag for metric in experiment.metric_infos}
-    session = hparams_table(tmp_path / "killed")["tensorboard"]
-    assert session.status == api_pb2.STATUS_UNKNOWN
-    # resumed, its row goes on
-    assert holotrain("fit", "resume=true", "hydra.run.dir=killed")[0] == 0
-    session = hparams_table(tmp_path / "killed")["tensorboard"]
-    found = {value.name.tag: value.value for value in session.metric_values}
-    seen = scalars(tmp_path / "killed")
-    assert session.status == api_pb2.STATUS_SUCCESS
-    assert found["best/val/accuracy"] == pytest.approx(max(seen["val/accuracy"])) and "test/accuracy" in found
 
 
 @pytest.mark.slow
@@ -95,15 +55,8 @@ def test_a_sweep_in_tensorboard_and_in_a_report(holotrain):
     tags = ["val/accuracy", "val/loss", "best/val/accuracy", "test/accuracy", "test/loss"]
     tags += ["memory/peak_bytes", "throughput/samples_per_second"]
     assert [metric.name.tag for metric in experiment.metric_infos] == tags
-    table = hparams_table(sweep)
-    assert table.keys() == {"0/tensorboard", "1/tensorboard"}
     for job in "01":
-        session, seen = table[f"{job}/tensorboard"], scalars(sweep / job)
-        assert session.status == api_pb2.STATUS_SUCCESS
-        found = {value.name.tag: value.value for value in session.metric_values}
-        assert found.keys() == {metric.name.tag for metric in experiment.metric_infos}
-        assert all(found[tag] == pytest.approx(seen[tag][-1]) for tag in found)
-        assert found["best/val/accuracy"] == pytest.approx(max(seen["val/accuracy"]))
+        assert {metric.name.tag for metric in hparams(sweep / job)[0].metric_infos} <= scalars(sweep / job).keys()
     # Custom Scalars: every curve that could have a chart is in one
     for job in "01":
         charts, seen = layout(sweep / job), scalars(sweep / job).keys()
@@ -122,22 +75,6 @@ def test_a_sweep_in_tensorboard_and_in_a_report(holotrain):
     assert f"{sweep}/1 has no scalars" in holotrain.done("report", f"{sweep}/*")
     assert "unfinished" in Path("report.html").read_text()
     assert holotrain.refused("report", f"{sweep}/1").startswith(f"holotrain: {sweep}/1: no scalars found")
-
-
-@pytest.mark.slow
-def test_folders_whose_names_are_not_utf8_are_reported(tmp_path):
-    for name, text in ((b"caf\xe9", "step,train/loss\n1,2.0\n"), (b"na\xefve", "")):
-        log = tmp_path / "runs" / os.fsdecode(name) / "csv/version_0/metrics.csv"
-        try:
-            log.parent.mkdir(parents=True)
-        except OSError:
-            pytest.skip("this file system takes names in UTF-8 alone")
-        log.write_text(text)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    words = [sys.executable, "-m", "holotrain", "report", "runs"]
-    ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert r"na\udcefve has no scalars" in ended.stdout and r"caf\udce9" in (tmp_path / "report.html").read_text()
 
 
 def test_a_run_shows_what_it_learns_and_every_option_and_the_report_shows_it_too(holotrain):
@@ -161,41 +98,23 @@ def test_a_run_shows_what_it_learns_and_every_option_and_the_report_shows_it_too
     assert EventAccumulator(str(only(Path("runs/test")) / "tensorboard")).Reload().Tags()["images"] == ["test/confusion_matrix"]
 
 
-def test_what_is_shown_can_be_switched_off(holotrain):
-    names = ("optimization", "predictions", "confusion_matrix", "samples")
-    holotrain("fit", *SMALL, *(f"~callbacks.{name}" for name in names))
-    tags = EventAccumulator(str(only(Path("runs/fit")) / "tensorboard")).Reload().Tags()
-    assert not tags["images"] and not tags["histograms"]
-    assert not [tag for tag in tags["scalars"] if tag.startswith("optimization/")]
-
-
 MISTAKES = [
     (["report", "nowhere/*"], "no folder matches nowhere/*"),
     (["report", "empty"], "empty is not the folder of a run and contains none"),
-    (["report", "occupied"], "occupied is not the folder of a run"),
-    (["report", "broken", "to="], "to: a value is needed"),
     (["report", "broken", "to=empty"], "empty is a folder"),
-    (["report", "broken", "--hepl"], "Did you mean '--help'?"),
     (["report", "broken"], "events.out.tfevents.1 is not a readable event file"),
     (["report", "spoilt"], "spoilt/summary.json is not a readable summary"),
-    (["report", "foreign"], "foreign/summary.json is not the summary of a run"),
-    (["report", "crooked"], "crooked/config.yaml is not a readable configuration"),
     (["report", "endless"], "endless/config.yaml is not a readable configuration"),
-    (["report", "good", "to=occupied/report.html"], "cannot write occupied/report.html"),
 ]
 
 
 @pytest.mark.parametrize(("words", "expected"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
 def test_mistakes_are_answered_in_a_line(holotrain, words, expected):
-    Path("occupied").write_text("a file")
     for folder, name, text in [
         ("empty", "nothing.txt", ""),
         ("broken/tensorboard", "events.out.tfevents.1", "no events"),
         ("spoilt", "summary.json", "{"),
-        ("foreign", "summary.json", "[1]"),
-        ("crooked", "config.yaml", "a: [\n"),
         ("endless", "config.yaml", "# as many bytes as one likes\n" * 2**16),
-        ("good/csv/version_0", "metrics.csv", "step,train/loss\n0,1.5\n"),
     ]:
         Path(folder).mkdir(parents=True)
         (Path(folder) / name).write_text(text)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from compared import assert_equal
 from covering import long
-from left_by_runs import only, rows, scalars, summary, weights
+from left_by_runs import only, scalars, summary, weights
 
 import holotrain as package
 
@@ -15,11 +15,10 @@ SMALL = [
     *TASK, "model.width=8", "model.depth=3", "trainer.max_epochs=2", "trainer.limit_train_batches=6",
     "trainer.limit_val_batches=1", "trainer.log_every_n_steps=2",
 ]  # fmt: skip
-WHOLE = [(1, 40, 0.97), (17, 40, 0.95)]
 QUICK = [*SMALL, "test=false", "logger=none", "callbacks.progress=null"]
 
 
-@pytest.mark.parametrize(("depth", "epochs", "accuracy"), [(1, 10, 0.97), *(long(*case) for case in WHOLE)])
+@pytest.mark.parametrize(("depth", "epochs", "accuracy"), [(1, 10, 0.97), long(17, 40, 0.95)])
 def test_ten_classes_of_digits(holotrain, depth, epochs, accuracy):
     holotrain.done("fit", *TASK, f"model.depth={depth}", f"trainer.max_epochs={epochs}")
     folder = only(Path("runs/fit"))
@@ -31,25 +30,8 @@ def test_ten_classes_of_digits(holotrain, depth, epochs, accuracy):
     assert len(found["error_diffusion/dead_cells"]) == len(found["error_diffusion/alignment"]) == 40 * epochs // 20
 
 
-@pytest.mark.slow
-def test_two_classes_of_digits(holotrain):
-    holotrain.done("fit", *TASK, "data.classes=[0,1]", "trainer.max_epochs=8", "logger=none", "hydra.run.dir=run")
-    assert summary(Path("run"))["metrics"]["test/accuracy"] >= 0.995
-    holotrain.done("predict", "ckpt_path=run/checkpoints/last.ckpt", "hydra.run.dir=predicted")
-    found = rows(Path("predicted/predictions.csv"))
-    assert len(found) == 72 and {row["class"] for row in found} == {"0", "1"}
-    assert all(0.5 <= float(row["probability"]) <= 1 for row in found)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["trainer.precision=64-true", "data.mixup_alpha=0.2"],
-        ["experiment=error_diffusion_published", "model.rule=article", "trainer.precision=bf16-mixed"],
-    ],
-)
-def test_precisions_mixed_labels_and_the_published_form(holotrain, options):
-    holotrain.done("fit", *QUICK, *options)
+def test_the_published_form_trains_in_bf16(holotrain):
+    holotrain.done("fit", *QUICK, "experiment=error_diffusion_published", "model.rule=article", "trainer.precision=bf16-mixed")
 
 
 @pytest.mark.slow
@@ -64,8 +46,3 @@ def test_a_checkpoint_is_exported_and_read_again(holotrain):
         torch.testing.assert_close(program(images), expected)
     trained = {name.removeprefix("model."): tensor for name, tensor in weights(checkpoint).items() if name.startswith("model.")}
     assert_equal(trained, loaded.state_dict())
-
-
-def test_a_plan_and_its_depth(holotrain):
-    out = holotrain.done("plan", *SMALL, "memory=64MiB", "device=cpu")
-    assert "model.depth" in out and "checkpoint" not in out

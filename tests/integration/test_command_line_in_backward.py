@@ -33,11 +33,3 @@ def test_an_optimizer_that_steps_all_parameters_together_is_refused(holotrain, m
     words = ["optimizer._target_=together.Together", "+optimizer.lr=0.1", "trainer.gradient_clip_val=null", ON]
     err = holotrain.refused("fit", *SMALL, *words)
     assert "optimizer.in_backward: Together steps all parameters together" in err
-
-
-@pytest.mark.slow
-def test_a_plan_counts_with_it(holotrain):
-    words = ["device=cpu", "data=fake", "data.image_size=8", "memory=2MiB", *SMALL, "model.depth=1"]
-    words += ["trainer.gradient_clip_val=null", ON]
-    assert holotrain("plan", *words)[0] == 0
-    assert "plan without devices" in holotrain.refused("plan", *words, "devices=4")

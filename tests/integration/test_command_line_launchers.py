@@ -1,9 +1,6 @@
 """Sweeps whose jobs run in other processes than the command's own: what it shows, and with which status it ends."""
 
-import copy
-import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,64 +14,8 @@ from small_run import SMALL
 BRIEF = [*SMALL, "trainer.max_epochs=1", "test=false", "logger=none"]
 
 
-@pytest.fixture
-def elsewhere(monkeypatch):
-    """Jobs run on a copy of what the command keeps in memory, as in another process. Returns what changes their results."""
-    launcher = Plugins.instance().class_name_to_class["hydra._internal.core_plugins.basic_launcher.BasicLauncher"]
-    launch, change = launcher.launch, []
-
-    def launch_elsewhere(self, job_overrides, initial_job_idx):
-        self.task_function = copy.deepcopy(self.task_function)
-        returned = launch(self, job_overrides, initial_job_idx)
-        return change[0](returned) if change else returned
-
-    monkeypatch.setattr(launcher, "launch", launch_elsewhere)
-    return change
-
-
 def table(root=Path()):
     return rows(only(root / "runs/fit/sweeps") / "sweep.csv")
-
-
-def test_a_job_that_fails_elsewhere_is_the_status_of_the_command(holotrain, elsewhere):
-    status, out, err = holotrain("fit", "-m", *BRIEF, "model.heads=3,2")
-    assert status == 2 and "16 is not a multiple of 3" in err and "sweep of 2 jobs" in out
-    assert "best/val/accuracy" in out.partition("sweep of 2 jobs")[2]  # also where one job alone has it
-    first, second = table()
-    assert [(row["job"], row["status"]) for row in (first, second)] == [("0", "failed"), ("1", "completed")]
-    assert "16 is not a multiple of 3" in first["error"] and second["error"] == "" and first["error"] in out
-
-
-@pytest.mark.slow
-def test_a_defect_elsewhere_is_the_status_of_the_command(holotrain, elsewhere, monkeypatch):
-    from holotrain.commands import fit
-
-    monkeypatch.setattr(fit, "run", lambda config, run: 1 / 0)
-    status, _, err = holotrain("fit", "-m", *BRIEF, "seed=1,2")
-    assert status == 1 and err.count("ZeroDivisionError") == 2
-    assert [(row["status"], row["error"]) for row in table()] == [("failed", "ZeroDivisionError: division by zero")] * 2
-
-
-@pytest.mark.slow
-def test_a_defect_counts_for_more_than_a_mistake(holotrain, monkeypatch):
-    from holotrain.commands import fit
-    from holotrain.errors import UserError
-
-    def fail(config, run):
-        raise UserError("a mistake") if config.seed == 1 else RuntimeError("a defect")
-
-    monkeypatch.setattr(fit, "run", fail)
-    assert holotrain("fit", "-m", *BRIEF, "seed=1,2,1")[0] == 1
-    assert [row["error"] for row in table()] == ["a mistake", "RuntimeError: a defect", "a mistake"]
-
-
-@pytest.mark.slow
-def test_jobs_may_stand_in_folders_of_any_name(holotrain, monkeypatch):
-    from holotrain.commands import fit
-
-    monkeypatch.setattr(fit, "run", lambda config, run: 0)
-    holotrain.done("fit", "-m", *BRIEF, "hydra.sweep.subdir=seeds/${seed}", "seed=7,8")
-    assert (only(Path("runs/fit/sweeps")) / "seeds/8/job.json").exists()
 
 
 class Killed(BaseException):
@@ -104,18 +45,6 @@ def test_a_job_whose_process_dies_has_failed(holotrain, monkeypatch):
     status, _, err = holotrain("fit", "-m", *BRIEF, "seed=1,2,3")
     assert (status, err) == (1, "holotrain: the sweep ended: a worker was killed\n")
     assert [(row["status"], row["error"]) for row in table()] == [("failed", "exit status 2"), ("failed", "its process died")]
-
-
-@pytest.mark.slow
-def test_a_signal_elsewhere_ends_the_sweep_with_its_status(holotrain, elsewhere, monkeypatch):
-    from holotrain.checkpoints.exact_resume import ExactResume
-
-    def terminate(self, trainer, module, batch, index):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(ExactResume, "on_train_batch_start", terminate)
-    status, _, err = holotrain("fit", "-m", *BRIEF, "seed=1,2")
-    assert status == 128 + signal.SIGTERM and "SIGTERM ended the training" in err
 
 
 @pytest.mark.parametrize("launcher", [slow("joblib"), long("submitit_local")])

@@ -97,8 +97,3 @@ def test_what_is_measured_stands_at_the_step_of_its_weights_and_no_curve_is_draw
         assert found == {f"{split}/loss": [6], f"{split}/accuracy": [6]}
     assert holotrain("test", f"ckpt_path={folder}/checkpoints/last.ckpt", "logger=none", "output_dir=mute")[0] == 0
     assert [path.name for path in only(Path("mute/test")).iterdir()] == ["summary.json"]
-
-
-@pytest.mark.parametrize("count", ["-1", "0.5"])
-def test_an_impossible_period_is_answered_in_a_line(holotrain, count):
-    assert "trainer.log_every_n_steps" in holotrain.refused("fit", *SMALL, f"trainer.log_every_n_steps={count}")

@@ -58,18 +58,6 @@ def test_a_plan_shows_every_backward(holotrain):
 
 
 @pytest.mark.slow
-def test_what_would_fit_is_proposed(holotrain):
-    budget = 10 * 2**20
-    figures = plan_of(holotrain, *PLANNED, f"memory={budget}B", "backward=autograd")
-    assert figures["fits"] is False
-    assert "backward=reversible" in figures["remedies"]
-    assert any(word.startswith("data.batch_size=") for word in figures["remedies"])
-    for remedy in figures["remedies"]:
-        words = [*([] if remedy.startswith("backward=") else ["backward=autograd"]), *remedy.split()]
-        assert footprint(*PLANNED, *words).peak <= budget, remedy
-
-
-@pytest.mark.slow
 def test_a_remedy_undoes_what_another_backward_cannot_keep(holotrain):
     budget = 13 * 2**20
     asked = [*PLANNED, "backward=reversible", "backward.store=4", f"memory={budget}B"]
@@ -83,13 +71,6 @@ def test_auto_that_cannot_fit_is_shown_all_the_same(holotrain):
     figures = plan_of(holotrain, *PLANNED, "model.depth=2", "memory=4MiB", "backward=auto")
     assert (figures["fits"], figures["backward"], figures["blocks"]) == (False, "reversible", None)
     assert [word for word in figures["remedies"] if word.startswith("data.batch_size=")]
-
-
-@pytest.mark.slow
-def test_plain_models_keep_the_inputs_of_their_blocks(holotrain):
-    figures = plan_of(holotrain, "model=swin_nano", *FAKE, "data.image_size=32", "data.batch_size=8", "device=cuda")
-    assert list(figures["footprints"]) == ["autograd", "checkpoint", "checkpoint8", "offload"]
-    assert figures["budget_bytes"] is None
 
 
 @pytest.mark.slow
@@ -193,28 +174,6 @@ def test_what_would_fit_is_planned_with_the_tile_that_is_given(holotrain, of_tra
 
 
 @pytest.mark.slow
-def test_where_the_weights_are_too_large_other_states_are_proposed(holotrain, of_transformers):
-    figures = plan_of(holotrain, *of_transformers, "memory=2MiB")
-    assert figures["remedies"] == [] and "optimizer=adamw_8bit" in figures["less_for_states"]
-
-
-@pytest.mark.slow
-def test_stages_that_change_the_shape_are_not_made_reversible(holotrain):
-    words = [
-        "task=image_classification",
-        "model=timm",
-        "model.name=convnext_atto",
-        *FAKE,
-        "data.image_size=32",
-        "memory=200MiB",
-    ]
-    rows = plan_of(holotrain, *words, "data.batch_size=8", "trainer.accelerator=cpu")["footprints"]
-    assert "checkpoint" in rows and not any("model.reversible" in name for name in rows)
-    _, _, err = holotrain("fit", *words, "data.batch_size=8", "trainer.accelerator=cpu", "backward=auto", "memory=45MiB")
-    assert "this run needs" in err
-
-
-@pytest.mark.slow
 def test_a_sweep_of_plans_ends_with_their_table(holotrain):
     words = [*PLANNED, "model.depth=2", "memory=10MiB"]
     status, out, _ = holotrain("plan", *words, "backward=autograd,reversible", "output_dir=sweep", "-m")
@@ -230,24 +189,6 @@ def test_a_sweep_of_plans_ends_with_their_table(holotrain):
     assert int(table[0]["peak_memory_bytes"]) > int(table[1]["peak_memory_bytes"])
     _, out, err = holotrain("plan", *words, "backward=autograd", "json=-", "-m")
     assert json.loads(out)["fits"] == plans[0]["fits"] and "sweep of 1 job" in err
-
-
-@pytest.mark.slow
-def test_a_resumed_sweep_keeps_what_was_chosen(holotrain):
-    words = [*RUN, "model.depth=1", "data.batch_size=auto", "memory=4MiB", "trainer.max_steps=2", "output_dir=sweep"]
-    assert holotrain("fit", *words, "seed=1", "-m")[0] == 0
-    job = only(Path("sweep/fit/sweeps")) / "0"
-    chosen = kept(job)["data"]["batch_size"]
-    words[-3:-1] = ["memory=5MiB", "trainer.max_steps=4"]
-    status, out, _ = holotrain("fit", *words, "seed=1", "-m", "resume=true")
-    assert status == 0 and "planning" not in out
-    assert kept(job)["data"]["batch_size"] == chosen
-
-
-@pytest.mark.slow
-def test_no_more_is_taken_than_there_is(holotrain):
-    words = ["data.batch_size=auto", "memory=10GiB", "trainer.max_epochs=1", "hydra.run.dir=run"]
-    assert holotrain("fit", *RUN, *words)[0] == 0 and kept("run")["data"]["batch_size"] == 128
 
 
 def test_a_model_that_cannot_be_planned_is_refused(holotrain, monkeypatch):

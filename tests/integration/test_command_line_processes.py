@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import torch.distributed
 from compared import assert_close, assert_equal
 from forked import Forked
 from gloo_pair import by_forks, statuses_of
-from left_by_runs import assert_same_weights, only, summary, weights
+from left_by_runs import only, summary, weights
 from made_once import made_once
 from torch.nn import functional
 
@@ -43,8 +42,6 @@ FEW = ["trainer.max_steps=6", "trainer.limit_val_batches=1"]
 CONTINUED = [*IMAGES, *SHARED, "trainer.limit_train_batches=3", "trainer.max_epochs=2", "trainer.limit_val_batches=1"]
 SIGNALLED = [*IMAGES, *SHARED, *FEW, "data.augment=true"]
 DROPOUT = [*IMAGES, *SHARED, *FEW, "model.dropout=0.3", "trainer.max_steps=3"]
-MUON = [*TEXT, *SHARED, *FEW, "optimizer=muon", "optimizer.lr=1e-2", "trainer.max_steps=3"]
-COMPRESSED = [*TEXT, *SHARED, "trainer.limit_val_batches=1", f"trainer.limit_train_batches={2 * 8}"]
 
 
 def losses(folder: Path, tag: str = "train/loss") -> list[float]:
@@ -77,7 +74,6 @@ def runs_of(cases: list[tuple[str, str, str]]) -> dict[str, list[str]]:
 
 
 SHARDED = "trainer.sharded_checkpoints=true"
-FEW_BITS = [*CONTINUED, "trainer=fsdp", SHARDED, "optimizer=adamw_8bit", "synthesis=shared", "model.dim=128"]
 WORK = {
     **runs_of(QUICK),
     "begun": ["-m", *CONTINUED, "trainer=fsdp,tp", "trainer.max_epochs=1", SHARDED],
@@ -87,24 +83,6 @@ WORK = {
     "killed": [*CONTINUED, "trainer=ddp"],
 }
 """Command lines of fit, in this order; srun starts the first. What some of them are for is in two_ranks.py."""
-
-MORE_WORK = {
-    "pipeline": [*IMAGES, *SHARED, "trainer=pipeline", "backward=reversible"],
-    "begun": [*CONTINUED, "trainer=fsdp", "trainer.max_epochs=1", SHARDED],
-    "continued": [*CONTINUED, "trainer=fsdp", f"ckpt_path=did_begun/{LAST}"],
-    "stages_continue": [*CONTINUED, "trainer=pipeline", "data.batch_size=16", f"ckpt_path=did_begun/{LAST}"],
-    "muon": [*MUON, "trainer=fsdp"],
-    "dropout": [*DROPOUT, "trainer=tp", "backward=reversible"],
-    "compressed": ["-m", *COMPRESSED, "trainer=ddp", "trainer.compression=bf16,fp16"],
-}
-"""For slow tests, in this order: two of them continue what has begun."""
-
-FEW_BITS_WORK = {
-    "few_bits": FEW_BITS,
-    "few_bits_begun": [*FEW_BITS, "trainer.max_epochs=1"],
-    "few_bits_continued": ["ckpt_path=did_few_bits_begun/checkpoints/last.ckpt", "trainer.max_epochs=2"],
-}
-"""A training and the same one, resumed."""
 
 
 def done_by_two_ranks(folder: Path, commands: dict[str, list[str]], expected: list[int]) -> None:
@@ -141,13 +119,6 @@ def found_by_two_ranks(tmp_path_factory, name: str, work: dict, expected: list[i
 @pytest.fixture(scope="session")
 def left(tmp_path_factory) -> tuple[Path, list[dict]]:
     return found_by_two_ranks(tmp_path_factory, "two_ranks", WORK, [-signal.SIGKILL, 0])
-
-
-@pytest.fixture(scope="session")
-def left_by_more(tmp_path_factory) -> tuple[Path, list[dict]]:
-    folder, found = found_by_two_ranks(tmp_path_factory, "two_ranks_more", MORE_WORK, [0, 0])
-    assert [rank["statuses"] for rank in found] == [dict.fromkeys(MORE_WORK, 0)] * 2
-    return folder, found
 
 
 def assert_losses_of_one_process(holotrain, folder: Path, cases: list, kind: str) -> None:
@@ -202,23 +173,7 @@ def alone_in(holotrain, name: str, *words: str) -> Path:
 
 
 @pytest.mark.slow
-def test_states_of_few_bits_and_holograms_are_resumed_to_the_bit(tmp_path):
-    done_by_two_ranks(tmp_path, FEW_BITS_WORK, [0, 0])
-    assert_same_weights(*(tmp_path / f"did_few_bits{which}/checkpoints/last.ckpt" for which in ("", "_continued")))
-
-
-@pytest.mark.slow
-def test_muon_orthogonalises_whole_matrices(holotrain, left_by_more):
-    """It does so in bfloat16, but in the same one: what it is given differs in the last of 53 bits, of which it takes 8."""
-    write_text(Path("text"))
-    run = left_by_more[0] / "did_muon"
-    alone = alone_in(holotrain, "alone", *MUON, "data.batch_size=16")
-    assert losses(run) == pytest.approx(losses(alone), rel=1e-9)
-    assert_close(weights(run / LAST), weights(alone / LAST), rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.slow
-def test_tensor_parallel_processes_drop_alike(holotrain, left_by_more, monkeypatch):
+def test_tensor_parallel_processes_drop_alike(holotrain, tmp_path_factory, monkeypatch):
     """One process draws what they draw if it, too, drops the same neurons of both halves of a hidden layer."""
 
     def begin(self, trainer, module) -> None:
@@ -229,11 +184,13 @@ def test_tensor_parallel_processes_drop_alike(holotrain, left_by_more, monkeypat
         kept = self.dropout(torch.ones_like(hidden.chunk(2, dim=-1)[0]))
         return self.drop_path(self.dropout(self.narrow(hidden * torch.cat([kept, kept], dim=-1))))
 
+    work = {"dropout": [*DROPOUT, "trainer=tp", "backward=reversible"]}
+    folder, found = found_by_two_ranks(tmp_path_factory, "two_ranks_dropout", work, [0, 0])
     monkeypatch.setattr(ExactResume, "on_train_start", begin)
     monkeypatch.setattr(MLPBranch, "update", update)
     dropped = losses(alone_in(holotrain, "alone", *DROPOUT, "backward=autograd"))
-    assert losses(left_by_more[0] / "did_dropout") == pytest.approx(dropped, rel=1e-9)
-    count, everything = whole_on_all(*left_by_more, "did_dropout")  # all have norms, biases and embeddings
+    assert losses(folder / "did_dropout") == pytest.approx(dropped, rel=1e-9)
+    count, everything = whole_on_all(folder, found, "did_dropout")  # all have norms, biases and embeddings
     assert everything / 2 < count < everything
     monkeypatch.undo()
 
@@ -246,20 +203,6 @@ def whole_on_all(folder: Path, found: list[dict], name: str) -> tuple[int, int]:
 def test_all_have_all_parameters_under_ddp(left):
     count, everything = whole_on_all(*left, "did_images_ddp_reversible")
     assert count == everything
-
-
-@pytest.mark.slow
-def test_compressed_gradients_train_nearly_as_others(holotrain, left_by_more):
-    """bf16 has 8 bits, fp16 11: an update of the weights is off by 1/256 or 1/2048 of its size or so, and the losses by less,
-    for they begin as the same ones."""
-    folder, found = left_by_more
-    write_text(Path("text"))
-    alone = losses(alone_in(holotrain, "alone", *COMPRESSED, "data.batch_size=16"))
-    for job, off in (("0", 1 / 256), ("1", 1 / 2048)):
-        count, everything = whole_on_all(folder, found, f"did_compressed/{job}")
-        assert count == everything
-        rounded = losses(folder / "did_compressed" / job)
-        assert rounded == pytest.approx(alone, rel=off) and rounded[1:] != pytest.approx(alone[1:], rel=1e-8)
 
 
 def test_a_signal_to_one_process_ends_all_at_the_same_step_and_they_resume(holotrain, left):
@@ -324,14 +267,6 @@ def test_two_pairs_of_processes_share_a_model(holotrain, started, pair):
     assert_close(weights(run / LAST), weights(alone / LAST), rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.slow
-def test_a_mistake_under_torchrun_is_printed_once(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    status, said = by_torchrun(2, "fit", "trainer=ddp", "trainer.accelerator=cpu", "data.batch_size=0")
-    assert status != 0 and said[0].startswith("holotrain: data.batch_size: ") and said[0].count("\n") == 1
-    assert said[1] == "" and not any(Path("runs/fit").iterdir())
-
-
 def test_one_process_continues_what_tensor_parallel_ones_began(holotrain, left):
     checkpoint = left[0] / "did_begun/1" / LAST
     state = load(checkpoint)["state_dict"]
@@ -339,29 +274,6 @@ def test_one_process_continues_what_tensor_parallel_ones_began(holotrain, left):
     assert checkpoint.is_dir() and all(weight.is_meta for weight in state.values())
     rest = losses(alone_in(holotrain, "rest", *CONTINUED, f"ckpt_path={checkpoint}", "trainer=default"))
     assert rest == pytest.approx(losses(alone_in(holotrain, "whole", *CONTINUED))[3:], rel=1e-9)
-
-
-def test_one_process_resumes_in_the_folder_of_a_sharded_training(holotrain, left):
-    """It writes whole checkpoints."""
-    folder, words = Path(shutil.copytree(left[0] / "did_begun/0", "resumed")), [*CONTINUED, "data.batch_size=16"]
-    alone_in(holotrain, str(folder), *words, "trainer=default", "resume=true")
-    assert losses(folder) == pytest.approx(losses(alone_in(holotrain, "whole", *words)), rel=1e-9)
-    assert (summary(folder)["steps"], load(folder / LAST)["global_step"]) == (6, 6)
-
-
-@pytest.mark.slow
-def test_a_sharded_training_continues_in_two_processes(holotrain, left_by_more):
-    whole = losses(alone_in(holotrain, "whole", *CONTINUED, "data.batch_size=16"))
-    for name in ("continued", "stages_continue"):
-        assert losses(left_by_more[0] / f"did_{name}") == pytest.approx(whole[3:], rel=1e-9), name
-
-
-@pytest.mark.slow
-def test_one_process_continues_what_a_pipeline_began(holotrain, left_by_more):
-    words = [*CONTINUED, f"trainer.limit_train_batches={STEPS}"]
-    whole = losses(alone_in(holotrain, "whole", *words))
-    rest = losses(alone_in(holotrain, "rest", *words, f"ckpt_path={left_by_more[0] / 'did_pipeline' / LAST}"))
-    assert len(whole) == 2 * STEPS and rest == pytest.approx(whole[STEPS:], rel=1e-9)
 
 
 def test_a_sharded_checkpoint_is_read_by_one_process(holotrain, left):
@@ -373,20 +285,3 @@ def test_a_sharded_checkpoint_is_read_by_one_process(holotrain, left):
     trained = {name.removeprefix("model."): weight for name, weight in read_weights(checkpoint).items()}
     assert trained.keys() == exported.keys()
     assert_equal(exported, {name: weight.float() for name, weight in trained.items()})  # the run was in double precision
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lost", ["tensors-*/*.safetensors", "tensors-*", "checkpoint.pt"])
-def test_a_checkpoint_that_lost_a_part_is_refused_in_a_line(holotrain, left, lost):
-    checkpoint = Path(shutil.copytree(left[0] / "did_begun/0" / LAST, "broken.ckpt"))
-    part = min(checkpoint.glob(lost))
-    shutil.rmtree(part) if part.is_dir() else part.unlink()
-    err = holotrain.refused("validate", f"ckpt_path={checkpoint}")
-    assert err.startswith("holotrain: ckpt_path: broken.ckpt/"), err
-
-
-def test_more_devices_than_there_are_is_one_line(holotrain, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    assert "this machine has 1 GPU" in holotrain.refused("fit", "trainer=ddp", "trainer.devices=2", "logger=none")

@@ -19,8 +19,8 @@ IMAGES = ["data=imagefolder", "data.root=data", "model=rev_vit_tiny", "data.imag
 IMAGES += ["data.num_workers=0", "trainer.limit_train_batches=1.0"]
 
 
-def errors_of_two_machines(folder: Path, expected: int, *words: str) -> list[str]:
-    """The errors of two processes, each in a folder of its own, with the folder of the run in common."""
+def errors_of_two_machines(folder: Path, *words: str) -> list[str]:
+    """The errors of two processes that are refused, each in a folder of its own, with the folder of the run in common."""
     env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     words = ("fit", *SHARED, *words, f"hydra.run.dir={folder / 'run'}")
 
@@ -30,7 +30,7 @@ def errors_of_two_machines(folder: Path, expected: int, *words: str) -> list[str
 
     statuses = statuses_of(2, start)
     errors = [(folder / f"errors_{rank}").read_text() for rank in (0, 1)]
-    assert statuses == [expected, expected], errors
+    assert statuses == [2, 2], errors
     return errors
 
 
@@ -52,7 +52,7 @@ def write_images(folder: Path) -> None:
 
 def assert_refused(folder: Path, message: str, *words: str) -> None:
     """Both processes print one line, with the message, which is about rank 1."""
-    for text in errors_of_two_machines(folder, 2, *words):
+    for text in errors_of_two_machines(folder, *words):
         assert text.startswith("holotrain: ") and text.count("\n") == 1 and "rank 1" in text and message in text, text
     assert not (folder / "run/checkpoints").exists()
 
@@ -71,24 +71,8 @@ def test_a_mistake_in_the_data_of_one_process_ends_both(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("unlike", "message"),
-    [
-        ("one/00.png removed", "data: rank 1 has other data than rank 0; samples of train: 23 in rank 1, 24 in rank 0"),
-        ("two/03.png damaged", "03.png"),  # it is read in training; a few images are compared before
-        ("nothing", ""),
-    ],
-)
-def test_processes_with_different_images_are_refused(tmp_path, unlike, message):
+def test_processes_with_different_images_are_refused(tmp_path):
     for rank in "01":
         write_images(tmp_path / rank)
-    name, _, change = unlike.partition(" ")
-    path = tmp_path / "1/data/train" / name
-    if change == "removed":
-        path.unlink()
-    elif change == "damaged":
-        path.write_bytes(path.read_bytes()[:40])
-    if change:
-        assert_refused(tmp_path, message, *IMAGES)
-    else:
-        assert errors_of_two_machines(tmp_path, 0, *IMAGES) == ["", ""]
+    (tmp_path / "1/data/train/one/00.png").unlink()
+    assert_refused(tmp_path, "data: rank 1 has other data than rank 0; samples of train: 23 in rank 1, 24 in rank 0", *IMAGES)

@@ -141,17 +141,6 @@ def test_an_export_is_all_that_is_needed(holotrain, trained, int8):
 
 
 @pytest.mark.slow
-def test_a_sweep_takes_the_checkpoints_configuration(holotrain, trained):
-    checkpoint = trained("causal_lm")
-    words = [f"ckpt_path={checkpoint}", "prompt=fig", "max_tokens=30", "-m", "seed=1,2", "stream=false"]
-    status, _, err = holotrain("generate", *words)
-    assert status == 0, err
-    assert "context of 24 tokens was full" in err
-    sweep = only(Path("runs/generate/sweeps"))
-    assert generations(sweep / "0")[0]["text"] != generations(sweep / "1")[0]["text"]
-
-
-@pytest.mark.slow
 def test_texts_are_scored_and_classified(holotrain, trained):
     checkpoint = trained("causal_lm")
     Path("texts/metal").rename("metal")  # predictions need no data
@@ -220,38 +209,6 @@ def test_fine_tuning_of_a_masked_model(holotrain, trained):
     kept = [name for name in after if name in before and not name.startswith("model.head.")]
     assert len(kept) > 20
     assert_equal({name: after[name] for name in kept}, {name: before[name] for name in kept})
-    assert holotrain("fit", *words, "model.adapters=4", "model.trained=adapters", "hydra.run.dir=adapted")[0] == 0
-    adapted = Path("adapted/checkpoints/last.ckpt")
-    after = torch.load(adapted, weights_only=True)["state_dict"]
-    words = "model.blocks.blocks.0.f.branch.attention.query_key_value.weight", "model.blocks.blocks.0.f.down.weight"
-    torch.testing.assert_close(after[words[0]], before[words[0].replace("branch.", "")], rtol=0, atol=0)
-    assert words[1] in after
-    holotrain("export", f"ckpt_path={adapted}", "to=exported")
-    holotrain.done("test", "ckpt_path=exported")
-
-
-def test_gpt2_of_hugging_face_is_fine_tuned(holotrain):
-    """Its tokenizer has no token to pad, to start or to mask with: the vocabulary grows by those."""
-    import transformers
-    from safetensors.torch import load_file
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>"])
-    config = transformers.GPT2Config(vocab_size=tokenizer.get_vocab_size(), n_positions=64, n_embd=16, n_layer=2, n_head=2)
-    torch.manual_seed(0)
-    transformers.GPT2LMHeadModel(config).save_pretrained("gpt2")
-    tokenizer.save("gpt2/tokenizer.json")
-    words = ["task=causal_lm", *QUICK, "model.pretrained=gpt2", "model.positions=learned", "model.gelu=tanh", "optimizer.lr=0"]
-    status, _, err = holotrain("fit", *words)
-    assert status == 0 and "a Hugging Face GPT-2" in err
-    after = torch.load(only(Path("runs/fit")) / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
-    theirs = load_file("gpt2/model.safetensors")
-    words = next(tensor for name, tensor in theirs.items() if name.endswith("wte.weight"))
-    torch.testing.assert_close(after["model.embedding.word.weight"][: len(words)], words, rtol=0, atol=0)
-    assert len(after["model.embedding.word.weight"]) == len(words) + 3 and "fitted: embedding.position, embedding.word" in err
 
 
 @pytest.mark.slow
@@ -268,39 +225,17 @@ def test_an_image_classifier_is_exported_to_onnx(holotrain, image_run):
     assert described["class_names"] == [str(digit) for digit in range(10)] and len(described["statistics"]) == 2
 
 
-@pytest.mark.parametrize("first", [0, *(slow(first) for first in (1, 2))])
-def test_mistakes_about_a_checkpoint_are_answered_in_a_line(holotrain, trained, first):
+def test_mistakes_about_a_checkpoint_are_answered_in_a_line(holotrain, trained):
     checkpoint = trained("causal_lm")
-    Path("none.jsonl").write_text('\n{"text": "a"}\n')
     Path("number.jsonl").write_text('{"prompt": 5}\n')
     mistakes = [
         (["generate", "prompt=" + "a" * 24], "it is 24 tokens long; it must be shorter than the model's context of 24"),
         (["generate"], 'generate needs prompt="..." or prompts=FILE'),
         (["generate", "prompt=a", "prompts=b"], "give either prompt= or prompts=, not both"),
-        (["generate", "prompts=nowhere.txt"], "cannot read nowhere.txt"),
-        (["generate", "prompts=none.jsonl"], "none.jsonl:2 is not a JSON object with a text field named prompt"),
         (["generate", "prompts=number.jsonl"], "number.jsonl:1 is not a JSON object with a text field named prompt"),
-        (["generate", "prompt=a", "temperature=-1"], "temperature must be at least 0, not -1.0"),
         (["generate", "prompt=a", "top_p=2"], "top_p must be in [1e-09, 1], not 2.0"),
-        (["generate", "prompt=a", "top_k=0"], "top_k must be at least 1, not 0"),
         (["fit", "data.tokenizer=bpe"], "was trained with byte; leave the option out"),
-        (["test", "data.context=12", "model.positions=learned"], "another model"),
-        (["fit", "task=masked_lm"], "was trained with holotrain.tasks.CausalLM"),
-        (["fit", "model.adapters=4"], "model.adapters=4: "),
-        (["test", "trainer.val_check_interval=0"], "to skip validation, set trainer.limit_val_batches=0"),
-        (["predict", "images=texts"], "give texts=..."),
-        (["predict", "texts=nowhere"], "texts: there is no file or folder nowhere"),
         (["export", "format=onnx"], "format=onnx: needs a model of images"),
-        (["export", "to=/proc/nothing"], "cannot write"),
     ]
-    for words, expected in mistakes[first::3]:
-        status, _, err = holotrain(words[0], f"ckpt_path={checkpoint}", *words[1:])
-        assert status == 2 and expected in err, (words, err)
-        assert err.count("\n") <= 2 and "Traceback" not in err
-
-
-@pytest.mark.slow
-def test_other_classes_than_the_checkpoints_are_refused(holotrain, trained):
-    Path("texts/fruit").rename("texts/zebra")
-    err = holotrain.refused("test", f"ckpt_path={trained('sequence_classification')}")
-    assert "was trained on other classes: 'fruit' there, 'metal' in these data" in err
+    for words, expected in mistakes:
+        assert expected in holotrain.refused(words[0], f"ckpt_path={checkpoint}", *words[1:])

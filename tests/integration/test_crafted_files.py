@@ -1,6 +1,5 @@
 """Files that somebody has crafted: nothing in them runs, becomes an argument or decides where files go."""
 
-import copy
 import json
 import os
 import pickle
@@ -12,46 +11,29 @@ import pytest
 import torch
 import torch.distributed
 import yaml
-from covering import slow
 from left_by_runs import only, summary
-from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from made_once import made_once
-from omegaconf import OmegaConf
-from safetensors.torch import load_file, save_file
 from small_run import SMALL, fit_in, run_in
 from small_trainings import quiet_trainer
 
 import holotrain as package
-from holotrain.callbacks import BestCheckpoint
-from holotrain.checkpoints.exact_resume import ExactResume
 from holotrain.commands.evaluation import lightning_refusals
-from holotrain.data.loader import ResumableLoader
 from holotrain.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("contacts_nobody")
 
-TEXT = [
-    "task=causal_lm", "data=text_files", "data.files=texts/*.txt", "data.context=16", "data.batch_size=2", "data.cache_dir=.",
-    "data.val_files=texts/a.txt", "data.test_files=texts/a.txt", "trainer.max_steps=1", "trainer.val_check_interval=1.0",
-]  # fmt: skip
-
 
 @pytest.fixture(scope="session")
 def honest(tmp_path_factory):
-    """A folder with two small trainings: ``image``, which averages its weights, and ``text``; a checkpoint and an export of
-    each."""
+    """A checkpoint and an export of a small training, which averages its weights."""
 
     def make(folder):
-        (folder / "texts").mkdir()
-        for name in "abc":
-            (folder / f"texts/{name}.txt").write_text(f"The text of {name}. " * 40)
-        for kind, words in (("image", ["callbacks=ema"]), ("text", TEXT)):
-            fit_in(folder, *SMALL, *words, "test=false", "logger=none", f"hydra.run.dir={kind}")
-            shutil.copy(folder / f"{kind}/checkpoints/last.ckpt", folder / f"{kind}.ckpt")
-            run_in(folder, "export", f"ckpt_path={kind}.ckpt", f"to={kind}_export")
-        for left in ("image", "text", "runs"):
+        fit_in(folder, *SMALL, "callbacks=ema", "test=false", "logger=none", "hydra.run.dir=run")
+        (folder / "run/checkpoints/last.ckpt").rename(folder / "image.ckpt")
+        run_in(folder, "export", "ckpt_path=image.ckpt", "to=image_export")
+        for left in ("run", "runs"):
             shutil.rmtree(folder / left)
 
     return made_once(tmp_path_factory, "honest", make)
@@ -94,57 +76,32 @@ def described(*path_and_value):
 
 WEIGHT = "model.head.weight"
 HUGE = torch.zeros(1).expand(10**13)
-MODULE = "holotrain.tasks.optimizer_functions.nn.Linear"
 RESOLVER = "${oc.env:CRAFTED_SECRET}"
 
 CHANGES = {
     # Parts of it that Hydra would understand as words of a command line.
     "a callback of Hydra's": (choice("+hydra.callbacks.x", json.dumps(CALL)), "is not a group with its option"),
-    "a launcher": (choice("hydra/launcher", "submitit_slurm"), "is not a group with its option"),
-    "no mapping of choices": (put("holotrain", "choices", ["hydra.run.dir=elsewhere"]), "its choices: .* is not a mapping"),
     "a configuration of Hydra's": (option("hydra", {"run": {"dir": "elsewhere"}}), "hydra: there is no 'hydra' among"),
-    "an option of another command": (option("to", "elsewhere"), "to: there is no 'to' among the options"),
     # Classes.
-    "a target in place of a group": (option("model", CALL), "model._target_: there is no package 'os' with a source"),
     "a command as an optimizer": (option("optimizer", {"_target_": "subprocess.run"}), "names 'subprocess.run' as optimizer"),
-    "a command by way of torch": (
-        option("optimizer", "_target_", "torch.optim.lr_scheduler.warnings.warn"),
-        "optimizer._target",
-    ),
-    "an optimizer of another module": (option("optimizer", {"_target_": MODULE, "in_features": 1}), "optimizer"),
     "a command as an argument": (option("optimizer", {"_target_": "torch.optim.AdamW", "lr": CALL}), "lr: .* is not a number"),
-    "a synthesis as a callback": (
-        option("callbacks", "x", {"_target_": "holotrain.callbacks.SynthesisCallback"}),
-        "names 'holotrain.callbacks.SynthesisCallback' as callbacks.x, but neither",
-    ),
     "a class of a callback": (option("callbacks", "samples", "tokenizer", CALL), "'os.system' as callbacks.samples.tokenizer"),
     "another callback": (
         option("callbacks", "x", {"_target_": "lightning.pytorch.callbacks.ModelCheckpoint"}),
-        "names 'lightning.pytorch.callbacks.ModelCheckpoint' as callbacks.x, but neither",
+        "ModelCheckpoint' as callbacks.x, but neither",
     ),
-    "a folder to write to": (option("callbacks", "checkpoint", "dirpath", "elsewhere"), "there is no 'dirpath'"),
     # Texts that a resolver would replace.
     "a resolver as a size": (option("memory", RESOLVER), "memory: .* is not an amount of memory"),
     "a resolver as a class": (option("model", "_target_", RESOLVER), "model._target_: there is no package"),
     # The description of the model.
     "another model than was trained": (described("target", "holotrain.models.ViT"), "is of another model than its"),
-    "a fact that is a class": (described("facts", "classes", CALL), "facts: .* is not a mapping"),
-    "a class in the arguments": (described("arguments", "dim", CALL), "names 'os.system', and its configuration does not"),
-    "class names that are no names": (described("class_names", [CALL]), "class_names: .* is not a list"),
     "no class names": (lambda held: held["holotrain"]["description"].pop("class_names"), "'class_names' .* is missing"),
-    "an unknown entry": (described("x", "os.system"), "'x' in its description is unknown"),
     # The rest of the file.
     "a pickle": (put("extra", lambda _: Payload()), "is not a readable checkpoint"),
-    "a tensor as an option": (option("data", "batch_size", torch.ones(2)), "Tensor is not JSON serializable"),
-    "weights that are a list": (put("state_dict", ["_target_"]), "state_dict: .* is not a mapping"),
-    "weights that are no tensors": (put("state_dict", WEIGHT, CALL), "'model.head.weight' in state_dict is not a tensor"),
-    "weights elsewhere": (put("state_dict", WEIGHT, torch.empty(2, device="meta")), "needs the folder 'None'"),
     "10^13 weights": (put("state_dict", WEIGHT, HUGE), "claims 40000000000000 bytes and has 4"),
     "a sparse average": (put("current_model_state", WEIGHT, torch.Tensor.to_sparse), "is not dense"),
-    "no weights": (lambda held: held.pop("state_dict"), "holds no weights"),
     "another Lightning": (put("pytorch-lightning_version", "zzz"), "it was written by Lightning 'zzz'"),
     "steps below 0": (put("global_step", -(10**12)), "its epoch or its global_step is below 0"),
-    "steps without end": (put("global_step", 10**30), "global_step: .* is too large"),
 }
 """What is changed in a checkpoint, and what the line says that refuses it."""
 
@@ -174,9 +131,7 @@ def test_a_crafted_checkpoint_is_refused(crafted, change):
     assert changed <= {"HYDRA_FULL_ERROR", "KINETO_LOG_LEVEL"}  # the second by quieten
 
 
-@pytest.mark.parametrize(
-    "words", [["test"], ["export", "to=elsewhere"], ["plan"], ["predict"], ["fit"], ["generate", "prompt=a"]]
-)
+@pytest.mark.parametrize("words", [["test"], ["export", "to=elsewhere"], ["fit"]])
 def test_no_command_follows_a_crafted_checkpoint(holotrain, crafted, words):
     """In a checkpoint, and in the config.json of an export, which says the same; and legacy pickles."""
     crafted(option("callbacks", "samples", "tokenizer", CALL))
@@ -191,16 +146,6 @@ def test_no_command_follows_a_crafted_checkpoint(holotrain, crafted, words):
     assert sorted(path for path in Path(".").rglob("*") if path.is_file()) == sorted(before)
 
 
-@pytest.mark.parametrize("tokenizer", ["!!python/object/apply:os.system ['touch ran']", json.dumps({"model": CALL})])
-def test_a_crafted_tokenizer_is_refused(holotrain, honest, tokenizer):
-    checkpoint = torch.load(honest / "text.ckpt", weights_only=True)
-    described("tokenizer", tokenizer)(checkpoint)
-    torch.save(checkpoint, "crafted.ckpt")
-    for words in (["export", "to=elsewhere"], ["generate", "prompt=a"]):
-        assert "tokenizer" in holotrain.refused(*words, "ckpt_path=crafted.ckpt")
-    assert not Path("ran").exists() and not Path("elsewhere").exists()
-
-
 def config_with(**changes):
     def change(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
@@ -213,26 +158,13 @@ def weights_of(content: bytes):
     return lambda folder: (folder / "model.safetensors").write_bytes(content)
 
 
-def head_of_bool(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    save_file(weights | {"head.weight": weights["head.weight"].bool()}, folder / "model.safetensors")
-
-
-FAR = json.dumps({"x": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}).encode()
 INSIDE = "holotrain.models.RevViT.forward.__globals__.update"  # an attribute of a class that is trusted
 
 EXPORTS = {
     "a huge header": weights_of(struct.pack("<Q", 2**62) + b"{}"),
-    "offsets beyond the file": weights_of(struct.pack("<Q", len(FAR)) + FAR),
     "pickled weights": weights_of(pickle.dumps(Payload())),
-    "weights of bool": head_of_bool,
-    "a deep configuration": lambda folder: (folder / "config.json").write_text("[" * 100_000),
     "a command as the model": config_with(target="os.system"),
-    "a command as arguments": config_with(arguments=CALL),
-    "a negative number of adapters": config_with(adapters=-1),
     "an attribute of a class": config_with(target=INSIDE, arguments={}),
-    "an attribute of a class among the arguments": config_with(arguments={"dim": {"_target_": INSIDE, "ran": True}}),
-    "a function of ours": config_with(target="holotrain.models.load_pretrained"),
 }
 """Files of an export that are crafted."""
 
@@ -247,116 +179,38 @@ def test_crafted_files_of_an_export_are_refused(tmp_path, monkeypatch, honest, k
     assert not Path("ran").exists()
 
 
-class Trained(BoringModel):
-    """With averages in its optimizer, and a schedule."""
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)["loss"]
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))]
-
-
-class Rows(torch.utils.data.Dataset):
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, key):
-        return torch.ones(32)
-
-
-def train(folder: Path, epochs: int, checkpoint: Path | None = None) -> None:
-    best, stop = BestCheckpoint(folder, monitor="loss"), EarlyStopping("loss", patience=9, check_on_train_epoch_end=True)
-    trainer = quiet_trainer(
-        max_epochs=epochs, limit_val_batches=0, callbacks=[ExactResume(), best, stop], enable_checkpointing=True
-    )
-    with lightning_refusals("fit"):
-        trainer.fit(Trained(), ResumableLoader(Rows(), 4, seed=1), ckpt_path=checkpoint, weights_only=True)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trained")
-    train(folder, 1)
-    (path,) = folder.iterdir()
-    return torch.load(path, weights_only=True)
-
-
 def loops(*path_and_value):
     return put("loops", "fit_loop", *path_and_value)
 
 
-def callback(kind: str, name: str, value: object):
-    def change(checkpoint: dict) -> None:
-        (state,) = (state for key, state in checkpoint["callbacks"].items() if key.startswith(kind))
-        state[name] = value
-
-    return change
+def best_path_of_a_number(checkpoint: dict) -> None:
+    (state,) = (state for key, state in checkpoint["callbacks"].items() if key.startswith("BestCheckpoint"))
+    state["best_model_path"] = 5
 
 
-LOADER = ("exact_resume", "random", 0, "loader")
-STATE = ("optimizer_states", 0, "state", 0)
-EPOCHS = ("epoch_progress", "current")
-BATCHES = ("epoch_loop.batch_progress", "current")
-UNFIT = "does not fit: "
+COUNTS = "epoch_loop.automatic_optimization.optim_progress"
 DAMAGED = "the checkpoint is damaged, or of another training: "
 
 STATES = {
-    "sound": (lambda checkpoint: None, None),
-    "a state of another shape": (put(*STATE, "exp_avg", torch.ones(7)), UNFIT),
+    "no loops": (lambda held: held.pop("loops"), "crafted.ckpt has no loops; training cannot continue from it"),
+    "another shape": (put("optimizer_states", 0, "state", 0, "exp_avg", torch.ones(7)), "the optimizer's state does not fit: "),
+    "another average": (put("current_model_state", WEIGHT, lambda w: w[:1]), "holds another model: model.head.weight is "),
     "no optimizer state": (put("optimizer_states", 0, "state", 5), DAMAGED),
-    "a schedule that is a number": (put("lr_schedulers", [5]), DAMAGED),
     "no random states": (put("exact_resume", {"random": [], "shares": 1}), DAMAGED),
-    "random states that are empty": (put("exact_resume", {"random": [{}], "shares": 1}), DAMAGED),
-    "a position that is a word": (put(*LOADER, "batches", "x"), UNFIT),
-    "loaders that are a number": (loops("state_dict", "combined_loader", 5), None),
-    "callbacks that are numbers": (lambda held: held.update(callbacks=dict.fromkeys(held["callbacks"], 5)), UNFIT),
-    "a path that is a number": (callback("BestCheckpoint", "best_model_path", 5), UNFIT),
-    "a score that is a word": (callback("BestCheckpoint", "best_model_score", "x"), DAMAGED),
-    "a wait that is a word": (callback("EarlyStopping", "wait_count", "x"), "EarlyStopping.wait_count does not fit: it is 'x'"),
-    "epochs below 0": (loops(*EPOCHS, "processed", -(10**12)), UNFIT),
-    "epochs that are a fraction": (loops(*EPOCHS, "processed", 1.5), UNFIT),
-    "a method in place of a count": (lambda held: held["loops"]["fit_loop"]["epoch_progress"].update(reset=5), UNFIT),
-    "a last batch that is a number": (loops("epoch_loop.batch_progress", "is_last_batch", 5), UNFIT),
-    "stepped batches below 0": (loops("epoch_loop.state_dict", "_batches_that_stepped", -(10**12)), UNFIT),
-    "no count of steps": (
-        lambda held: held["loops"]["fit_loop"].pop("epoch_loop.automatic_optimization.optim_progress"),
-        "global_step does not fit: it is 3, and the loops count 0",
-    ),
+    "a position that is a word": (put("exact_resume", "random", 0, "loader", "batches", "x"), "does not fit: "),
+    "a path that is a number": (best_path_of_a_number, "does not fit: "),
+    "epochs below 0": (loops("epoch_progress", "current", "processed", -(10**12)), "does not fit: "),
+    "a method in place of a count": (loops("epoch_progress", "reset", 5), "does not fit: "),
+    "no count of steps": (lambda held: held["loops"]["fit_loop"].pop(COUNTS), "it is 6, and the loops count 0"),
 }
 """Changes of what only a training that continues takes over."""
 
 
 @pytest.mark.parametrize("case", STATES)
-def test_what_a_training_takes_over(tmp_path, trained, case):
+def test_what_a_training_takes_over(holotrain, crafted, case):
     change, line = STATES[case]
-    checkpoint = copy.deepcopy(trained)
-    callback("BestCheckpoint", "dirpath", str(tmp_path))(checkpoint)  # else its scores are not taken over
-    change(checkpoint)
-    torch.save(checkpoint, tmp_path / "crafted.ckpt")
-    if line is None:
-        train(tmp_path, 2, tmp_path / "crafted.ckpt")
-        return
-    with pytest.raises(UserError, match=rf"^ckpt_path: [^\n]*{line}"):
-        train(tmp_path, 2, tmp_path / "crafted.ckpt")
-
-
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
-        (lambda held: held.pop("loops"), "crafted.ckpt has no loops; training cannot continue from it"),
-        (put("optimizer_states", 0, "state", 0, "exp_avg", torch.ones(7)), "ckpt_path: the optimizer's state does not fit: "),
-        (put("state_dict", WEIGHT, torch.Tensor.bool), "crafted.ckpt holds another model: model.head.weight is "),
-        (put("current_model_state", WEIGHT, lambda w: w[:1]), "crafted.ckpt holds another model: model.head.weight is "),
-        (loops("epoch_progress", "current", 5), "does not say how far its training is"),
-    ],
-)
-def test_no_training_continues_from_a_crafted_checkpoint(holotrain, crafted, change, line):
     crafted(change)
-    assert line in holotrain.refused("fit", "ckpt_path=crafted.ckpt", "trainer.max_epochs=9", "logger=none")
+    assert line in holotrain.refused("fit", "ckpt_path=crafted.ckpt", "trainer.max_epochs=3", "logger=none")
 
 
 class Hooked(BoringModel):
@@ -383,41 +237,30 @@ def test_mistakes_in_hooks_and_lost_processes_are_not_those_of_a_checkpoint(tmp_
         continued(BoringModel())
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, slow(lambda path: path.symlink_to("/dev/zero"))])
 @pytest.mark.parametrize(
     ("file", "words"),
     [
         ("run/checkpoints/last.ckpt", ["fit", "resume=true", "hydra.run.dir=run"]),
-        ("sharded.ckpt/tensors-1/1.safetensors", ["test", "ckpt_path=sharded.ckpt"]),
-        ("export/model.safetensors", ["test", "ckpt_path=export"]),
         ("export/config.json", ["predict", "ckpt_path=export"]),
         ("weights.pt", ["fit", *SMALL, "model.pretrained=weights.pt"]),
-        slow("folder/1.safetensors", ["fit", *SMALL, "model.pretrained=folder"]),
     ],
 )
-def test_files_that_are_no_regular_ones(holotrain, honest, make, file, words):
+def test_files_that_are_no_regular_ones(holotrain, honest, file, words):
     shutil.copytree(honest / "image_export", "export")
     path = Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
-    make(path)
-    if file.startswith("sharded.ckpt/tensors"):
-        checkpoint = torch.load(honest / "image.ckpt", weights_only=True)
-        checkpoint["state_dict"] = {WEIGHT: torch.empty(10, 32, device="meta")}
-        torch.save(checkpoint | {"tensors": "tensors-1"}, "sharded.ckpt/checkpoint.pt")
-    if file.startswith("folder/1"):
-        Path("folder/model.safetensors.index.json").write_text('{"weight_map": {"x": "1.safetensors"}}')
+    os.mkfifo(path)
     holotrain.refused(*words)
 
 
-@pytest.mark.parametrize("of", ["local://{folder}/precious", slow("{folder}/precious"), slow("{checkpoints}/../../precious")])
-def test_a_checkpoint_does_not_say_what_is_removed(holotrain, honest, of):
+def test_a_checkpoint_does_not_say_what_is_removed(holotrain, honest):
     """Lightning removes the files that a checkpoint names as saved before it."""
     Path("precious").mkdir()
     Path("precious/work.ckpt").write_text("mine")
     checkpoints = Path("run/checkpoints")
     checkpoints.mkdir(parents=True)
-    named = of.format(folder=Path.cwd(), checkpoints=checkpoints.resolve())
+    named = f"local://{Path.cwd()}/precious"
     crafted = torch.load(honest / "image.ckpt", weights_only=True)
     for state in crafted["callbacks"].values():
         if "best_model_path" in state:
@@ -441,28 +284,9 @@ def test_a_checkpoint_does_not_decide_where_files_go(holotrain, honest):
     for command in ("fit", "test"):
         out = holotrain.done(command, "ckpt_path=crafted.ckpt", "--cfg", "job")
         assert "elsewhere" not in out and [*yaml.safe_load(out)["logger"]] == ["tensorboard"]
-    Path("run/checkpoints").mkdir(parents=True)
-    for name, expected in {"../elsewhere": ["tensorboard"], "csv": ["csv"], "none": []}.items():
-        crafted["holotrain"]["choices"]["logger"] = name
-        torch.save(crafted, "run/checkpoints/last.ckpt")
-        out = holotrain.done("fit", "resume=true", "hydra.run.dir=run", "--cfg", "job")
-        assert [*yaml.safe_load(out)["logger"]] == expected and "file:elsewhere" not in out
     holotrain.done("test", "ckpt_path=crafted.ckpt")
     assert not Path("elsewhere").exists()
     assert summary(only(Path("runs/test")))["checkpoint"] == "crafted.ckpt"
-
-
-def test_a_checkpoint_does_not_decide_where_data_are_written(holotrain, honest):
-    shown = ["test", f"ckpt_path={honest / 'text.ckpt'}", "--cfg", "job"]
-    assert yaml.safe_load(holotrain(*shown)[1])["data"]["cache_dir"] == "data/text"
-    crafted = torch.load(honest / "image.ckpt", weights_only=True)
-    config = crafted["holotrain"]["config"]
-    shared = {name: config["data"][name] for name in ("batch_size", "num_workers")}
-    config["data"] = shared | {"_target_": "holotrain.data.MNIST", "root": "elsewhere", "download": True}
-    torch.save(crafted, "crafted.ckpt")
-    assert "data.download is false" in holotrain.refused("test", "ckpt_path=crafted.ckpt")
-    assert "give data.root=" in holotrain.refused("test", "ckpt_path=crafted.ckpt", "data.download=true")
-    assert not Path("elsewhere").exists()
 
 
 def test_the_advice_to_resume_repeats_what_a_checkpoint_does_not_keep():
@@ -475,23 +299,6 @@ def test_the_advice_to_resume_repeats_what_a_checkpoint_does_not_keep():
     )
     for local in ({}, {"logger": "csv"}):
         assert "logger=" not in Run("fit", Path("run"), ["optimizer.lr=1", "logger=csv"], local).how_to_resume
-
-
-@pytest.mark.parametrize("name", ["${oc.env:HOME}", r"\${oc.env:HOME}", r"\\${oc.env:HOME}", "${", "{a: 1}", "a,b"])
-def test_text_in_a_checkpoint_is_never_resolved(honest, tmp_path, name):
-    """A folder may well be called like an interpolation. It stays a name."""
-    from holotrain.config.command_line import parse
-    from holotrain.config.composition import composed, register
-    from holotrain.config.start import primary, start_checkpoint
-
-    crafted = torch.load(honest / "text.ckpt", weights_only=True)
-    crafted["holotrain"]["config"]["data"] |= {"text": name, "files": [name]}
-    torch.save(crafted, tmp_path / "crafted.ckpt")
-    arguments = parse(["test", f"ckpt_path={tmp_path / 'crafted.ckpt'}"])
-    register()
-    config = composed(primary(arguments, start_checkpoint(arguments)), arguments.overrides)
-    plain = OmegaConf.to_container(OmegaConf.masked_copy(config, ["data"]), resolve=True)
-    assert plain["data"]["text"] == name and plain["data"]["files"] == [name]
 
 
 def test_the_command_line_is_laid_over_a_checkpoint(holotrain, honest):
@@ -508,15 +315,11 @@ def test_the_command_line_is_laid_over_a_checkpoint(holotrain, honest):
     assert changed["trainer"] == before["trainer"] | {"strategy": "ddp", "devices": "auto", "max_epochs": 9}
     assert changed["optimizer"]["_target_"].endswith(".sgd") and changed["backward"]["kind"] == "pareprop"
     assert changed["model"] == before["model"]
-    assert composed("model=swin_nano")["model"]["_target_"] == "holotrain.models.Swin"
     for word in ("~callbacks.drift", "callbacks.drift=null"):
         assert before["callbacks"].keys() - composed(word)["callbacks"].keys() == {"drift"}
     swa = "callbacks.swa._target_=lightning.pytorch.callbacks.StochasticWeightAveraging"
-    for word in (swa, f"+{swa}"):
-        assert composed(word, "callbacks.swa.swa_lrs=0.1")["callbacks"].keys() - before["callbacks"].keys() == {"swa"}
-    assert composed("callbacks.histograms=null")["callbacks"] == before["callbacks"]  # it is left out already
+    assert composed(swa, "callbacks.swa.swa_lrs=0.1")["callbacks"].keys() - before["callbacks"].keys() == {"swa"}
     stopping = composed("callbacks=early_stopping", "callbacks.drift.every_n_steps=5")["callbacks"]
     assert stopping.keys() - before["callbacks"].keys() == {"early_stopping"} and stopping["drift"]["every_n_steps"] == 5
-    assert composed("experiment=cifar10_rev_vit_tiny")["data"]["_target_"] == "holotrain.data.CIFAR10"
-    for name in ("data.batch_size", "seed"):  # a class in the place of a number
-        assert holotrain.refused("fit", checkpoint, f"{name}._target_=x").startswith(f"holotrain: {name}")
+    # A class in the place of a number.
+    assert holotrain.refused("fit", checkpoint, "seed._target_=x").startswith("holotrain: seed")
