@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from holotrain.callbacks import trace
-from holotrain.callbacks.trace import TraceProfiler, memory_counters
+from holotrain.callbacks.trace import TraceProfiler
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 LEFT = {"trace.json", "trace-operators.txt"}
@@ -116,26 +116,3 @@ def test_on_a_gpu_allocations_are_left_too(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == LEFT | {"trace-allocations.pickle"}
     assert any(event.get("cat") == "kernel" for event in events_in(tmp_path))
     assert max(counts(tmp_path, "device 0")) > 0
-
-
-def memory(ts, size, total=0, kind=0):
-    args = {"Bytes": size, "Total Allocated": total, "Device Type": kind, "Device Id": kind - 1}
-    return {"name": "[memory]", "ph": "i", "ts": ts, "pid": 7, "args": args}
-
-
-def test_counters_of_the_cpu_begin_at_0_and_those_of_a_gpu_count_all_that_is_allocated():
-    events = [
-        memory(3, -5, 115, kind=1),
-        memory(1, 10),
-        {"name": "forward 0", "ts": 1},
-        memory(2, 20, 120, kind=1),
-        memory(4, -4),
-    ]
-    counters = memory_counters(events)
-    assert all((counter["ph"], counter["pid"]) == ("C", 7) for counter in counters)
-    assert [(counter["name"], counter["ts"], counter["args"]["bytes"]) for counter in counters] == [
-        ("memory of the CPU", 1, 10),
-        ("memory of device 0", 2, 120),
-        ("memory of device 0", 3, 115),
-        ("memory of the CPU", 4, 6),
-    ]
