@@ -113,13 +113,6 @@ def test_gradients_of_every_schedule_are_equal(name, trained):
             assert error <= 1e-10, (backward, key)
 
 
-def test_adapters_are_made_where_and_as_the_model_is():
-    model = model_of("RevViT").to("meta", torch.bfloat16)
-    add_adapters(model, 3)
-    up = model.blocks.blocks[1].g.up.weight
-    assert (up.device.type, up.dtype) == ("meta", torch.bfloat16)
-
-
 def test_impossible_adapters_are_refused():
     model = model_of("ViT")
     with pytest.raises(ValueError, match="width of adapters must be at least 1, not 0"):

@@ -128,7 +128,6 @@ def cut(name, length):
         (lambda folder: (folder / "config.json").unlink(), "holds no saved model: there is no config.json in it"),
         (lambda folder: (folder / "model.safetensors").unlink(), "there is no file .*model.safetensors"),
         (cut("model.safetensors", 5000), "model.safetensors is not a readable safetensors file; it is damaged"),
-        (cut("config.json", 30), "config.json is damaged, or of another program"),
         (lambda folder: (folder / "config.json").write_text('{"format": 2}'), "damaged, or of another program"),
         (changed_config(arguments=[3]), "damaged, or of another program: arguments is of another type"),
         (changed_config(format=1), "is of format 1; this version of holotrain reads format 2"),
@@ -139,7 +138,6 @@ def cut(name, length):
             r"different models: embedding.position is \(1, 16, 16\), not \(1, 16, 8\)",
         ),
         (changed_config(arguments=IMAGE | {"depth": 3}), r"different models: blocks.blocks.2.f.norm.weight is missing, not"),
-        (changed_config(arguments=IMAGE | {"depth": 1}), r"blocks.blocks.1.f.\S+ is \(16,\), not missing"),
         (changed_config(int8=True), r"f.attention.query_key_value.weight is \(48, 16\), not \(48, 16\) torch.int8"),
     ],
 )
@@ -156,8 +154,6 @@ def test_damage_is_refused_in_one_line(tmp_path, change, message):
     ("name", "options"),
     [
         ("RevViT", {"pool": "class"}),
-        slow("ViT", {}),
-        slow("Swin", {}),
         slow("RevSwin", {"backward": "pareprop"}),
         slow("RevMViT", {}),
     ],
@@ -174,9 +170,7 @@ def test_programs_give_the_same_outputs_for_any_batch(tmp_path, name, options):
 @pytest.mark.parametrize(
     ("name", "options", "int8"),
     [
-        slow("ViT", {}, True),
         slow("ViT", {}, False),
-        slow("RevSwin", {"backward": "pareprop"}, False),
         slow("RevSwin", {"backward": "pareprop"}, True),
     ],
 )

@@ -115,16 +115,6 @@ def test_a_task_without_model_and_optimizer(typed, tmp_path):
     assert rows[0] == ["sample", "brightness"] and len(rows) == 25
 
 
-def test_a_task_for_any_model_and_optimizer(typed):
-    """It has no validation and no test, so that the last checkpoint is the best."""
-    assert typed("fit", *OWN, "task=rotation", "optimizer=lion", "hydra.run.dir=run")[::2] == (0, "")
-    assert summary(Path("run"))["checkpoint"] == f"run/{LAST}"
-    states = torch.load(f"run/{LAST}", weights_only=True)["optimizer_states"][0]["state"]
-    assert "momentum" in next(iter(states.values()))
-    status, _, err = typed("test", "--config-dir", "conf", "ckpt_path=run")
-    assert (status, err.count("\n")) == (2, 1) and "test_step" in err
-
-
 def test_a_checkpoint_names_classes_only_where_the_user_does_too(typed):
     assert typed("fit", *WORDS, "hydra.run.dir=run")[0] == 0
     words = ["test", "ckpt_path=run/checkpoints/last.ckpt"]

@@ -1,6 +1,5 @@
 """Plans of blocks that are recomputed from what is kept of their inputs."""
 
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,8 +9,6 @@ from small_planners import made, planner
 from torch import nn
 from tracked_memory import check_plan
 
-from holotrain import compose
-from holotrain.commands.proposals import proposals
 from holotrain.models import GPT
 from holotrain.models.block_schedules import schedule_blocks
 from holotrain.planning import simulate_step
@@ -128,25 +125,6 @@ def test_the_cheapest_variant_that_fits_is_chosen():
         with pytest.raises(TooSmall) as refusal:
             chosen(15, *variants)
         assert refusal.value.least == 30
-
-
-@pytest.mark.parametrize("tiled", [False, True])
-def test_the_largest_batch_where_nothing_fits_names_what_needs_least(tiled):
-    """On a GPU the inputs of blocks are offloaded, in a variant too."""
-    plain, other = planner_of("cuda", "autograd"), planner_of("cuda")
-    whole = other.footprint
-
-    def smaller(*arguments, **keywords):
-        found = whole(*arguments, **keywords)
-        return replace(found, by_phase={phase: peak - 1024 for phase, peak in found.by_phase.items()})
-
-    object.__setattr__(other, "footprint", smaller)
-    budget = (plain.footprint("offload", 1).bound + plain.footprint("offload").bound) // 2 - 1024 * tiled
-    variants = [Variant(other, "checkpoint", tile=64)] if tiled else []
-    (words,), needs = proposals(compose("plan", ["backward=autograd"]), None, plain, variants, budget)
-    tile = " backward.tile=64" if tiled else ""
-    size = re.match(rf"backward=offload{tile} batches of (\d+) samples? ", words)
-    assert size and 0 < int(size[1]) < 16 and not needs
 
 
 def test_inexact_schedules_are_chosen_only_where_they_are_allowed():

@@ -97,15 +97,6 @@ def test_the_hadamard_transform_is_the_matrix():
     assert_close(transform.inverse(transform.forward(x)), x)
 
 
-@pytest.mark.parametrize("bind", [phasor_bind, hadamard_bind])
-def test_the_bound_vector_has_norm_one_and_no_likeness_to_the_content(bind):
-    x, key = normal(50, 1000), normal(50, 300, seed=1)
-    bound = bind(x, key)
-    assert torch.allclose(bound.norm(dim=-1), torch.ones(50), atol=1e-4)
-    cosines = torch.cosine_similarity(bound[:, :1000], x, dim=-1)
-    assert cosines.abs().mean() < 2 / math.sqrt(1024)
-
-
 @pytest.mark.parametrize("bin", [0.0, 1e-30, 1e-7, -1e-7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_hadamard_bin_near_zero_costs_no_norm(bin, dtype):

@@ -74,19 +74,6 @@ def test_checkpointing_by_others_is_no_second_input(reentrant):
     assert_equal(taken(synthesis), once)
 
 
-def test_accumulated_batches_add_up_to_one():
-    whole, halves = network(), network()
-    synthesis = [HolographicSynthesis(model, block_length=32) for model in (whole, halves)]
-    for _ in range(3):
-        for model, parts in ((whole, [data(8)]), (halves, data(8).chunk(4))):
-            model.zero_grad()
-            for part in parts:
-                model(part).square().sum().backward()
-        for each in synthesis:
-            each.step()
-        assert_close(grads(whole), grads(halves), rtol=1e-10)
-
-
 def test_convolutions_embeddings_and_parameters_without_an_input():
     class Mixed(nn.Module):
         def __init__(self):

@@ -246,23 +246,6 @@ def test_with_a_split_the_same_updates_come_a_step_late(options):
     assert_close(synthesis.measured, figures_of(gradient, update))
 
 
-def test_with_a_split_a_gradient_that_is_not_there_is_missing_a_step_late():
-    model = network()
-    synthesis = HolographicSynthesis(model, split="cpu")
-    seen, states = [], []
-    for step in range(4):
-        differentiate(model, batches(1)[0])
-        if step == 1:
-            model[0].bias.grad = None
-        synthesis.step()
-        states.append(synthesis.state_dict())
-        seen.append(model[0].bias.grad is None)
-    assert seen == [False, False, True, False]
-    again = HolographicSynthesis(network(), split="cpu")
-    again.load_state_dict(states[1])
-    assert_equal(again.state_dict()["tensors"], states[1]["tensors"])
-
-
 @pytest.mark.parametrize("superpose", [2, 8])
 def test_read_out_of_a_shared_hologram_is_an_orthogonal_projection(superpose):
     """On the rows themselves, margins included: twice is as once, and it is symmetric."""

@@ -47,19 +47,6 @@ def test_eight_of_ten_chosen_words_are_masked_one_is_random_one_stays():
     assert random.min() < 10 and random.max() > 990 and len(random.unique()) > 900
 
 
-def test_masks_differ_from_step_to_step_and_follow_the_seed():
-    tokens, all_of_them = torch.zeros(4, 50, dtype=torch.long), torch.ones(4, 50, dtype=torch.bool)
-
-    def chosen():
-        return masked(tokens, all_of_them, 9, torch.arange(9))[1]
-
-    torch.manual_seed(0)
-    one, other = chosen(), chosen()
-    assert not torch.equal(one, other)
-    torch.manual_seed(0)
-    torch.testing.assert_close(one, chosen())
-
-
 def test_neither_padding_nor_special_tokens_are_masked():
     task = MaskedLM(RevRoBERTa(**SMALL), token_bytes=BYTES, mask_id=19, mask_probability=0.999)
     tokens = torch.tensor([[16, 3, 4, 17, 18, 18], [16, 5, 6, 7, 8, 17]])
