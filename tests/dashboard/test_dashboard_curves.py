@@ -1,4 +1,4 @@
-"""Curves: read back from what runs left, thinned, smoothed."""
+"""Curves: read back from what runs left."""
 
 import struct
 import time

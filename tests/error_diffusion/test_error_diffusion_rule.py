@@ -181,7 +181,6 @@ def test_under_autocast_layers_are_in_its_type():
     ("arguments", "says"),
     [
         ({"depth": 0}, "at least 1"),
-        ({"width": 0}, "at least 1"),
         ({"u0": 0.0}, "u0 must be at least 1e-06, not 0.0"),
         ({"rule": "hebb"}, "kaneko, article or backpropagation, not 'hebb'"),
         ({"initialization": "zeros"}, "scaled, uniform or normal, not 'zeros'"),

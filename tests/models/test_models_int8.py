@@ -1,4 +1,4 @@
-"""int8 models: a quarter of the size, nearly the same outputs, in everything that is done with a model but training."""
+"""int8 models: nearly the same outputs, in everything that is done with a model but training."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The recurrence against an event simulation, the search against trying everything, links, waves. Nothing is timed."""
+"""The recurrence against an event simulation, the search against trying everything, links. Nothing is timed."""
 
 import heapq
 import itertools

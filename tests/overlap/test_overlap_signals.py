@@ -1,4 +1,4 @@
-"""The product that signals its groups: order of tiles, numbers in Triton's interpreter, and on a GPU the real thing."""
+"""The product that signals its groups: numbers in Triton's interpreter, and on a GPU the real thing."""
 
 import importlib.util
 import os

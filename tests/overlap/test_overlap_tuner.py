@@ -11,7 +11,7 @@ from compared import assert_equal
 from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain.overlap import tuner as module
-from holotrain.overlap.groups import COLLECTIVES, Columns, Job
+from holotrain.overlap.groups import COLLECTIVES, Job
 from holotrain.overlap.links import EmulatedCollectives, Link, MeasuredLink
 from holotrain.overlap.tuner import Tuner
 
@@ -114,28 +114,6 @@ def test_groups_that_do_not_prove_themselves_are_not_taken(measured, emulated, t
     monkeypatch.setattr(module, "job_seconds", lambda job, sizes, collectives: 1.0)
     tuner = Tuner(tmp_path)
     assert tuner(JOB, emulated) == [20]
-
-
-KINDS = [(collective, False) for collective in COLLECTIVES] + [("all_to_all", False, True)]
-KINDS += [(collective, True) for collective in ("all_reduce", "reduce_scatter", "all_to_all")]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sizes", [[2, 3], Columns([2, 4])])
-def test_every_kind_of_job_can_be_measured(kind, sizes):
-    collective, *rest = kind
-    job = Job(5, 4, 6, collective, 3, torch.bfloat16, torch.device("cpu"), *rest)
-    seen = []
-
-    def groups(asked, collectives):
-        seen.append(asked)
-        return sizes
-
-    instant = EmulatedCollectives(Link(1e12, 0.0), 3)
-    module.one_run(job, groups, instant)()
-    assert seen[-1] == job  # what is timed is the very job
-    assert module.product_seconds(job, 2, repeats=3) > 0
-    assert set(module.measured_link(instant, job).times) == set(COLLECTIVES)
 
 
 def test_a_trial_is_seen_by_no_one(tmp_path):

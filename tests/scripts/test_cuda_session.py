@@ -1,4 +1,4 @@
-"""scripts/cuda_session.py: what its pieces declare, and how it runs them, with pieces of one line of Python."""
+"""scripts/cuda_session.py: how it runs its pieces, with pieces of one line of Python."""
 
 import json
 import re
