@@ -127,18 +127,6 @@ def test_a_frequency_that_the_content_lacks_stays_empty():
 
 
 @pytest.mark.parametrize(("bind", "unbind"), [(phasor_bind, phasor_unbind), (hadamard_bind, hadamard_unbind)])
-@pytest.mark.parametrize("length", [1, 7, 8, 13])
-def test_zeros_and_constants(bind, unbind, length):
-    zeros, ones, x = torch.zeros(length), torch.ones(length), normal(length)
-    n = next_power_of_two(length)
-    assert_equal(bind(zeros, x), torch.zeros(n))
-    plain = bind(x, zeros)  # an empty key lets pass
-    assert_close(unbind(bind(x, ones), ones), plain, atol=1e-5)
-    for result in (bind(zeros, zeros), bind(ones, ones), bind(ones, x), bind(x, ones), unbind(x, zeros)):
-        assert result.shape == (n,) and result.isfinite().all()
-
-
-@pytest.mark.parametrize(("bind", "unbind"), [(phasor_bind, phasor_unbind), (hadamard_bind, hadamard_unbind)])
 def test_blocks_are_bound_one_by_one(bind, unbind):
     """And leading dimensions broadcast."""
     x, key = normal(4, 1, 50), normal(3, 20, seed=1)

@@ -10,7 +10,6 @@ from compared import assert_close, assert_equal
 from covering import paired, pairwise
 from engine_cases import ENGINES, Branch, sequence
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from holotrain.synthesis import HolographicSynthesis, updates
 
@@ -61,17 +60,6 @@ def test_a_recomputation_is_no_second_input(engine, dropout):
     torch.manual_seed(5)
     model(data()).sum().backward()
     assert_close(taken(synthesis), forward_alone, rtol=1e-12)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_by_others_is_no_second_input(reentrant):
-    model = network()
-    synthesis = HolographicSynthesis(model)
-    model(data())
-    once = synthesis._keys.take()
-    x = data().requires_grad_()
-    checkpoint(model, x, use_reentrant=reentrant).sum().backward()
-    assert_equal(taken(synthesis), once)
 
 
 def test_convolutions_embeddings_and_parameters_without_an_input():

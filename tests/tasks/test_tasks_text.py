@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from covering import slow
 from memo import Memo
 from small_trainings import quiet_trainer
 from torch import nn
@@ -116,29 +115,6 @@ def test_a_mask_stays_on_the_cpu_for_models_that_read_it_there(model, device):
     mask = attended(moved, model)
     assert mask.device.type == device
     assert device == "meta" or torch.equal(mask, attended(batch))
-
-
-@pytest.mark.parametrize(("kind", "steps", "lr"), [("causal", 30, 2e-2), slow("masked", 120, 1e-2), ("classes", 30, 2e-2)])
-def test_each_task_learns(kind, steps, lr):
-    """A text in which each token follows from the one before, and whose class is its first word."""
-    torch.manual_seed(0)
-    start = torch.randint(16, (64,))
-    tokens = (start[:, None] + torch.arange(8)) % 16
-    if kind == "causal":
-        task, batch = CausalLM(RevGPT(**SMALL), BYTES), {"tokens": tokens}
-    elif kind == "masked":
-        quiet = {"dropout": 0.0, "attention_dropout": 0.0}
-        task = MaskedLM(RevRoBERTa(**SMALL, **quiet), token_bytes=BYTES, mask_id=19)
-        batch = {"tokens": tokens, "lengths": torch.full((64,), 8)}
-    else:
-        task = SequenceClassifier(RevRoBERTa(**SMALL, classes=16), classes=16)
-        batch = {"tokens": tokens, "lengths": torch.full((64,), 8), "labels": start}
-    task.make_optimizer = lambda model: torch.optim.AdamW(model.parameters(), lr=lr)
-    (first,) = trainer().validate(task, loader([batch]), verbose=False)
-    trainer(max_steps=steps).fit(task, loader([batch] * steps))
-    (last,) = trainer().validate(task, loader([batch]), verbose=False)
-    assert last["val/loss"] < 0.5 * first["val/loss"]
-    assert next(iter(task.monitored)) in last
 
 
 def test_predictions_of_texts_say_which_they_are():
