@@ -83,3 +83,14 @@ def test_it_finds_what_trying_all_sizes_finds(seed, unit):
     expected = max((size for size in range(unit, most + 1, unit) if peak(size) <= budget), default=0)
     assert largest(counted, budget, start, unit, most) == expected
     assert len(asked) == len(set(asked)) <= 14
+
+
+def test_a_straight_line_takes_three_simulations():
+    asked = []
+
+    def line(size):
+        asked.append(size)
+        return 100 + 7 * size
+
+    assert largest(line, 7100, 16) == 1000
+    assert len(asked) == 3

@@ -156,6 +156,18 @@ def test_a_damaged_state_is_refused(changes):
         HolographicSynthesis(network()).load_state_dict(state | changes)
 
 
+def test_what_is_said_in_warnings():
+    model = network()
+    with pytest.warns(UserWarning, match="not a descent direction"):
+        HolographicSynthesis(model, "bind").remove()
+    model.eval()
+    synthesis = HolographicSynthesis(model)
+    model(data()).sum().backward()
+    with pytest.warns(UserWarning, match="bound without a key") as told:
+        synthesis.step()
+    assert told[0].filename == __file__
+
+
 def test_remove_leaves_no_trace():
     model, untouched = network(), network()
     synthesis = HolographicSynthesis(model)
