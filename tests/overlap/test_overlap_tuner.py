@@ -1,4 +1,4 @@
-"""Choices measured once, kept, validated; the emulated link on a clock that tests move. Nothing is timed."""
+"""Choices measured once, kept, validated. Nothing is timed."""
 
 import json
 from contextlib import nullcontext
@@ -123,31 +123,6 @@ def test_a_trial_is_seen_by_no_one(tmp_path):
         tuner(JOB, EmulatedCollectives(Link(1e9, 0.0), 2))
     assert counter.get_total_flops() == 0
     assert_equal(before, torch.get_rng_state())
-
-
-def test_an_emulated_link_carries_one_message_at_a_time(monkeypatch):
-    class Clock:
-        now = 100.0
-
-        def perf_counter(self):
-            self.now += 1e-7
-            return self.now
-
-        def sleep(self, seconds):
-            self.now += seconds
-
-    clock = Clock()
-    monkeypatch.setattr("holotrain.overlap.links.time", clock)
-    collectives = EmulatedCollectives(Link(1000.0, 1.0), 2)
-    message = torch.zeros(1000)  # 4000 bytes, of which an all-reduce of two ranks sends as many: 1 + 4 s
-    first, second = collectives.all_reduce(message), collectives.all_reduce(message)
-    assert (first.ends, second.ends) == pytest.approx((105, 110))
-    clock.now += 7  # computed meanwhile
-    first.wait()
-    assert clock.now == pytest.approx(107)
-    second.wait()
-    assert clock.now == pytest.approx(110)
-    assert collectives.all_reduce(message).ends == pytest.approx(115)
 
 
 def test_a_given_folder_needs_no_home(monkeypatch):

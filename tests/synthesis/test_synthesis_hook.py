@@ -130,7 +130,6 @@ def test_a_step_with_nan_or_inf_is_skipped_counted_and_said(options, bad, way, m
     ("options", "words"),
     [
         ({"block_length": 32}, "block_length is 1024 there, not 32"),
-        ({"mode": "shared"}, "mode is 'associative' there, not 'shared'"),
         ({"key_ema": 0}, "key_ema is True there, not False"),
         ({"covers": lambda name, parameter: "weight" in name}, "parameters is"),
     ],
@@ -288,8 +287,6 @@ def test_parameters_that_cannot_be_covered_are_named(make, words):
         ({"mode": "magic"}, "mode='magic': it must be associative or bind or shared"),
         ({"decay": 1.0}, r"decay=1.0: it must be in \[0, 1\)"),
         ({"subsample": 0}, "subsample=0"),
-        ({"superpose": 0}, "superpose=0"),
-        ({"block_length": -1}, "block_length=-1"),
         ({"transform": "hadamard", "block_length": 48}, "power of two"),
         ({"split": "cpu", "cuda_graph": True}, "use one of them"),
         ({"cuda_graph": True}, "needs a model on a CUDA device"),
