@@ -18,11 +18,10 @@ SIZES = {"image_size": 32, "patch_size": 4, "dim": 64, "heads": 2, "classes": 10
 
 def step_of(make, optimizer, fake=True):
     model = made(make, fake)
-    stepped = optimizer(model)
     given = torch.zeros(8, 64, dtype=torch.int64) if isinstance(model, RevGPT) else torch.zeros(8, 3, 32, 32)
     words = (given, given) if isinstance(model, RevGPT) else (given,)
     loss = lambda: model(*words).square().mean()  # noqa: E731
-    return TrainingStep(model, loss, InBackward(stepped), held={"batch": [given]})
+    return TrainingStep(model, loss, InBackward(optimizer(model)), held={"batch": [given]})
 
 
 def vit(backward):

@@ -36,10 +36,10 @@ class Network(nn.Module):
         return x
 
 
-def planner_of(device, backward=None):
+def planner_of(device):
     """Of a model of others, with equal blocks in a list."""
     schedules = ("autograd", "checkpoint", "checkpoint8", *(["offload"] if device == "cuda" else []))
-    found = planner(Network, {}, batch=16, backward=backward, device=device, listed=DEPTH, schedules=schedules)
+    found = planner(Network, {}, batch=16, backward=None, device=device, listed=DEPTH, schedules=schedules)
     make = found.make_model
 
     def make_model(backward, depth):
