@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from compared import assert_close
-from covering import slow
 from forked import Forked
 from left_by_runs import assert_same_weights, only, scalars, summary
 from small_run import SMALL, fit_and_kill
@@ -82,17 +81,6 @@ def test_a_model_on_data_goes_through_every_command(typed):
 
 def journal(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.parametrize(("model", "schedules"), [("=net", ["reversible"]), slow("=tower", ["checkpoint"])])
-def test_every_backward_that_its_blocks_support_gives_the_same_weights(typed, model, schedules):
-    for backward in ("autograd", *schedules):
-        words = [f"model{model}", "data=stripes", "test=false", f"backward={backward}", f"hydra.run.dir={backward}"]
-        assert typed("fit", *OWN, *words)[::2] == (0, "")
-    weights = {name: torch.load(f"{name}/{LAST}", weights_only=True)["state_dict"] for name in ("autograd", *schedules)}
-    for name in schedules:
-        assert_close(weights[name], weights["autograd"])
-        assert summary(Path(name))["backward"] == name
 
 
 @pytest.mark.slow
