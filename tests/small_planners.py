@@ -18,31 +18,22 @@ def made(make, fake):
     return fake_parameters(model, torch.device("cpu")) if fake else model
 
 
-def planner(
-    make=RevViT, sizes=IMAGE, batch=4, backward="reversible", device="cpu", half=False, batches=1, change=None, **options
-):
-    """``half``: autocast to bf16. ``batches``: number of accumulated batches. ``change``: applied to the model."""
+def planner(make=RevViT, sizes=IMAGE, batch=4, backward="reversible", device="cpu", half=False, **options):
+    """``half``: autocast to bf16."""
 
     def make_model(backward, depth):
         blocks = {"backward": backward} if "dim" in sizes else {}
-        model = make(**sizes | blocks | ({} if depth is None else {"depth": depth}))
-        if change is not None:
-            change(model)
-        return model
+        return make(**sizes | blocks | ({} if depth is None else {"depth": depth}))
 
     def make_step(model, size):
         place = next(model.parameters()).device
-        if "vocab" in sizes:
-            given = (torch.zeros(size, sizes["context"], dtype=torch.int64, device=place),) * 2
-        else:
-            given = (torch.zeros(size, 1, 8, 8, device=place),)
+        images = torch.zeros(size, 1, 8, 8, device=place)
         return TrainingStep(
             model,
-            lambda: model(*given).square().mean(),
+            lambda: model(images).square().mean(),
             torch.optim.AdamW(model.parameters()),
             autocast=lambda: torch.autocast(place.type, torch.bfloat16, enabled=half),
-            batches=batches,
-            held={"batch": given},
+            held={"batch": [images]},
             sequences=sequences(model),
         )
 

@@ -11,10 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from holotrain import callbacks
-from holotrain.callbacks import BestCheckpoint, DriftMonitor, WeightAverage, progress
-from holotrain.callbacks.monitor import replays
-from holotrain.reversible import ReversibleBlock, ReversibleSequence
-from holotrain.reversible.graphs import GraphedStep
+from holotrain.callbacks import BestCheckpoint, WeightAverage, progress
 
 
 class Regression(pl.LightningModule):
@@ -80,24 +77,6 @@ def test_what_does_not_apply_does_nothing(data, tmp_path):
 def test_a_metric_of_the_users_chooses_the_best(tmp_path):
     fit(Regression(), tmp_path, [progress("lines"), WeightAverage(0.5), BestCheckpoint(tmp_path, "val/loss", "min")])
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["best-epoch1-step4.ckpt"]
-
-
-class Streams(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = ReversibleSequence([ReversibleBlock(nn.Linear(4, 4), nn.Linear(4, 4))])
-
-    def forward(self, x):
-        return self.blocks(x, x)[0]
-
-
-def test_the_replay_of_a_graph_is_not_watched(tmp_path):
-    module = Regression(Streams())
-    assert "reversible/drift" in fit(module, tmp_path, [progress("lines"), DriftMonitor(), BestCheckpoint(tmp_path)])[0]
-    module = Regression(Streams())
-    module.graphed = GraphedStep(module.training_step, module.parameters())
-    assert replays(module) and not replays(Regression())
-    assert "reversible/drift" not in fit(module, tmp_path, [progress("lines"), DriftMonitor(), BestCheckpoint(tmp_path)])[0]
 
 
 def test_what_looks_at_a_training_does_not_change_it(tmp_path):

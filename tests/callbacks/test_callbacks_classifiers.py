@@ -1,18 +1,15 @@
 """Predictions and confusion matrices: what is counted and drawn, and that the training stays the same."""
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from compared import assert_equal
 from memo import Memo
-from shown_runs import DropoutNet, Logged, adamw, fit, images
-from small_trainings import quiet_trainer
-from torch.utils.data import DataLoader, TensorDataset
+from shown_runs import Logged, fit, images
 
 from holotrain.callbacks import ConfusionMatrix, Predictions, drawing
 from holotrain.callbacks.classifiers import picture_of
-from holotrain.callbacks.drawing import BLUE, grid, matrix
+from holotrain.callbacks.drawing import grid, matrix
 
 
 @pytest.fixture
@@ -92,30 +89,6 @@ def test_images_look_as_before_they_were_normalised():
     assert picture_of(torch.full((3, 4, 4), float("nan")), None).size == (4, 4)
 
 
-class Plain(pl.LightningModule):
-    """Knows nothing of holotrain; with ``other``, its batches or outputs are not those of an image classifier."""
-
-    def __init__(self, other=None):
-        super().__init__()
-        self.net = DropoutNet(classes=3)
-        self.other = other
-
-    def forward(self, x):
-        return self.net(x)
-
-    def training_step(self, batch, batch_idx):
-        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
-
-    def validation_step(self, batch, batch_idx):
-        if self.other == "no call":
-            self.net(batch[0])
-        else:
-            self(batch[0])
-
-    def configure_optimizers(self):
-        return adamw(self)
-
-
 class Shows(Memo):
     """A logger with Lightning's ``log_image``, as WandbLogger."""
 
@@ -123,34 +96,8 @@ class Shows(Memo):
         self.rows.append((step, {key: images}))
 
 
-PREDICTIONS, MATRIX = "val/predictions", "val/confusion_matrix"
-
-
-@pytest.mark.parametrize(
-    ("other", "logger", "expected"),
-    [
-        (None, Shows(), {PREDICTIONS, MATRIX}),
-        (None, Memo(), set()),
-        ("no call", Shows(), set()),
-        ("flat", Shows(), {MATRIX}),
-    ],
-)
-def test_any_lightning_module_and_logger(other, logger, expected, drawn):
-    shape = (12, 64) if other == "flat" else (12, 1, 8, 8)
-    loader = DataLoader(TensorDataset(torch.randn(shape), torch.arange(12) % 3), batch_size=6)
-    callbacks = [Predictions(count=2), ConfusionMatrix(class_names=["a", "b", "c"])]
-    quiet_trainer(max_epochs=1, logger=logger, callbacks=callbacks).fit(Plain(other), loader, loader)
-    assert {tag for _, row in logger.rows for tag in row if tag in (PREDICTIONS, MATRIX)} == expected
-    assert all(names == ["a", "b", "c"] for _, names in drawn["matrix"])
-
-
-def test_a_matrix_is_drawn_in_shares_of_its_rows():
-    counts = np.array([[8, 0, 0], [0, 0, 0], [1, 1, 2]])
-    pixels = np.asarray(matrix(counts, ["one", "two", "three"])).astype(int)
-    blue = (np.abs(pixels - BLUE).max(-1) <= 1).nonzero()
-    top, left = blue[0].min(), blue[1].min()
-    inside = pixels[top : top + 3 * 56, left : left + 3 * 56].reshape(3, 56, 3, 56, 3)[:, 2, :, 2]
-    shares = ((255 - inside[..., 0]) / (255 - BLUE[0])) ** (1 / 0.6)
-    assert shares == pytest.approx(np.array([[1, 0, 0], [0, 0, 0], [0.25, 0.25, 0.5]]), abs=0.01)
-    many = matrix(np.eye(100), [f"a rather long name of class {index}" for index in range(100)])
-    assert max(many.size) < 1200
+def test_a_logger_that_shows_images_gets_them_with_the_names_that_were_chosen(drawn):
+    (task, data), logger, names = images(), Shows(), list("abcdefghij")
+    fit(task, data, [Predictions(count=2), ConfusionMatrix(class_names=names)], logger=logger)
+    assert logger.of("val/predictions") and logger.of("val/confusion_matrix")
+    assert [shown for _, shown in drawn["matrix"]] == [names] * 2

@@ -3,7 +3,6 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-from compared import assert_equal
 from memo import Memo
 from shown_runs import Logged, adamw, fit, images
 from small_trainings import quiet_trainer
@@ -12,7 +11,7 @@ from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader
 
 from holotrain.callbacks import Histograms, OptimizationMonitor
-from holotrain.callbacks.optimization import SAMPLED, parts_of, sample, weight
+from holotrain.callbacks.optimization import parts_of
 
 NORM, RATIO = "optimization/gradient_norm", "optimization/update_ratio"
 
@@ -93,15 +92,6 @@ def test_scaled_gradients_are_measured_without_their_scale(fused):
     torch.manual_seed(0)
     scaled = run(Regression(optimizer), OptimizationMonitor(every_n_steps=3), plugins=[HalfPrecision()]).of(NORM)
     assert len(plain) == 4 and scaled == [(step, pytest.approx(norm, rel=1e-4)) for step, norm in plain]
-
-
-def test_the_change_of_a_large_tensor_is_estimated_from_some_columns():
-    matrix = torch.randn(512, 768, generator=torch.Generator().manual_seed(0)) * torch.linspace(0, 10, 768)
-    taken = sample(matrix)
-    assert SAMPLED / 2 < len(taken) <= SAMPLED and taken.data_ptr() == matrix.data_ptr()
-    assert (taken.norm() * weight(matrix)).item() == pytest.approx(matrix.norm().item(), rel=0.01)
-    assert_equal(sample(matrix[:3, :5]), matrix[:3, :5].flatten())
-    assert sample(torch.tensor(2.0)).tolist() == [2.0] and weight(torch.empty(0)) == 0
 
 
 class Look(pl.Callback):

@@ -3,12 +3,11 @@
 import pytest
 import torch
 from memo import Memo
-from shown_runs import Logged, adamw, assert_trains_as_without, fit, images
+from shown_runs import Logged, adamw, assert_trains_as_without, fit
 
 from holotrain.callbacks import Samples
 from holotrain.callbacks.drawing import markdown
 from holotrain.data import TextFiles
-from holotrain.data.tokenizers import ByteTokenizer
 from holotrain.models import GPT, generate
 from holotrain.models.generation import Sampling
 from holotrain.tasks import CausalLM
@@ -77,9 +76,3 @@ def test_mistakes_are_told_before_the_training(text):
             Samples(**options)
     with pytest.raises(ValueError, match="fills the model's context of 32 tokens"):
         fit(gpt(text), text, [Samples(["x" * 32])])
-
-
-def test_a_model_that_cannot_generate_writes_nothing():
-    (task, data), logger = images(), Tables()
-    fit(task, data, [Samples(["x"], tokenizer=ByteTokenizer())], logger=logger)
-    assert logger.of("val/loss") and not logger.of("val/samples")

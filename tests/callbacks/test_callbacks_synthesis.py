@@ -206,19 +206,6 @@ def test_after_an_exception_a_training_resumes_as_ever(tmp_path):
     assert_equal_parameters(resumed, fit(SynthesisCallback(), epochs=3)[0])
 
 
-def test_two_parts_of_a_module():
-    module, _ = fit(SynthesisCallback(module="layers.0"), callbacks=[SynthesisCallback("bind", module="layers.2")])
-    assert all(parameter.isfinite().all() for parameter in module.parameters())
-
-
-@pytest.mark.parametrize("options", [{"log_every_n_steps": 0}, {"log_every_n_steps": 1, "logger": False}])
-def test_without_logging_nothing_is_measured(options):
-    callback, measuring = SynthesisCallback(), []
-    callback.on_before_zero_grad = lambda *_: measuring.append(callback.synthesis.measuring)
-    fit(callback, **{"logger": Memo()} | options)
-    assert len(measuring) == 24 and not any(measuring)
-
-
 def test_under_lightnings_ddp_bind_sees_the_output_alone():
     try:
         ddp = DDPStrategy(process_group_backend="gloo")

@@ -1,6 +1,5 @@
 """TraceProfiler in any Trainer: what it leaves, and that it leaves the training alone."""
 
-import gzip
 import json
 
 import lightning.pytorch as pl
@@ -11,8 +10,7 @@ from small_trainings import quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from holotrain.callbacks import trace
-from holotrain.callbacks.trace import TraceProfiler, memory_counters
+from holotrain.callbacks.trace import TraceProfiler
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 LEFT = {"trace.json", "trace-operators.txt"}
@@ -91,14 +89,6 @@ def test_a_training_that_fails_leaves_a_trace(tmp_path):
     assert not torch.autograd.profiler._is_profiler_enabled
 
 
-def test_a_large_trace_is_zipped_and_takes_the_place_of_a_small_one(tmp_path, monkeypatch):
-    fit(TraceProfiler(tmp_path), 1)
-    monkeypatch.setattr(trace, "LARGE", 1)
-    fit(TraceProfiler(tmp_path), 1)
-    assert {path.name for path in tmp_path.iterdir()} == LEFT - {"trace.json"} | {"trace.json.gz"}
-    assert json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
-
-
 def test_a_full_disk_ends_no_training(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match="cannot write the trace"):
@@ -116,26 +106,3 @@ def test_on_a_gpu_allocations_are_left_too(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == LEFT | {"trace-allocations.pickle"}
     assert any(event.get("cat") == "kernel" for event in events_in(tmp_path))
     assert max(counts(tmp_path, "device 0")) > 0
-
-
-def memory(ts, size, total=0, kind=0):
-    args = {"Bytes": size, "Total Allocated": total, "Device Type": kind, "Device Id": kind - 1}
-    return {"name": "[memory]", "ph": "i", "ts": ts, "pid": 7, "args": args}
-
-
-def test_counters_of_the_cpu_begin_at_0_and_those_of_a_gpu_count_all_that_is_allocated():
-    events = [
-        memory(3, -5, 115, kind=1),
-        memory(1, 10),
-        {"name": "forward 0", "ts": 1},
-        memory(2, 20, 120, kind=1),
-        memory(4, -4),
-    ]
-    counters = memory_counters(events)
-    assert all((counter["ph"], counter["pid"]) == ("C", 7) for counter in counters)
-    assert [(counter["name"], counter["ts"], counter["args"]["bytes"]) for counter in counters] == [
-        ("memory of the CPU", 1, 10),
-        ("memory of device 0", 2, 120),
-        ("memory of device 0", 3, 115),
-        ("memory of the CPU", 4, 6),
-    ]

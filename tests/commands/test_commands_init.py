@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from left_by_runs import assert_same_weights, only, scalars
 from made_once import made_once
-from small_run import fit_and_kill, run_in
+from small_run import run_in
 
 import holotrain as package
 
@@ -37,14 +36,6 @@ def of_the_readme(project: Path) -> tuple[str, str, list[str]]:
     """The command that trains, the one that tests, and the others."""
     train, test, others = re.findall(r"(?ms)^```bash\n(.*?)^```", (project / "README.md").read_text())
     return train.strip(), test.strip(), others.splitlines()
-
-
-@pytest.mark.long
-def test_the_command_that_trains(project, tmp_path):
-    train, _, _ = of_the_readme(project)
-    out = in_a_shell(project, " ".join([train, *SHORT, f"hydra.run.dir={tmp_path}/run"]))
-    assert "my_net" in out and "test/accuracy" in out
-    assert re.fullmatch(r"epoch 1  val/accuracy 0\.\d{4}  val/loss \d\.\d{4}\n", (tmp_path / "run/diary.txt").read_text())
 
 
 @pytest.mark.slow
@@ -78,17 +69,6 @@ def test_the_other_commands(inside, project, tmp_path):
     assert package.load(tmp_path / "exported", trust=[NAME]).head[-1].out_features == 10
 
 
-@pytest.mark.long
-def test_a_killed_run_resumes_to_the_same_weights(inside, tmp_path):
-    words = ["--config-dir", "conf", "experiment=my_experiment", "trainer.max_epochs=2", "trainer.limit_train_batches=6"]
-    assert inside("fit", *words, "output_dir=whole")[0] == 0
-    fit_and_kill(tmp_path, *words, "output_dir=killed", "callbacks.checkpoint.every_n_train_steps=4")
-    assert inside("fit", "--config-dir", "conf", "resume=true", "output_dir=killed")[0] == 0
-    whole, killed = only(Path("whole/fit")), only(Path("killed/fit"))
-    assert_same_weights(whole / "checkpoints/last.ckpt", killed / "checkpoints/last.ckpt")
-    assert scalars(whole)["val/loss"] == scalars(killed)["val/loss"]
-
-
 def test_what_was_written_and_the_next_command_are_shown(holotrain, tmp_path):
     folder = tmp_path / "work/seeds_of_wheat"
     folder.mkdir(parents=True)  # an empty folder may be there
@@ -99,9 +79,3 @@ def test_what_was_written_and_the_next_command_are_shown(holotrain, tmp_path):
     assert {"README.md", "seeds_of_wheat/model.py", "conf/model/my_net.yaml", "tests/test_seeds_of_wheat.py"} <= written
     assert not any("my_project" in (folder / name).read_text() for name in written)
     assert last.startswith("Train: cd work/seeds_of_wheat && python -m holotrain fit")
-
-
-def test_help(holotrain):
-    assert "\n  init      Write a small working project" in holotrain("--help")[1]
-    status, out, _ = holotrain("init", "--help")
-    assert status == 0 and "Usage: holotrain init NAME\n" in out

@@ -1,4 +1,4 @@
-"""Curves: read back from what runs left, thinned, smoothed."""
+"""Curves: read back from what runs left."""
 
 import struct
 import time
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from holotrain.dashboard.curves import thinned
 from holotrain.dashboard.logs import read_events, read_images, read_scalars
 from holotrain.errors import UserError
 
@@ -21,16 +20,6 @@ def logged(folder: Path, points: list[tuple[int, float]], tag: str = "train/loss
         writer.add_scalar(tag, value, step, walltime=1e9 + step)
     writer.close()
     return max((folder / "tensorboard").iterdir(), key=lambda path: (path.stat().st_mtime, path.name))
-
-
-def test_thinning_keeps_ends_and_what_sticks_out():
-    values = np.sin(np.linspace(0, 50, 10_001))
-    values[[777, 5005]] = 9.0, -9.0
-    kept = thinned(values, 200)
-    assert len(kept) <= 202 and (np.diff(kept) > 0).all()
-    assert {0, 777, 5005, 10_000} <= set(kept.tolist())
-    assert thinned(values[:200], 200).tolist() == list(range(200))
-    assert thinned(values, 1).tolist()[0] == 0
 
 
 def test_a_resumed_run_counts_once(tmp_path):

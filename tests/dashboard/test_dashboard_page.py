@@ -27,7 +27,7 @@ from holotrain.dashboard.logs import (
     read_texts,
 )
 from holotrain.dashboard.page import POINTS, page
-from holotrain.dashboard.table import Reported, changed, columns, different_options, labels
+from holotrain.dashboard.table import Reported, columns
 
 EVIL = '</pre><script>alert(1)</script><img src="https://example.org/x.png" onerror="alert(2)">'
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg"><script>alert(3)</script></svg>'
@@ -136,19 +136,6 @@ def test_names_cannot_write_into_the_page_and_gaps_break_nothing():
     assert data["runs"][0]["label"] == evil and "b" not in {tag for tag, _, _ in read.elements}
     assert [chart["title"] for chart in data["charts"]] == ["Loss", "Error of recomputed activations"]
     assert [line["line"] for line in data["charts"][0]["lines"]] == [0]  # nothing finite of val/loss
-
-
-def test_what_was_changed_and_what_came_along():
-    one, other = reported("a", 1e-3, 0.5), reported("b", 3e-3, 0.5)
-    other.config["model"]["kind"], other.config["optimizer"]["eps"] = "vit", 1e-6
-    other.summary["overrides"].append("model=vit_tiny")
-    assert changed([one, other]) == {"optimizer.lr": [1e-3, 3e-3], "model": ["rev_vit", "vit_tiny"]}
-    assert list(different_options([one, other])) == ["optimizer.lr", "optimizer.eps", "model.kind"]
-    assert labels([one, other]) == ["lr=0.001, model=rev_vit", "lr=0.003, model=vit_tiny"]
-    same = [reported("x/2026-01-01_00-00-00/0", 1e-3, 0.5), reported("y/2026-01-01_00-00-00/0", 1e-3, 0.5)]
-    assert labels(same) == [str(run.folder) for run in same]
-    same[1].folder = Path("x/2026-01-01_00-00-00/1")
-    assert labels(same) == ["2026-01-01_00-00-00/0", "2026-01-01_00-00-00/1"]
 
 
 def test_a_run_without_summary_is_unfinished_and_shows_its_last_figures():

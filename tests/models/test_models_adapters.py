@@ -1,9 +1,8 @@
-"""Adapters on every family: nothing changes at first, they alone learn, and every schedule gives the same gradients."""
+"""Adapters on every family: nothing changes at first, and they alone learn."""
 
 import pytest
 import torch
 from compared import assert_equal
-from covering import paired
 from small_models import FAMILIES, example, text_batch
 from torch import nn
 
@@ -87,37 +86,6 @@ def test_what_is_frozen_has_no_gradient_and_stays(name, trained):
     for key, parameter in model.named_parameters():
         assert (parameter.grad is not None) == is_trained(key, trained), key
         assert torch.equal(parameter, before[key]) != is_trained(key, trained), key
-
-
-@pytest.mark.parametrize(
-    ("trained", "name"),
-    paired(["all", "head", "adapters"] * 2, ["RevViT", "RevSwin", "RevMViT", "RevGPT", "RevRoBERTa"]),
-)
-def test_gradients_of_every_schedule_are_equal(name, trained):
-    """In float64, with dropout and drop-path; of blocks that train nothing (head) there is nothing to rebuild."""
-    if trained == "head" and name == "RevGPT":
-        return
-    reference = None
-    for backward in ("autograd", "checkpoint", "reversible", "pareprop"):
-        model = model_of(name, dropout=0.1, drop_path=0.2, backward=backward).double()
-        add_adapters(model, 3)
-        freeze(awake(model), trained)
-        first, *rest = inputs_of(name)
-        model(first.double() if first.is_floating_point() else first, *rest).logsumexp(-1).sum().backward()
-        gradients = {key: p.grad for key, p in model.named_parameters() if p.requires_grad}
-        reference = reference or gradients
-        largest = max(grad.abs().max() for grad in reference.values())
-        assert largest > 0
-        for key, grad in gradients.items():
-            error = ((grad - reference[key]).abs().max() / largest).item()
-            assert error <= 1e-10, (backward, key)
-
-
-def test_adapters_are_made_where_and_as_the_model_is():
-    model = model_of("RevViT").to("meta", torch.bfloat16)
-    add_adapters(model, 3)
-    up = model.blocks.blocks[1].g.up.weight
-    assert (up.device.type, up.dtype) == ("meta", torch.bfloat16)
 
 
 def test_impossible_adapters_are_refused():

@@ -13,40 +13,28 @@ from holotrain.models.layers.blocks import Reversible
 
 REFUSED = {
     ViT: [
-        ({"dim": 0}, "dim must be at least 1, not 0"),
         ({"depth": 0}, "depth must be at least 1, not 0"),
-        ({"heads": -1}, "heads must be at least 1, not -1"),
         ({"mlp_ratio": 0}, "mlp_ratio must be at least 0.01, not 0"),
         ({"dropout": 1.0}, r"dropout must be in \[0, 1\), not 1.0"),
-        ({"attention_dropout": -0.1}, r"attention_dropout must be in \[0, 1\), not -0.1"),
         ({"drop_path": 1.0}, r"drop_path must be in \[0, 1\), not 1.0"),
         ({"backward": "reversible"}, "takes backward autograd, checkpoint"),
         ({"pool": "max"}, "pool must be mean or class, not 'max'"),
         ({"dim": 100, "heads": 3}, "100 is not a multiple of 3"),
         ({"image_size": 30, "patch_size": 16}, "30 is not a multiple of 16"),
-        ({"patch_size": 0}, "patch_size must be at least 1, not 0"),
         ({"layer_scale": -1}, "layer_scale must be at least 0, not -1"),
     ],
     Swin: [
         ({"heads": (3, 5, 12, 24)}, "192 is not a multiple of 5"),
         ({"depths": (2, 2)}, r"one number for each stage, not \[2, 2\] and \[3, 6, 12, 24\]"),
-        ({"depths": (), "heads": ()}, "one number for each stage"),
         ({"depths": (2, 0, 2, 2)}, "depths must be at least 1, not 0"),
-        ({"heads": (3, 0, 3, 3)}, "heads must be at least 1, not 0"),
         ({"window": 0}, "window must be at least 1, not 0"),
-        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), not 1.0"),
     ],
     MViT: [
-        ({"dim": 100, "heads": 3}, "100 is not a multiple of 3"),
         ({"image_size": 48}, "multiple of 32 for 4 stages, not 48"),
         ({"kv_stride": 3}, "56x56 tokens cannot be pooled evenly by a kv stride of 3"),
-        ({"kv_stride": 0}, "kv_stride must be at least 1, not 0"),
-        ({"depths": ()}, "one number for each stage"),
         ({"design": "mvit"}, "design must be mvitv2 or rev_mvit, not 'mvit'"),
     ],
     GPT: [
-        ({**TEXT, "depth": 0}, "depth must be at least 1, not 0"),
-        ({**TEXT, "dim": 15}, "15 is not a multiple of 2"),
         ({**TEXT, "dim": 6}, "even width of a head .dim / heads., not 3"),
         ({**TEXT, "positions": "none"}, "positions must be rotary or learned"),
         ({**TEXT, "gelu": "fast"}, "gelu must be none or tanh, not 'fast'"),
@@ -68,10 +56,9 @@ def test_impossible_arguments_are_refused(model, arguments, words):
         model(**arguments)
 
 
-@pytest.mark.parametrize("model", [RevViT, RevSwin, RevMViT])
-def test_an_image_of_another_size_is_refused(model):
+def test_an_image_of_another_size_is_refused():
     with pytest.raises(ValueError, match="224x224 pixels, not 32x32"), torch.device("meta"):
-        model()(torch.empty(1, 3, 32, 32))
+        ViT()(torch.empty(1, 3, 32, 32))
 
 
 @pytest.mark.parametrize(("model", "sizes"), [(ViT, {8: 2, 28: 4, 32: 4, 112: 16, 224: 16}), (Swin, {32: 2, 64: 4, 224: 4})])

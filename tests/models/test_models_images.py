@@ -62,21 +62,6 @@ def test_drop_path_keeps_the_mean_and_drops_whole_samples():
     assert_equal(drop.eval()(torch.ones(3, 2, 2)), torch.ones(3, 2, 2))
 
 
-@pytest.mark.parametrize(
-    ("network", "arguments", "store", "stored"),
-    [
-        (RevSwin, WINDOWS, 3, [[2], [0, 1]]),
-        (RevMViT, POOLED | {"depths": (2, 3, 1, 3)}, 3, [[], [1], [], [0, 1]]),
-        (RevMViT, POOLED | {"depths": (2, 3, 1, 3)}, {0, 4}, [[0], [], [], [0]]),
-    ],
-)
-def test_options_of_the_engine_reach_every_stage_and_store_counts_through_them(network, arguments, store, stored):
-    model = network(**arguments, backward="pareprop", store=store, exact=12, keep=("attention",))
-    assert [stage.blocks.store for stage in model.stages] == stored
-    for stage in model.stages:
-        assert (stage.blocks.backward, stage.blocks.exact, stage.blocks.keep) == ("pareprop", 12, ("attention",))
-
-
 def test_streams_start_as_one_and_end_as_their_average():
     model = scattered(RevMViT(**POOLED, depths=(1, 2)))
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
@@ -169,11 +154,3 @@ def test_initialisation_is_the_published_one(model):
             assert_equal(parameter, torch.cat(2 * [torch.eye(64) / 2], dim=1))  # the average of both streams
         elif not name.endswith(("embedding.project.weight", "conv.weight")):
             assert parameter.std().item() == pytest.approx(0.02, rel=0.2), name
-
-
-def test_attention_weights_are_dropped_in_training_alone():
-    attention = Swin(**WINDOWS, attention_dropout=0.5).stages[1].blocks.blocks[1].f.attention
-    x = torch.randn(2, 3, 3, 16)
-    assert not torch.allclose(attention(x), attention(x))
-    attention.eval()
-    assert_equal(attention(x), attention(x))

@@ -1,4 +1,4 @@
-"""int8 models: a quarter of the size, nearly the same outputs, in everything that is done with a model but training."""
+"""int8 models: nearly the same outputs, in everything that is done with a model but training."""
 
 import sys
 
@@ -7,9 +7,8 @@ import small_models
 import torch
 from small_models import example
 from torch import nn
-from torch.nn import functional as F
 
-from holotrain.models import GPT, RevGPT, RevRoBERTa, RevSwin, RevViT, ViT
+from holotrain.models import RevGPT, RevRoBERTa, RevSwin, RevViT, ViT
 from holotrain.models.int8 import is_quantised, quantise
 
 TEXT = small_models.TEXT | {"context": 40, "dim": 32}
@@ -46,18 +45,6 @@ def test_outputs_hardly_change(model_class, arguments):
     error = ((model(inputs) - expected).norm() / expected.norm()).item()
     assert 0 < error <= 0.03
     assert is_quantised(model) and not any(p.requires_grad for p in model.parameters())
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("model_class", "half"), [(GPT, False), (RevRoBERTa, True)])
-def test_the_loss_is_that_of_the_logits(model_class, half):
-    model = model_of(model_class, **TEXT)
-    quantise(model)
-    tokens = example("GPT")
-    targets = tokens.roll(-1, 1)
-    expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-    with torch.autocast("cpu", torch.bfloat16, enabled=half):
-        torch.testing.assert_close(model(tokens, targets=targets), expected, rtol=1e-2 if half else 1e-6, atol=0)
 
 
 def test_it_is_done_once_and_takes_torchao(monkeypatch):

@@ -14,7 +14,7 @@ from torch import nn
 import holotrain
 from holotrain.models.adapters import add_adapters
 from holotrain.models.building import build
-from holotrain.models.int8 import is_quantised, quantise, storage_bytes
+from holotrain.models.int8 import is_quantised, quantise
 from holotrain.models.saved import export_program, load, read_config, save
 
 
@@ -60,23 +60,6 @@ def test_what_was_done_to_a_model_comes_back(tmp_path, int8):
     other = load(tmp_path)
     assert (other.blocks.backward, other.blocks.store, other.blocks.exact) == ("pareprop", 1, 12)
     assert_equal(other(example("RevViT")), model(example("RevViT")))
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments"), [("GPT", {"vocab": 260, "dim": 192, "depth": 6, "heads": 6}), ("ViT", {"pool": "class"})]
-)
-def test_int8_files_are_a_quarter(tmp_path, name, arguments):
-    target = f"holotrain.models.{name}"
-    model = build(target, arguments)
-    save(tmp_path / "fp32", target, arguments, model)
-    before = storage_bytes(model)
-    assert before == 4 * sum(p.numel() for p in model.parameters())
-    quantise(model)
-    assert 0.25 < storage_bytes(model) / before <= 0.30
-    save(tmp_path / "int8", target, arguments, model)
-    sizes = {name: (tmp_path / name / "model.safetensors").stat().st_size for name in ("fp32", "int8")}
-    assert sizes["fp32"] < 1.01 * 4 * sum(p.numel() for p in model.parameters())  # a tied head stands there once
-    assert sizes["int8"] <= 0.30 * sizes["fp32"]
 
 
 def test_files_hold_plain_numbers_and_texts(tmp_path):
@@ -128,7 +111,6 @@ def cut(name, length):
         (lambda folder: (folder / "config.json").unlink(), "holds no saved model: there is no config.json in it"),
         (lambda folder: (folder / "model.safetensors").unlink(), "there is no file .*model.safetensors"),
         (cut("model.safetensors", 5000), "model.safetensors is not a readable safetensors file; it is damaged"),
-        (cut("config.json", 30), "config.json is damaged, or of another program"),
         (lambda folder: (folder / "config.json").write_text('{"format": 2}'), "damaged, or of another program"),
         (changed_config(arguments=[3]), "damaged, or of another program: arguments is of another type"),
         (changed_config(format=1), "is of format 1; this version of holotrain reads format 2"),
@@ -139,7 +121,6 @@ def cut(name, length):
             r"different models: embedding.position is \(1, 16, 16\), not \(1, 16, 8\)",
         ),
         (changed_config(arguments=IMAGE | {"depth": 3}), r"different models: blocks.blocks.2.f.norm.weight is missing, not"),
-        (changed_config(arguments=IMAGE | {"depth": 1}), r"blocks.blocks.1.f.\S+ is \(16,\), not missing"),
         (changed_config(int8=True), r"f.attention.query_key_value.weight is \(48, 16\), not \(48, 16\) torch.int8"),
     ],
 )
@@ -156,8 +137,6 @@ def test_damage_is_refused_in_one_line(tmp_path, change, message):
     ("name", "options"),
     [
         ("RevViT", {"pool": "class"}),
-        slow("ViT", {}),
-        slow("Swin", {}),
         slow("RevSwin", {"backward": "pareprop"}),
         slow("RevMViT", {}),
     ],
@@ -174,9 +153,7 @@ def test_programs_give_the_same_outputs_for_any_batch(tmp_path, name, options):
 @pytest.mark.parametrize(
     ("name", "options", "int8"),
     [
-        slow("ViT", {}, True),
         slow("ViT", {}, False),
-        slow("RevSwin", {"backward": "pareprop"}, False),
         slow("RevSwin", {"backward": "pareprop"}, True),
     ],
 )

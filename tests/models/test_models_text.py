@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from holotrain.models import GPT, RevGPT, RevRoBERTa, RoBERTa, roberta
 from holotrain.models.layers import packing
-from holotrain.models.layers.attention import Attention
 
 SMALL = TEXT | {"vocab": 50, "depth": 3}
 
@@ -127,14 +126,6 @@ def test_what_the_kernel_of_a_gpu_takes(dtype, width, dropout, capability, expec
         assert packing.has_kernel(x, width, dropout) == expected
         monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
         assert not packing.has_kernel(x, width, dropout)
-
-
-def test_a_batch_without_padding_has_no_mask(monkeypatch):
-    monkeypatch.setattr(Attention, "forward", lambda self, x, **context: pytest.fail(f"given {context}") if context else x)
-    tokens, mask, _ = text_batch()
-    RoBERTa(**SMALL)(tokens, torch.ones_like(mask))
-    with pytest.raises(pytest.fail.Exception, match="given {'mask'"):
-        RoBERTa(**SMALL)(tokens, torch.arange(12) < torch.tensor([12, 12, 12, 9])[:, None])  # too little padding to pack
 
 
 @pytest.mark.parametrize("positions", ["rotary", "learned"])

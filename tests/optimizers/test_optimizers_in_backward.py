@@ -1,4 +1,4 @@
-"""An optimizer that steps in the backward: the same weights to the bit, no gradients left, and what it refuses."""
+"""An optimizer that steps in the backward: the same weights to the bit, and what it refuses."""
 
 import copy
 import gc
@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from holotrain.optimizers import InBackward
 from holotrain.optimizers.low_bit import low_bit
 from holotrain.optimizers.stepping import CombinedOptimizer
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, recomputation, tape
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, recomputation, tape
 from holotrain.tasks.sharded_optimizers import ShardedAdafactor
 
 BACKWARDS = ("autograd", "checkpoint", "reversible", "pareprop")
@@ -45,28 +45,6 @@ class Net(nn.Module):
     def forward(self, tokens):
         x = self.embedding(tokens)
         return nn.functional.linear(sum(self.blocks(x, x)), self.embedding.weight)
-
-
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.branch = branch()
-
-    def forward(self, x):
-        return x + self.branch(x)
-
-
-class Stacked(nn.Module):
-    """Plain blocks that make_reversible coupled."""
-
-    def __init__(self, backward):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.blocks = nn.Embedding(11, WIDTH), nn.Sequential(*(Residual() for _ in range(4)))
-        make_reversible(self, "blocks", backward=backward)
-
-    def forward(self, tokens):
-        return nn.functional.linear(self.blocks(self.embedding(tokens)), self.embedding.weight)
 
 
 def sgd(net):
@@ -145,13 +123,6 @@ def test_weights_are_those_of_the_usual_step_to_the_bit(make, backward, half):
         assert same(found, expected)
 
 
-@pytest.mark.parametrize("backward", BACKWARDS)
-def test_weights_of_a_stack_are_those_of_the_usual_step_to_the_bit(backward):
-    usual, net = Stacked(backward), Stacked(backward)
-    expected = train(usual, adamw(usual))
-    assert same(train(net, InBackward(adamw(net))), expected)
-
-
 def test_weights_are_the_same_when_recomputation_runs_ahead(monkeypatch):
     """As on a GPU: a branch is recomputed before the parameters of the one behind it are stepped."""
     order = []
@@ -172,20 +143,6 @@ def test_weights_are_the_same_when_recomputation_runs_ahead(monkeypatch):
         optimizer.observe(lambda parameter, names=names: order.append(names[parameter]))
         assert same(train(net, optimizer), expected)
         assert order.index("2.f") < order.index("blocks.blocks.2.g.4.weight")
-
-
-@pytest.mark.parametrize("schedules_inner", [False, True])
-def test_the_schedule_drives_all_parameters_and_no_gradient_is_left(schedules_inner):
-    net = Net("reversible")
-    inner = adamw(net)
-    optimizer = InBackward(inner)
-    schedule = CosineAnnealingLR(inner if schedules_inner else optimizer, 5)
-    left = []
-    optimizer.register_step_pre_hook(lambda *_: left.extend(p for p in net.parameters() if p.grad is not None))
-    train(net, optimizer, schedule=schedule)
-    assert not left
-    assert optimizer.param_groups[1]["lr"] == inner.param_groups[0]["lr"] == schedule.get_last_lr()[0] < 0.01
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
 
 
 @pytest.mark.parametrize(("make", "first"), paired([sgd, adamw, muon, OPTIMIZERS["8 bits"]], [False, True]))
@@ -224,45 +181,6 @@ def test_a_closure_runs_and_a_gradient_that_is_assigned_is_used():
         module.bias.grad = torch.ones(3)
         optimizer.step()
     assert same([*net.parameters()], [*usual.parameters()])
-
-
-def test_groups_that_come_later_are_stepped_too():
-    def trained(in_backward):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        net[0].requires_grad_(False)
-        optimizer = SGD(net[1].parameters(), lr=0.1)
-        optimizer = InBackward(optimizer) if in_backward else optimizer
-        for number in range(4):
-            if number == 2:
-                net[0].requires_grad_(True)
-                optimizer.add_param_group({"params": [*net[0].parameters()], "lr": 0.2})
-            net(torch.ones(2, 3)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [*net.parameters()]
-
-    assert same(trained(True), trained(False))
-
-
-def test_gradients_can_be_observed_before_the_step():
-    net = Net("reversible")
-    optimizer, seen = InBackward(sgd(net)), {}
-    handle = optimizer.observe(
-        lambda parameter: seen.setdefault(parameter, (parameter.grad.clone(), parameter.detach().clone()))
-    )
-    before = [parameter.detach().clone() for parameter in net.parameters()]
-    train(net, optimizer, range(1))
-    handle.remove()
-    other = Net("reversible")
-    plain = sgd(other)
-    plain.step = lambda: None
-    train(other, plain, range(1))
-    assert same([seen[p][0] for p in net.parameters()], [p.grad for p in other.parameters()])
-    assert same([seen[p][1] for p in net.parameters()], before)
-    assert [*seen][-1] is net.embedding.weight  # which is tied, so its gradient is complete at the end of the backward
-    train(net, optimizer, range(1))
-    assert len(seen) == len(before)
 
 
 def test_only_the_last_one_steps_and_none_after_it_is_removed_or_deleted():

@@ -1,7 +1,5 @@
 """Rows cut into groups, and what is refused."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -32,11 +30,3 @@ def test_groups_of_columns_are_of_sums_alone(columns):
 def test_groups_that_cannot_be_are_refused(groups, words):
     with pytest.raises((TypeError, ValueError), match=words):
         group_sizes(Overlap(None, groups).groups, job(7), None)
-
-
-def test_a_message_is_the_tensor_of_all_ranks():
-    assert job(5).message(3) == 3 * 6 * 4
-    assert job(5, "reduce_scatter").message(3) == 2 * 3 * 6 * 4
-    assert job(5, "all_gather").message(3) == 2 * 3 * 4 * 4
-    assert job(5, "all_to_all").message(3) == 3 * 6 * 4
-    assert replace(job(5, "all_to_all"), before=True).message(3) == 3 * 4 * 4

@@ -1,4 +1,4 @@
-"""The recurrence against an event simulation, the search against trying everything, links, waves. Nothing is timed."""
+"""The recurrence against an event simulation, the search against trying everything, links. Nothing is timed."""
 
 import heapq
 import itertools
@@ -11,7 +11,7 @@ import torch
 from holotrain.overlap import predictor
 from holotrain.overlap.groups import Columns, Job
 from holotrain.overlap.links import Link, MeasuredLink
-from holotrain.overlap.predictor import TILE_COLUMNS, TILE_ROWS, Predictor, candidates, makespan, slowdown, unit_of
+from holotrain.overlap.predictor import Predictor, makespan
 
 CPU = torch.device("cpu")
 
@@ -53,17 +53,6 @@ def test_the_recurrence_is_what_a_simulation_of_events_finds(seed):
     first, second = ([chance.choice([0.0, chance.random()]) for _ in range(groups)] for _ in range(2))
     busy, after = (chance.choice([0.0, 3 * chance.random()]) for _ in range(2))
     assert makespan(first, second, busy, after) == pytest.approx(simulated(first, second, busy, after))
-
-
-def test_candidates_are_whole_waves_and_the_rest():
-    every = [[10, 10, 10, 5], [10, 10, 15], [10, 20, 5], [10, 25], [20, 10, 5], [20, 15], [30, 5], [35]]
-    assert sorted(candidates(35, 10)) == every
-    assert len(list(candidates(100, 10))) == 2**9
-    beyond = list(candidates(111, 10))
-    assert [len(sizes) for sizes in beyond] == list(range(1, 13))
-    assert all(sum(sizes) == 111 and min(sizes) > 0 for sizes in beyond)
-    assert beyond[2] == [40, 40, 31]
-    assert [len(sizes) for sizes in candidates(1000, 10)] == list(range(1, 17))
 
 
 def saturating(job: Job, rows: int) -> float:
@@ -127,17 +116,6 @@ def test_a_link(collective, rounds):
 def test_a_measured_link_is_straight_between_what_was_measured():
     link = MeasuredLink({"all_reduce": {1000: 1.0, 3000: 2.0}})
     assert [link.seconds("all_reduce", size, 2) for size in (10, 1000, 2000, 3000, 6000)] == [1.0, 1.0, 1.5, 2.0, 4.0]
-
-
-def test_waves():
-    assert slowdown(TILE_ROWS, 132 * TILE_COLUMNS, 132) == 2.0  # one wave becomes two
-    assert slowdown(4096, 4096, 132) == 1.0
-    assert unit_of(job(4096), 132) == 132 * 128
-    assert unit_of(job(512, "reduce_scatter", ranks=4), 8) == 8 * 128 / 4
-    assert unit_of(job(31), None) == 4
-    few = Job(200, 64, 50_000, "all_reduce", 2, torch.float32, CPU)  # two rows of tiles, each of three waves
-    assert unit_of(few, 132) == 128
-    assert unit_of(few.turned, 132) == 132 // 2 * 128
 
 
 def test_on_a_gpu_groups_beside_a_collective_lose_what_it_takes(monkeypatch):

@@ -1,74 +1,21 @@
-"""The product that signals its groups: order of tiles, numbers in Triton's interpreter, and on a GPU the real thing."""
+"""The product that signals its groups: numbers in Triton's interpreter, and on a GPU the real thing."""
 
 import importlib.util
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from covering import slow
-from layer_cases import Log
 
 from holotrain.overlap import row_parallel_linear, signals
 from holotrain.overlap.functions import AllReduce, ReduceScatter
-from holotrain.overlap.groups import Columns, spans
+from holotrain.overlap.groups import Columns
 from holotrain.overlap.links import EmulatedCollectives, Link
 from holotrain.overlap.overlapped_product import Overlap
 from holotrain.overlap.predictor import TILE_COLUMNS
-
-
-@pytest.mark.parametrize(("sizes", "ranks"), [([300], 1), ([130, 1, 150], 1), ([100, 33], 4)])
-def test_tiles_come_in_the_order_of_groups_whose_rows_are_contiguous(sizes, ranks):
-    cut = spans(sizes)
-    tiles = signals.tiles_of(cut, ranks, sum(sizes), 200).tolist()
-    assert [group for *_, group in tiles] == sorted(group for *_, group in tiles)
-    for _, written, height, _, group in tiles:
-        assert ranks * cut[group].start <= written and written + height <= ranks * cut[group].stop
-
-
-class Stream:
-    cuda_stream = 7
-
-    def wait_stream(self, other) -> None:
-        pass
-
-
-@pytest.fixture
-def launched(monkeypatch) -> list[str]:
-    """What a signalled product asks of the GPU, in order, with stand-ins for all of it."""
-    log = []
-    kernel = SimpleNamespace(launch=lambda *_: log.append("product"))
-    monkeypatch.setitem(sys.modules, "holotrain.overlap.kernel", kernel)
-    monkeypatch.setattr(signals, "_wait_for_count", lambda: lambda *_: log.append("wait") or 0)
-    monkeypatch.setattr(signals, "_stream_of", lambda device: Stream())
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    return log
-
-
-@pytest.mark.parametrize("groups", [1, 5])
-def test_the_host_does_as_much_for_any_number_of_tiles(launched, groups):
-    """One product, then a wait and a collective a group; the table of tiles is made once. Nothing reads from the device."""
-
-    def operations(rows: int, columns: int) -> list[str]:
-        x, matrix, cut = torch.empty(1, rows, 1), torch.empty(1, columns), spans([rows // groups] * groups)
-        with Log() as seen:
-            signals.send(x, matrix, None, cut, lambda group, parts: launched.append("collective"))
-        return [name for name in seen.names if name != "empty"]
-
-    few, many = (640, 256), (12800, 2560)  # up to 100 tiles for each before
-    signals.order_of.cache_clear()
-    for size in (few, many):
-        assert "_local_scalar_dense" not in operations(*size)
-    launched.clear()
-    assert operations(*few) == operations(*many) == ["new_empty", "zeros", "view", *["slice", "view"] * groups]
-    assert launched == 2 * ["product", *["wait", "collective"] * groups]
 
 
 @pytest.mark.slow

@@ -127,13 +127,6 @@ class Stripes(pl.LightningDataModule):
         return self.test_dataloader()
 
 
-class Trays(Stripes):
-    """Stripes whose option for the size of batches has a name of its own."""
-
-    def __init__(self, tray: int = 12) -> None:
-        super().__init__(batch_size=tray)
-
-
 class Numbered(TensorDataset):
     """Takes the keys (epoch, index) of a ResumableLoader."""
 
@@ -213,20 +206,3 @@ class Denoising(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
-
-
-class Rotation(pl.LightningModule):
-    """A task for any model and optimizer: which way up is the image?"""
-
-    def __init__(self, model: nn.Module, optimizer: Callable[[nn.Module], Optimizer]) -> None:
-        super().__init__()
-        self.model, self.optimizer = model, optimizer
-
-    def training_step(self, batch, batch_idx) -> Tensor:
-        images = batch[0]
-        turned = torch.rand(len(images), device=images.device) < 0.5
-        images = torch.where(turned[:, None, None, None], images.flip(-1), images)
-        return nn.functional.cross_entropy(self.model(images), turned.long())
-
-    def configure_optimizers(self) -> Optimizer:
-        return self.optimizer(self.model)

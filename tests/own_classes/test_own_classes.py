@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from compared import assert_close
-from covering import slow
 from forked import Forked
 from left_by_runs import assert_same_weights, only, scalars, summary
 from small_run import SMALL, fit_and_kill
@@ -84,17 +83,6 @@ def journal(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("model", "schedules"), [("=net", ["reversible"]), slow("=tower", ["checkpoint"])])
-def test_every_backward_that_its_blocks_support_gives_the_same_weights(typed, model, schedules):
-    for backward in ("autograd", *schedules):
-        words = [f"model{model}", "data=stripes", "test=false", f"backward={backward}", f"hydra.run.dir={backward}"]
-        assert typed("fit", *OWN, *words)[::2] == (0, "")
-    weights = {name: torch.load(f"{name}/{LAST}", weights_only=True)["state_dict"] for name in ("autograd", *schedules)}
-    for name in schedules:
-        assert_close(weights[name], weights["autograd"])
-        assert summary(Path(name))["backward"] == name
-
-
 @pytest.mark.slow
 def test_a_task_without_model_and_optimizer(typed, tmp_path):
     """The class has everything; what the command line would bring along is left out."""
@@ -113,16 +101,6 @@ def test_a_task_without_model_and_optimizer(typed, tmp_path):
         assert typed(command, "--config-dir", "conf", f"ckpt_path={whole}")[::2] == (0, "")
     rows = list(csv.reader((only(Path("runs/predict")) / "predictions.csv").open()))
     assert rows[0] == ["sample", "brightness"] and len(rows) == 25
-
-
-def test_a_task_for_any_model_and_optimizer(typed):
-    """It has no validation and no test, so that the last checkpoint is the best."""
-    assert typed("fit", *OWN, "task=rotation", "optimizer=lion", "hydra.run.dir=run")[::2] == (0, "")
-    assert summary(Path("run"))["checkpoint"] == f"run/{LAST}"
-    states = torch.load(f"run/{LAST}", weights_only=True)["optimizer_states"][0]["state"]
-    assert "momentum" in next(iter(states.values()))
-    status, _, err = typed("test", "--config-dir", "conf", "ckpt_path=run")
-    assert (status, err.count("\n")) == (2, 1) and "test_step" in err
 
 
 def test_a_checkpoint_names_classes_only_where_the_user_does_too(typed):

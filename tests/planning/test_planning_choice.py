@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from holotrain.planning.choice import Option, Stage, TooSmall, choose
+from holotrain.planning.choice import Option, Stage, choose
 from holotrain.planning.memory_plan import largest
 
 NAMES = ("reversible", "reversible+attention", "checkpoint", "autograd")
@@ -60,23 +60,6 @@ def test_what_is_left_over_is_given_out_again():
     assert choose([stage], peak, 2008).blocks.count("autograd") == 10
 
 
-def test_those_that_hold_most_come_last():
-    stage = Stage(6, [Option("reversible", 0, 4.0), Option("checkpoint", 10, 3.8), Option("autograd", 100, 3.0)])
-    blocks = choose(
-        [stage], lambda blocks: 100_000 + 100 * blocks.count("autograd") + 10 * blocks.count("checkpoint"), 100_640
-    ).blocks
-    assert blocks == sorted(blocks, key=["reversible", "checkpoint", "autograd"].index)
-    assert "checkpoint" in blocks and "autograd" in blocks
-
-
-def test_the_least_may_use_the_margin_and_no_less_is_an_error():
-    stage = Stage(2, [Option("reversible", 0, 4.0), Option("autograd", 5, 3.0)])
-    assert choose([stage], lambda blocks: 1000, 1000).blocks == ["reversible"] * 2
-    with pytest.raises(TooSmall) as error:
-        choose([stage], lambda blocks: 1000, 999)
-    assert error.value.least == 1000
-
-
 def convex(seed):
     generator = random.Random(seed)
     lines = [(generator.randint(0, 2000), generator.choice([0, 1, 7, 40, 133])) for _ in range(3)]
@@ -111,16 +94,3 @@ def test_a_straight_line_takes_three_simulations():
 
     assert largest(line, 7100, 16) == 1000
     assert len(asked) == 3
-
-
-@pytest.mark.parametrize("empty", [0, 90, 100])
-def test_what_a_size_of_zero_needs_shows_the_way_to_small_sizes(empty):
-    asked = []
-
-    def line(size):
-        asked.append(size)
-        return 100 + 7 * size
-
-    assert largest(line, 130, 512, empty=empty) == 4
-    assert len(asked) <= (14 if empty == 0 else 5)
-    assert largest(line, 99, 512, empty=100) == 0 and largest(line, 99, 512) == 0

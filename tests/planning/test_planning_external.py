@@ -22,9 +22,7 @@ LANGUAGE = {
     "gpt2": (CAUSAL, {"vocab_size": 500, "n_positions": 2048, "n_embd": 64, "n_layer": 3, "n_head": 4} | NO_TOKENS),
     "llama": (CAUSAL, GROUPED),
     "qwen3": (CAUSAL, GROUPED | {"head_dim": 16}),
-    "mistral": (CAUSAL, GROUPED | {"sliding_window": 100}),
     "gemma2": (CAUSAL, GROUPED | {"head_dim": 16}),
-    "gpt_neox": (CAUSAL, SMALL | NO_TOKENS),
     "bert": (MASKED, ENCODER),
     "modernbert": (MASKED, SMALL | {"cls_token_id": 1, "sep_token_id": 2} | NO_TOKENS),
 }
@@ -75,10 +73,9 @@ def test_a_plan_of_a_model_of_others_is_what_a_step_takes(name, size):
     assert planned.peak / 1.02 <= measured <= planned.bound * 1.02
 
 
-@pytest.mark.parametrize("name", ["gpt2", slow("qwen3")])
-@pytest.mark.parametrize("way", ["reversible", slow("checkpoint"), slow("autograd")])
+@pytest.mark.parametrize("way", ["reversible", slow("checkpoint")])
 @pytest.mark.filterwarnings("ignore")
-def test_the_plan_of_a_few_tiles_is_that_of_all(name, way, monkeypatch):
+def test_the_plan_of_a_few_tiles_is_that_of_all(way, monkeypatch):
     """A plan takes some tiles of the loss, of MLPs and of couplings for all."""
     monkeypatch.setattr("holotrain.reversible.two_step.LEAST_PIECE", 1024)
     monkeypatch.setattr("holotrain.reversible.tiled_loss.MOST_LOGITS", {"cpu": 2 * 64 * 500})
@@ -87,18 +84,8 @@ def test_the_plan_of_a_few_tiles_is_that_of_all(name, way, monkeypatch):
         return make_reversible(model, tile=64) if way == "reversible" else recompute(model, backward=way, tile=64)
 
     with torch.device("meta"):
-        model = language(name)
-    with fake_tensors():
-        planned = simulate_step(step_of(tiled(fake_parameters(model, torch.device("cpu"))), name, 512))
-    measured = measured_peak(step_of(tiled(language(name)), name, 512), torch.device("cpu"))
-    assert planned.peak / 1.02 <= measured <= planned.bound * 1.02
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_what_the_forward_makes_after_its_blocks_is_of_the_head():
-    with torch.device("meta"):
         model = language("gpt2")
     with fake_tensors():
-        parts = simulate_step(step_of(fake_parameters(model, torch.device("cpu")), "gpt2", 512)).parts_by_phase["forward"]
-    logits = 2 * 512 * 500 * 4
-    assert 2 * logits <= parts["head"] <= 4 * logits
+        planned = simulate_step(step_of(tiled(fake_parameters(model, torch.device("cpu"))), "gpt2", 512))
+    measured = measured_peak(step_of(tiled(language("gpt2")), "gpt2", 512), torch.device("cpu"))
+    assert planned.peak / 1.02 <= measured <= planned.bound * 1.02

@@ -1,13 +1,9 @@
-"""Steps in the backward: their plan is what the tensors take, and hardly any gradients stand at the peak."""
-
-from functools import partial
+"""Steps in the backward: their plan is what the tensors take."""
 
 import pytest
 import torch
-from covering import slow
 from small_planners import made
 from torch import nn
-from torch.distributed._tools.common_utils import get_untyped_storages
 from tracked_memory import check_plan
 
 from holotrain.models import RevGPT, RevViT
@@ -20,71 +16,33 @@ from holotrain.tasks.optimizer_functions import adafactor, adamw, adamw_low_bit,
 SIZES = {"image_size": 32, "patch_size": 4, "dim": 64, "heads": 2, "classes": 10}
 
 
-def step_of(make, in_backward, fake=True, batch=2, optimizer=adamw):
+def step_of(make, optimizer, fake=True):
     model = made(make, fake)
-    stepped = optimizer(model)
-    given = torch.zeros(batch, 64, dtype=torch.int64) if isinstance(model, RevGPT) else torch.zeros(batch, 3, 32, 32)
+    given = torch.zeros(8, 64, dtype=torch.int64) if isinstance(model, RevGPT) else torch.zeros(8, 3, 32, 32)
     words = (given, given) if isinstance(model, RevGPT) else (given,)
     loss = lambda: model(*words).square().mean()  # noqa: E731
-    return TrainingStep(model, loss, InBackward(stepped) if in_backward else stepped, held={"batch": [given]})
+    return TrainingStep(model, loss, InBackward(optimizer(model)), held={"batch": [given]})
 
 
-def vit(backward="reversible", depth=24):
-    return RevViT(**SIZES, depth=depth, backward=backward)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backward", ["autograd", "reversible"])
-def test_at_the_peak_of_24_blocks_there_is_a_tenth_of_the_gradients_at_most(backward):
-    with fake_tensors():
-        usual, ours = (simulate_step(step_of(lambda: vit(backward), in_backward)) for in_backward in (False, True))
-    assert usual.parts["gradients"] == usual.parts["parameters"]  # in the forward, from the step before
-    assert 0 < ours.parts["gradients"] <= 0.1 * usual.parts["gradients"]
-    assert ours.parts["gradients"] / ours.peak <= 0.1 * usual.parts["gradients"] / usual.peak
-    assert ours.peak < usual.peak
-    assert ours.parts["optimizer"] == usual.parts["optimizer"]
+def vit(backward):
+    return RevViT(**SIZES, depth=2, backward=backward)
 
 
 @pytest.mark.parametrize(
     ("make", "optimizer"),
     [
-        slow(lambda: vit("autograd", 24), adamw),
-        (lambda: vit("pareprop", 2), sgd),
-        (lambda: vit("checkpoint", 2), muon),
-        slow(lambda: vit("reversible", 24), adamw),
-        (lambda: vit("reversible", 2), adamw_low_bit),
-        (lambda: vit("reversible", 2), adafactor),
+        (lambda: vit("pareprop"), sgd),
+        (lambda: vit("checkpoint"), muon),
+        (lambda: vit("reversible"), adamw_low_bit),
+        (lambda: vit("reversible"), adafactor),
         (lambda: RevGPT(vocab=260, context=64, dim=64, depth=2, heads=4, backward="reversible"), adamw),
     ],
-    ids=["deep, autograd", "sgd", "muon", "deep, reversible", "8 bits", "adafactor", "tied"],
+    ids=["sgd", "muon", "8 bits", "adafactor", "tied"],
 )
 def test_a_plan_is_what_the_tensors_take(make, optimizer):
     with fake_tensors():
-        planned = simulate_step(step_of(make, True, batch=8, optimizer=optimizer))
-    check_plan(planned, step_of(make, True, fake=False, batch=8, optimizer=optimizer))
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "least", "most"),
-    [
-        (adamw, 8, 8.1),
-        (partial(adamw_low_bit, bits="8bit"), 2, 3),
-        slow(partial(adamw_low_bit, bits="4bit"), 1, 2),
-        (adafactor, 0, 0.5),
-        (muon, 4, 5),
-    ],
-)
-def test_the_bytes_of_the_optimizers_state_are_those_that_it_holds(optimizer, least, most):
-    """``least`` and ``most`` for an entry of a parameter."""
-    with fake_tensors():
-        planned = simulate_step(step_of(lambda: vit(depth=2), False, optimizer=optimizer)).parts["optimizer"]
-    step = step_of(lambda: vit(depth=2), False, fake=False, optimizer=optimizer)
-    step.begin()
-    step.update()
-    storages = (storage for tensor in step.optimizer_state for storage in get_untyped_storages(tensor))
-    assert planned == sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-    entries = sum(parameter.numel() for parameter in step.model.parameters())
-    assert least * entries <= planned <= most * entries
+        planned = simulate_step(step_of(make, optimizer))
+    check_plan(planned, step_of(make, optimizer, fake=False))
 
 
 def test_a_step_that_needs_the_gradients_is_no_step_in_the_backward():

@@ -21,15 +21,12 @@ from holotrain.planning.allocators import (
     FUSED_ATTENTION,
     FUSED_ATTENTION_BACKWARD,
     HALF,
-    PER_THREAD,
-    Allocator,
     scratch,
 )
 from holotrain.planning.cuda_rules import cuda_rules
 from holotrain.planning.fake_tensors import Unplannable, assume_mask_share, fake_tensors
 from holotrain.planning.tracker import AllocationTracker
 from holotrain.planning.training_step import TrainingStep, peak_of
-from holotrain.reversible.side_stream import assuming_a_side_stream
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -196,47 +193,12 @@ def packing(monkeypatch):
     monkeypatch.setattr("holotrain.planning.allocators.goes_to_onednn", lambda dtype: dtype in HALF)
 
 
-def test_scratch_of_a_product_by_hand(packing, monkeypatch):
-    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
-    a, b = torch.empty(64, 128, dtype=torch.bfloat16), torch.empty(128, 64, dtype=torch.bfloat16)
-    k = 128 + 16 + 64
-    factor, result = 128 * k * 2, 128 * 128 * 4
-    assert scratch(aten.mm.default, (a, b)) == factor + 2 * (2 * factor + result + PER_THREAD)
-    assert scratch(aten.mm.default, (a.float(), b.float())) == 0
-    assert scratch(aten.mm.default, (a[:, ::2], b[::2])) > scratch(aten.mm.default, (a[:, :64].contiguous(), b[:64]))
-
-
-def test_scratch_counts_at_the_moment_it_is_held():
-    tracker = AllocationTracker(Allocator(scratch=lambda function, args: 1000 * (function is aten.mm.default)))
-    with fake_tensors():
-        a = torch.zeros(10, 10)
-        tracker.label("parameters", [a])
-        with tracker.tracking():
-            tracker.enter("forward")
-            product = a @ a
-            assert (tracker.peak(), tracker.bound()) == (800, 1800)
-            tracker.enter("backward")
-            much = torch.zeros(500)
-            del product
-            assert (tracker.peak(), tracker.bound(), tracker.bound("backward")) == (2800, 2800, 2800)
-            del much
-
-
 def planned_mlp(dtype, allocator=ALLOCATORS["cpu"]):
     with fake_tensors():
         model = nn.Sequential(nn.Linear(256, 256, dtype=dtype), nn.GELU(), nn.Linear(256, 256, dtype=dtype))
         batch = torch.zeros(128, 256, dtype=dtype)
         step = TrainingStep(model, lambda: model(batch).sum(), torch.optim.SGD(model.parameters()), held={"batch": [batch]})
         return simulate_step(step, allocator)
-
-
-def test_where_products_are_packed_the_bound_is_higher_and_the_peak_is_the_same(packing, monkeypatch):
-    packed = planned_mlp(torch.bfloat16)
-    assert packed.scratch == packed.bound - packed.peak > 256 * 256 * 2
-    monkeypatch.setattr("holotrain.planning.allocators.goes_to_onednn", lambda dtype: False)
-    unpacked = planned_mlp(torch.bfloat16)
-    assert unpacked.scratch == 0 and unpacked.bound == unpacked.peak == packed.peak
-    assert unpacked.parts == packed.parts
 
 
 def test_a_gpu_has_workspaces_in_its_place_and_rounds_each_storage_up(packing):
@@ -281,30 +243,12 @@ def test_nothing_is_allocated_and_parts_are_what_they_are_called():
     assert planned.phase in planned.by_phase and planned.peak == max(planned.by_phase.values())
 
 
-def test_overlap_that_is_assumed_takes_no_less():
-    with fake_tensors():
-        in_turn = simulate_step(training_step("RevViT", "pareprop", fake=True))
-        with assuming_a_side_stream():
-            ahead = simulate_step(training_step("RevViT", "pareprop", fake=True))
-    assert ahead.by_phase["backward"] > in_turn.by_phase["backward"]
-    assert ahead.by_phase["forward"] == in_turn.by_phase["forward"]
-
-
 @pytest.mark.parametrize(
     ("work", "operation"), [(lambda x: x * x.sum().item(), "_local_scalar_dense"), (torch.Tensor.unique, "unique")]
 )
 def test_what_cannot_be_planned_is_named(work, operation):
     with pytest.raises(Unplannable, match=operation), fake_tensors():
         work(torch.ones(3))
-
-
-def test_a_mask_selects_its_share():
-    with fake_tensors(), assume_mask_share(0.25):
-        x = torch.zeros(8, 5, requires_grad=True)
-        chosen = x[torch.zeros(8, dtype=torch.bool)]
-        assert chosen.shape == (2, 5)
-        chosen.sum().backward()
-        assert x.grad.shape == (8, 5)
 
 
 def test_cudas_attention_drops_within_its_kernel():

@@ -10,7 +10,6 @@ from compared import assert_close, assert_equal
 from covering import paired, pairwise
 from engine_cases import ENGINES, Branch, sequence
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from holotrain.synthesis import HolographicSynthesis, updates
 
@@ -61,30 +60,6 @@ def test_a_recomputation_is_no_second_input(engine, dropout):
     torch.manual_seed(5)
     model(data()).sum().backward()
     assert_close(taken(synthesis), forward_alone, rtol=1e-12)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_by_others_is_no_second_input(reentrant):
-    model = network()
-    synthesis = HolographicSynthesis(model)
-    model(data())
-    once = synthesis._keys.take()
-    x = data().requires_grad_()
-    checkpoint(model, x, use_reentrant=reentrant).sum().backward()
-    assert_equal(taken(synthesis), once)
-
-
-def test_accumulated_batches_add_up_to_one():
-    whole, halves = network(), network()
-    synthesis = [HolographicSynthesis(model, block_length=32) for model in (whole, halves)]
-    for _ in range(3):
-        for model, parts in ((whole, [data(8)]), (halves, data(8).chunk(4))):
-            model.zero_grad()
-            for part in parts:
-                model(part).square().sum().backward()
-        for each in synthesis:
-            each.step()
-        assert_close(grads(whole), grads(halves), rtol=1e-10)
 
 
 def test_convolutions_embeddings_and_parameters_without_an_input():
@@ -155,7 +130,6 @@ def test_a_step_with_nan_or_inf_is_skipped_counted_and_said(options, bad, way, m
     ("options", "words"),
     [
         ({"block_length": 32}, "block_length is 1024 there, not 32"),
-        ({"mode": "shared"}, "mode is 'associative' there, not 'shared'"),
         ({"key_ema": 0}, "key_ema is True there, not False"),
         ({"covers": lambda name, parameter: "weight" in name}, "parameters is"),
     ],
@@ -313,8 +287,6 @@ def test_parameters_that_cannot_be_covered_are_named(make, words):
         ({"mode": "magic"}, "mode='magic': it must be associative or bind or shared"),
         ({"decay": 1.0}, r"decay=1.0: it must be in \[0, 1\)"),
         ({"subsample": 0}, "subsample=0"),
-        ({"superpose": 0}, "superpose=0"),
-        ({"block_length": -1}, "block_length=-1"),
         ({"transform": "hadamard", "block_length": 48}, "power of two"),
         ({"split": "cpu", "cuda_graph": True}, "use one of them"),
         ({"cuda_graph": True}, "needs a model on a CUDA device"),

@@ -1,6 +1,5 @@
 """The task of error diffusion, and its monitor, in a bare Trainer."""
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from compared import assert_equal_parameters
@@ -9,7 +8,6 @@ from small_trainings import quiet_trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from holotrain.callbacks import ErrorDiffusionMonitor
-from holotrain.error_diffusion import ErrorDiffusionNetwork
 from holotrain.error_diffusion.cells import sign_violations
 from holotrain.models import ImageErrorDiffusion
 from holotrain.tasks import ErrorDiffusionClassifier
@@ -98,29 +96,3 @@ def test_the_monitor_changes_nothing():
     fit(tasks[1], batches())
     assert_equal_parameters(*tasks)
     assert not tasks[0].model._forward_hooks
-
-
-def test_the_monitor_has_no_alignment_to_tell_of_back_propagation():
-    memo = fit(task_of(rule="backpropagation"), batches(), ErrorDiffusionMonitor(1))
-    assert memo.of("error_diffusion/sign_violations") and memo.of("error_diffusion/dead_cells")
-    assert not memo.of("error_diffusion/alignment")
-
-
-class Bare(pl.LightningModule):
-    """Somebody else's module, with another loss and no images."""
-
-    def __init__(self):
-        super().__init__()
-        self.network = ErrorDiffusionNetwork(16, 3, 4, 2)
-
-    def training_step(self, batch, batch_idx):
-        images, labels = batch
-        return torch.nn.functional.binary_cross_entropy(self.network(x=images), torch.eye(3)[labels])
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=0.01)
-
-
-def test_the_monitor_looks_into_any_module():
-    memo = fit(Bare(), batches(), ErrorDiffusionMonitor(1))
-    assert len(memo.of("error_diffusion/alignment")) == 3
