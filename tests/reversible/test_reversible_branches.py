@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from holotrain.reversible import ReversibleBlock, ReversibleSequence
 from holotrain.reversible.context import recomputing
 
 RECOMPUTING = ("checkpoint", "reversible")
@@ -81,42 +80,6 @@ def test_functional_call(engine):
         return [*grads]
 
     assert_same(engine, Branch, run)
-
-
-@every_engine
-def test_a_backward_in_inference_mode(engine):
-    def run(net):
-        loss = loss_of(net)
-        with torch.inference_mode():
-            loss.backward()
-        return [p.grad for p in net.parameters()]
-
-    assert_same(engine, Branch, run)
-
-
-@recomputing_engines
-def test_a_sequence_within_a_branch_of_a_sequence(engine):
-    """Two levels down, also on a grid. Nothing of the inner streams is kept between the outer blocks."""
-
-    class Averaged(ReversibleSequence):
-        def forward(self, x):
-            return sum(super().forward(x, x.tanh())) / 2
-
-    def nested(depth):
-        if not depth:
-            return Branch()
-        blocks = [ReversibleBlock(nested(depth - 1), nested(depth - 1)) for _ in range(2)]
-        return Averaged(blocks, engine, exact=20)
-
-    found = []
-    for plain in (True, False):
-        torch.manual_seed(0)
-        net = ReversibleSequence([ReversibleBlock(nested(2), nested(1)) for _ in range(2)], engine, exact=20).double()
-        for module in net.modules():
-            if plain and isinstance(module, ReversibleSequence):
-                module.backward = "autograd"
-        found.append(gradients(net))
-    assert relative_error(found[1], found[0]) <= 1e-12
 
 
 @recomputing_engines
@@ -330,27 +293,6 @@ def test_a_branch_that_begins_to_write_a_buffer_is_refused_once(engine):
     reference.load_state_dict(net.state_dict())
     assert relative_error(gradients(net), gradients(reference)) <= 1e-12
     assert_equal(list(net.buffers()), list(reference.buffers()))
-
-
-def test_objects_are_passed_on_and_never_copied():
-    class Uncopied:
-        scale = 0.5
-
-        def __deepcopy__(self, memory):
-            raise AssertionError("copied")
-
-        __copy__ = __reduce_ex__ = __deepcopy__
-
-    seen, given = [], Uncopied()
-
-    class Noting(Branch):
-        def forward(self, x, holder):
-            seen.append(holder)
-            return super().forward(x) * holder.scale
-
-    net = sequence(3, branch=lambda dropout: Noting(), engine=ENGINES["reversible"])
-    loss_of(net, f_kwargs={"holder": given}, g_kwargs={"holder": given}).backward()
-    assert len(seen) == 12 and all(each is given for each in seen)
 
 
 @recomputing_engines
