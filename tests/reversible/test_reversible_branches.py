@@ -103,21 +103,6 @@ def test_parameters_replaced_before_the_backward(engine):
     assert relative_error(found, expected) < 1e-12
 
 
-@recomputing_engines
-def test_a_leaf_that_is_read_from_the_second_run_on(engine):
-    scale = 1.0
-    plain, net = both(engine, lambda: Reading(lambda: scale))
-    loss_of(net).backward()
-    scale = torch.full((WIDTH,), 2.0, dtype=F64, requires_grad=True)
-    found = [torch.autograd.grad(loss_of(each), [scale]) for each in (net, net, plain)]
-    assert relative_error(found[0], found[2]) < 1e-12 and relative_error(found[1], found[2]) < 1e-12
-    loss = loss_of(net)
-    with torch.no_grad():
-        scale.fill_(3)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 class Parametrized(Branch):
     """Reads the weight twice."""
 

@@ -23,16 +23,12 @@ OPT = SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.1}
 MODELS = {
     "tied": ("gpt2", GPT2),
     "its own head": ("llama", GROUPED),
-    "tied, of another kind": ("qwen3", GROUPED | {"tie_word_embeddings": True}),
     "soft-capped": ("gemma2", GROUPED | {"final_logit_softcapping": 0.5}),
     "scaled": ("cohere", GROUPED | {"logit_scale": 0.3}),
     "divided": ("granite", GROUPED | {"logits_scaling": 3.0}),
     "with a bias": ("phi", SIZES | {"resid_pdrop": 0.1}),
-    "parallel branches": ("gpt_neox", SIZES | {"hidden_dropout": 0.1}),
     "a base within the base": ("opt", OPT),
     "masked": ("bert", SIZES),
-    "masked, with another head": ("roberta", SIZES),
-    "masked, of another kind": ("modernbert", SIZES | {"cls_token_id": 1, "sep_token_id": 2}),
 }
 KINDS = [name if name in ("tied", "soft-capped", "with a bias", "masked") else slow(name) for name in MODELS]
 
@@ -89,11 +85,10 @@ def assert_same(model: nn.Module, tokens: int, change=lambda model: None, **give
     assert_near(found, expected)
 
 
-@pytest.mark.parametrize("tokens", [4, slow(1), slow(7), slow(100)])
 @pytest.mark.parametrize("name", KINDS)
-def test_loss_and_gradients_are_those_of_the_whole(name, tokens):
+def test_loss_and_gradients_are_those_of_the_whole(name):
     """With dropout, labels of -100, and tiles that do not divide the length."""
-    assert_same(made(name), tokens)
+    assert_same(made(name), 7)
 
 
 def frozen_head(model):
@@ -251,16 +246,12 @@ def experts() -> nn.Module:
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)).train()
 
 
-@pytest.mark.parametrize("seen", [False, True])
 @pytest.mark.parametrize("summed", [False, True])
-def test_the_loss_of_experts_is_part_of_a_mean_and_of_no_sum(summed, seen):
-    """The mean over tiles of what all of them add is what one adds. Whether or not a mean has been seen before."""
+def test_the_loss_of_experts_is_part_of_a_mean_and_of_no_sum(summed):
+    """The mean over tiles of what all of them add is what one adds."""
     items = {"num_items_in_batch": torch.tensor(60)} if summed else {}
     result, expected = first_step(experts(), **items)
     model = tile_loss(experts(), most_logits=8 * WORDS)
-    if seen:
-        first_step(model)
-        model.zero_grad()
     with pytest.warns(UserWarning, match="is taken whole") if summed else warnings.catch_warnings(action="error"):
         tiled, found = first_step(model, **items)
     assert tiled.loss.item() == pytest.approx(result.loss.item(), rel=1e-5) and result.aux_loss > 0
