@@ -12,10 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from compared import assert_close
-from covering import slow
 from engine_cases import MIXED, WIDTH, sequence
 from happens_before import Race
-from paper_gpu import Event, Stream, WrongDevice, paper_gpu
+from paper_gpu import Event, Stream, paper_gpu
 from small_models import FAMILIES
 from torch import Tensor, nn
 
@@ -41,44 +40,6 @@ from holotrain.synthesis.delayed import Delayed
 def on_paper(monkeypatch):
     with paper_gpu(monkeypatch) as machine:
         yield machine
-
-
-class TestTheRecorder:
-    def test_a_write_needs_a_wait_for_the_bytes_it_touches_and_no_others(self, on_paper):
-        side, x = torch.cuda.Stream(), torch.zeros(4, 6, device="cuda")
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            x[:, 1::2].sum()
-        x[:, ::2].add_(1)
-        with pytest.raises(Race, match="may not have read yet"):
-            x[2].zero_()
-
-    def test_a_pinned_source_stays_as_it_is_until_it_is_copied(self, on_paper):
-        source = torch.ones(3).pin_memory()
-        source.to("cuda", non_blocking=True)
-        with pytest.raises(Race, match="the host overwrites"):
-            source.zero_()
-
-    def test_operands_are_on_one_device(self, on_paper):
-        with pytest.raises(WrongDevice):
-            torch.ones(3, device="cuda") + torch.ones(3)
-
-    def test_a_capture_waits_for_its_streams_and_the_host_never_in_it(self, on_paper):
-        x, side = torch.ones(3, device="cuda"), torch.cuda.Stream()
-        with pytest.raises(Race, match="ends before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                x + 1
-        with pytest.raises(RuntimeError, match="captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            x.sum().item()
-
-    def test_a_replay_computes_again(self, on_paper):
-        x, graph = torch.ones(3, device="cuda"), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = torch.zeros(3, device="cuda").add_(x).unsqueeze(0) * 2
-        x.fill_(4)
-        graph.replay()
-        assert y.tolist() == [[8, 8, 8]]
 
 
 def gradients(net, x):
@@ -165,10 +126,7 @@ def test_a_captured_step(on_paper, backward):
     optimizer.step()
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["RevViT", "RevRoBERTa", "RevGPT", *(slow(each) for each in ("RevSwin", "RevMViT"))],
-)
+@pytest.mark.parametrize("family", ["RevViT", "RevGPT"])
 def test_models_that_are_stepped_in_the_backward(on_paper, family):
     arguments = FAMILIES[family.removeprefix("Rev")]
 
@@ -178,7 +136,7 @@ def test_models_that_are_stepped_in_the_backward(on_paper, family):
         for module in model.modules():
             if hasattr(module, "backward") and hasattr(module, "blocks"):
                 module.backward = "pareprop"
-        if family in ("RevRoBERTa", "RevGPT"):
+        if family == "RevGPT":
             given = torch.arange(24).view(2, 12) % arguments["vocab"]
         else:
             given = torch.linspace(-1, 1, 2 * 64).view(2, arguments["channels"], 8, 8)
