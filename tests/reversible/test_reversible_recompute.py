@@ -8,7 +8,8 @@ import torch
 from compared import assert_close, assert_equal
 from covering import paired
 from happens_before import Race
-from paper_gpu import Stream, paper_gpu
+from paper_gpu import paper_gpu
+from paper_streams import Stream
 from torch import nn
 from torch.nn import functional as F
 from tracked_memory import TrackedMemory
