@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from compared import assert_close
 from covering import name_of, slow
-from engine_cases import MIXED, WIDTH, sequence
+from engine_branches import WIDTH
+from engine_cases import MIXED, sequence
 from happens_before import Race
 from paper_gpu import paper_gpu
 from paper_streams import Event, Stream

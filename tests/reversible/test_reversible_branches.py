@@ -10,7 +10,8 @@ import pytest
 import torch
 from compared import assert_equal
 from covering import paired
-from engine_cases import ENGINES, F64, WIDTH, Branch, learned, relative_error, sequence
+from engine_branches import F64, WIDTH, Branch
+from engine_cases import ENGINES, learned, relative_error, sequence
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from engine_cases import F64, WIDTH, relative_error, sequence
+from engine_branches import F64, WIDTH
+from engine_cases import relative_error, sequence
 from torch import nn
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from engine_cases import WIDTH, Branch, sequence
+from engine_branches import WIDTH, Branch
+from engine_cases import sequence
 from small_stacks import Block, Model, inputs, model, recomputed, reversible
 from torch import nn
 from torch.utils.checkpoint import checkpoint
