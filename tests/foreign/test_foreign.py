@@ -1,7 +1,6 @@
 """Models of timm and transformers from the command line: trained, read from checkpoints, and handed back to their library."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from small_run import fit_in
 import holotrain as package
 from holotrain.models import HuggingFace, Timm, generate
 from holotrain.models.generation import Sampling
-from holotrain.models.huggingface import HEADS
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
@@ -34,18 +32,8 @@ NETWORKS = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 260, "n_positions": 32, "eos_token_id": 258},
     "llama": {**SMALL, "vocab_size": 264, "max_position_embeddings": 32, "num_key_value_heads": 1},
     "bert": {**SMALL, "vocab_size": 260, "max_position_embeddings": 32},
-    "roberta": {**SMALL, "vocab_size": 260, "max_position_embeddings": 34},
     "vit": {**SMALL, "image_size": 32, "patch_size": 4},
 }
-RUNS = [
-    ("gpt2", "causal_lm"),
-    ("bert", "masked_lm"),
-    ("roberta", "sequence_classification"),
-    ("llama", "sequence_classification"),
-    ("vit", "image_classification"),
-    ("timm", "image_classification"),
-]
-PLANNED = [("gpt2", "causal_lm"), ("timm", "image_classification")]
 TINY = [
     *("model=timm", "model.name=vit_tiny_patch16_224"),
     "model.arguments={depth: 2, embed_dim: 32, num_heads: 2, patch_size: 4}",
@@ -90,7 +78,7 @@ def trained(tmp_path_factory):
     return run
 
 
-def example(task: str, run: Path) -> torch.Tensor:
+def example(task: str) -> torch.Tensor:
     if task == "image_classification":
         return torch.randn(2, 1, 8, 8)
     return torch.arange(20).view(2, 10) + 97
@@ -98,7 +86,12 @@ def example(task: str, run: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "task"),
-    [each if each == ("gpt2", "causal_lm") else slow(*each) for each in RUNS],
+    [
+        ("gpt2", "causal_lm"),
+        slow("bert", "masked_lm"),
+        slow("llama", "sequence_classification"),
+        slow("timm", "image_classification"),
+    ],
 )
 def test_a_checkpoint_needs_no_other_file(holotrain, trained, tmp_path, kind, task):
     run = trained(kind, task)
@@ -108,57 +101,10 @@ def test_a_checkpoint_needs_no_other_file(holotrain, trained, tmp_path, kind, ta
     assert summary(Path("test"))["metrics"]["test/loss"] == pytest.approx(found["metrics"]["test/loss"], rel=1e-6)
     if task != "masked_lm":
         holotrain.done("predict", f"ckpt_path={run}")
-    if (kind, task) not in PLANNED:
+    if kind not in ("gpt2", "timm"):
         return
     holotrain.done("plan", f"ckpt_path={run}", "memory=8MiB", "hydra.run.dir=plan")
     assert {"autograd", "checkpoint"} <= json.loads(Path("plan/plan.json").read_text())["footprints"].keys()
-
-
-OTHER_PROCESS = """
-import json, sys
-sys.modules["holotrain"] = None  # its import would fail
-import torch
-torch.set_num_threads(int(sys.argv[1]))
-for kind, task, auto, folder, words in json.loads(sys.argv[2]):
-    if kind == "timm":
-        import timm
-        model = timm.create_model(f"local-dir:{folder}", pretrained=True)
-        sizes = {"img_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2, "patch_size": 4}
-        path = f"{folder}/model.safetensors"
-        again = timm.create_model("vit_tiny_patch16_224", checkpoint_path=path, num_classes=10, in_chans=1, **sizes)
-        given = {"x": torch.load(f"{folder}/input.pt")}
-        assert torch.equal(model.eval()(**given), again.eval()(**given))
-        assert model.pretrained_cfg["num_classes"] == 10 and len(model.pretrained_cfg["mean"]) == 1
-    else:
-        import transformers
-        model = getattr(transformers, auto).from_pretrained(folder)
-        given = {"pixel_values" if words == "images" else "input_ids": torch.load(f"{folder}/input.pt")}
-        if words == "images":
-            assert transformers.AutoImageProcessor.from_pretrained(folder).image_mean
-        if task.endswith("classification"):
-            assert len(model.config.id2label) == model.config.num_labels and "LABEL_0" not in model.config.id2label.values()
-    with torch.no_grad():
-        output = model.eval()(**given)
-    torch.save(output if kind == "timm" else output.logits, f"{folder}/output.pt")
-"""
-
-
-@pytest.mark.slow
-def test_an_export_is_read_without_holotrain(holotrain, trained, tmp_path):
-    jobs, expected = [], []
-    for kind, task in RUNS:
-        run, folder = trained(kind, task), tmp_path / f"{kind}_{task}"
-        assert holotrain("export", f"ckpt_path={run}", f"to={folder}")[::2] == (0, "")
-        model, given = package.load(run), example(task, run)
-        torch.save(given, folder / "input.pt")
-        with torch.no_grad():
-            expected.append(model(given))
-        jobs.append((kind, task, HEADS[task], str(folder), "images" if task.startswith("image") else "tokens"))
-    command = [sys.executable, "-c", OTHER_PROCESS, str(torch.get_num_threads()), json.dumps(jobs)]
-    other = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert other.returncode == 0, other.stderr
-    for (*_, folder, _), logits in zip(jobs, expected, strict=True):
-        assert_equal(torch.load(f"{folder}/output.pt"), logits)
 
 
 def test_generate(holotrain, trained):
@@ -325,7 +271,7 @@ def test_reversible_blocks_train(holotrain, tmp_path, kind, task):
         peaks = {name: each["peak"] for name, each in json.loads(Path("plan/plan.json").read_text())["footprints"].items()}
         assert peaks["reversible"] < peaks["autograd"]
     holotrain.done("export", "ckpt_path=run", "to=export")
-    model, given = package.load("run"), example(task, Path("run"))
+    model, given = package.load("run"), example(task)
     if kind == "timm":
         back = timm.create_model("local-dir:export", pretrained=True).eval()
         assert_equal(back(given), model(given))

@@ -125,18 +125,6 @@ class Counting(Branch):
         return super().forward(x) if self.calls % 2 else super().forward(x).sin()
 
 
-class Routed(nn.Module):
-    """Which rows it works on depends on the run."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.rows = nn.LayerNorm(WIDTH), [2, 1]
-
-    def forward(self, x):
-        rows = self.rows.pop(0) if self.rows else 2
-        return torch.cat([self.norm(x[:rows]), x[rows:]]) if rows < len(x) else self.norm(x)
-
-
 class EditsWhatWasSaved(Branch):
     def forward(self, x):
         hidden = torch.tanh(self.inner(x))
@@ -212,7 +200,6 @@ REFUSED = {
     "data swapped": (lambda: (Branch, swap_data("weight", 1)), SWAPPED),
     "data swapped twice": (lambda: (Branch, swap_data("bias", 2)), SWAPPED),
     "another function each time": (lambda: (Counting, nothing), OTHER),
-    "other rows": (lambda: (Routed, nothing), OTHER),
     "a saved tensor that is edited": (lambda: (EditsWhatWasSaved, nothing), INPLACE),
 }
 

@@ -187,17 +187,6 @@ def test_copies_and_pickles_run_their_own_blocks():
         assert_equal(gradients(other, inputs)[3:5], [torch.zeros(128, dtype=torch.float64)] * 2)
 
 
-def test_a_forward_that_was_wrapped_is_given_back():
-    model, inputs = stack()
-    plain, block = gradients(model, inputs), model.blocks[0]
-    recompute(model)
-    wrapped = block.forward
-    block.forward = lambda *given, **words: wrapped(*given, **words)
-    undo(model)
-    assert_equal(gradients(model, inputs), plain)
-    assert RecomputedForward.of(block) is None and "forward" not in vars(model.blocks[1])
-
-
 def test_a_compiled_model(compiler):
     model, inputs = stack()
     without_dropout(model)

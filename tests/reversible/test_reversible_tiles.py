@@ -8,12 +8,10 @@ import pytest
 import torch
 from compared import assert_equal
 from covering import name_of, pairwise
-from paper_gpu import paper_gpu
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 from tracked_memory import bytes_of_a_step
 
 from holotrain.models.layers.blocks import DropPath
@@ -164,18 +162,6 @@ def test_tiles_draw_their_own_random_numbers_and_repeat_them(backward):
     assert error(gradients(network(backward, 3, partial(MLP, dropout=0.3))), gradients(true)) > 0.01
 
 
-@every_schedule
-def test_every_tile_is_recomputed_once_and_nothing_else(backward):
-    def counted(tile):
-        net = network(backward, tile)
-        gradients(net)
-        with FlopCounterMode(display=False) as counter:
-            gradients(net)
-        return counter.get_total_flops()
-
-    assert counted(4) == counted(None)
-
-
 class Casts(TorchDispatchMode):
     """Counts weights that are cast to bf16, by their shape."""
 
@@ -311,21 +297,6 @@ def test_the_peak_is_that_of_attention():
         return bytes_of_a_step(Both(ReversibleSequence(blocks(width=96, depth=4), tile=tile)), torch.randn(1, 512, 96))[0]
 
     assert peak(128) <= 0.8 * peak(None)
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
-def test_tiles_run_ahead_on_a_second_cuda_stream(monkeypatch, late):
-    true = gradients(network())
-    with paper_gpu(monkeypatch, late) as machine:
-        net = network("pareprop", 4).to("cuda")
-        x = torch.randn(B, T, WIDTH, dtype=F64, generator=torch.Generator().manual_seed(1)).to("cuda").requires_grad_()
-        for _ in range(2):
-            net.zero_grad()
-            x.grad = None
-            both_streams(*net(x, x.sin())).backward()
-        assert any("side" in stream for _, stream in machine.log)
-        ours = [x.grad.cpu(), *(parameter.grad.cpu() for parameter in net.parameters())]
-    assert error(ours, true) <= 1e-12
 
 
 def of_tokens(count, net):
