@@ -107,17 +107,6 @@ def test_a_checkpoint_needs_no_other_file(holotrain, trained, tmp_path, kind, ta
     assert {"autograd", "checkpoint"} <= json.loads(Path("plan/plan.json").read_text())["footprints"].keys()
 
 
-def test_generate(holotrain, trained):
-    run = trained("gpt2", "causal_lm")
-    Path("prompts.txt").write_text("iron\napple apple\n")
-    words = [f"ckpt_path={run}", "prompts=prompts.txt", "max_tokens=4", "temperature=0", "hydra.run.dir=generated"]
-    assert holotrain("generate", *words)[0] == 0
-    lines = [json.loads(line) for line in Path("generated/generations.jsonl").read_text().splitlines()]
-    assert [line["prompt"] for line in lines] == ["iron", "apple apple"]
-    status, _, err = holotrain("generate", f"ckpt_path={run}", "prompt=iron", "compile=true")
-    assert status == 2 and "compile=false" in err
-
-
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_generated_tokens_are_those_of_the_whole_context(tmp_path, kind):
     write_network(tmp_path, kind)

@@ -1,8 +1,5 @@
 """Blocks of any model that run again in the backward, from what is kept of their inputs."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from compared import assert_close, assert_equal
@@ -12,7 +9,6 @@ from paper_gpu import paper_gpu
 from paper_streams import Stream
 from torch import nn
 from torch.nn import functional as F
-from tracked_memory import TrackedMemory
 
 from holotrain.reversible import ReversibleBlock, kept_inputs, make_reversible, recompute, undo
 from holotrain.reversible.in_place import RecomputedForward
@@ -134,23 +130,6 @@ def test_rounding_is_within_half_a_step_and_what_it_keeps(shape, dtype):
     assert unrounded(*rounded(torch.tensor([[1.0, torch.inf]])), torch.float32).isnan().any()
 
 
-@pytest.mark.parametrize(("backward", "bytes_an_element"), [("checkpoint", 4), ("checkpoint8", 1 + 2 / 64), ("offload", 4)])
-def test_what_is_kept_for_each_block(backward, bytes_an_element):
-    """On a CPU, where main memory is all the memory that there is."""
-
-    def between(depth):
-        model, x = Stack(depth), torch.randn(16, 32, 8)
-        recompute(model, "blocks", backward=backward)
-        model(x).square().mean().backward()
-        with TrackedMemory(model) as memory:
-            loss = model(x).square().mean()
-            alive = memory.alive
-            loss.backward()
-        return alive
-
-    assert (between(6) - between(3)) / 3 == pytest.approx(16 * 32 * 128 * bytes_an_element, rel=0.002)
-
-
 def test_one_schedule_for_each_block_and_single_lists():
     model = nn.ModuleDict({"a": Stack(2).double(), "b": Stack(3).double()})
     recompute(model, ["a.blocks", "b.blocks[1:]"], backward=["checkpoint", "autograd", "offload", "checkpoint8"])
@@ -175,16 +154,6 @@ def test_reversible_blocks_have_the_same_schedules(make):
         held.backward = backward
         error = relative_error(gradients(model, inputs), true)
         assert 0 < error < 0.05 if backward == "checkpoint8" else error == 0
-
-
-def test_copies_and_pickles_run_their_own_blocks():
-    model, inputs = stack()
-    recompute(model, backward="checkpoint8")
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert_equal(gradients(other, inputs), gradients(model, inputs))
-        with torch.no_grad():
-            other.blocks[0].up.weight.zero_()
-        assert_equal(gradients(other, inputs)[3:5], [torch.zeros(128, dtype=torch.float64)] * 2)
 
 
 def test_a_compiled_model(compiler):

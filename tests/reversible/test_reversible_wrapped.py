@@ -88,19 +88,6 @@ def test_replicas_of_a_sequence_run_their_own_parts(backward, exact):
     assert_equal(gradients(net, run=lambda x: torch.cat(replica_of(net)(x, x.sin()))), expected)
 
 
-def test_a_hook_that_comes_after_the_forward_stays_and_does_not_run_in_the_recomputation():
-    net, calls = reversible(), []
-    net.layers[2].inner.register_forward_hook(lambda *_: calls.append("first"))
-    gradients(net)
-    calls.clear()
-    loss = net(inputs()).sum()
-    net.layers[2].inner.register_forward_hook(lambda *_: calls.append("second"))
-    loss.backward()
-    assert calls == ["first", "first"]
-    net(inputs())
-    assert calls == ["first", "first", "first", "second"]
-
-
 def test_scripting_says_what_to_do():
     with pytest.raises(AttributeError, match=r"torch.jit.script cannot .* call undo\(model\) first, or use torch.export"):
         torch.jit.script(reversible().layers[0])
