@@ -156,6 +156,35 @@ def test_reversible_blocks_have_the_same_schedules(make):
         assert 0 < error < 0.05 if backward == "checkpoint8" else error == 0
 
 
+class OfLists(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList(self.Pair() for _ in range(3))
+
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Block(64), Block(64)
+
+        def forward(self, streams):
+            a, b = streams
+            return [self.first(a) + b, self.second(b) * 2]
+
+    def forward(self, x):
+        streams = [x, x * 2]
+        for stage in self.stages:
+            streams = stage(streams)
+        return streams[0] + streams[1]
+
+
+@pytest.mark.parametrize("backward", WAYS)
+def test_blocks_of_several_streams(backward):
+    plain, x = OfLists().double(), {"x": torch.randn(2, 6, 64, dtype=torch.float64)}
+    true = gradients(plain, x)
+    found = gradients(recompute(plain, "stages", backward=backward), x)
+    assert_close(found, true, rtol=0.2 if backward == "checkpoint8" else 0, atol=0.01 if backward == "checkpoint8" else 0)
+
+
 def test_a_compiled_model(compiler):
     model, inputs = stack()
     without_dropout(model)
