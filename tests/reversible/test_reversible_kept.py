@@ -78,6 +78,7 @@ def test_blocks_run_again_once(make, around):
         (lambda: blocks_alone(12, 2), "12 blocks, 3.8 bits an element: 6, 5, 4, 3, 3 x 2, 3, 4, 5, 6"),
         (lambda: blocks_alone(4, [1, 1, 1]), "4 blocks, 1 bit an element: 3 x 1"),
         *((lambda bits=bits: blocks_alone(3, bits), "3 blocks, 6 bits an element: 6, 6") for bits in (1, 2, 3)),
+        (lambda: blocks_alone(3, 8), "3 blocks, 8 bits an element: 8, 8"),
         (lambda: blocks_alone(1), "1 block, no bits"),
         (lambda: blocks_alone(3, backward="autograd"), "3 blocks, none rebuilt, computed as with 6 bits an element: 6, 6"),
         (lambda: blocks_alone(5, store=2), "5 blocks, of which 2 keep bits to be rebuilt, 5.5 bits an element: 6, 5"),

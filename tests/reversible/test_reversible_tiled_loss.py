@@ -248,10 +248,12 @@ def experts() -> nn.Module:
 
 @pytest.mark.parametrize("summed", [False, True])
 def test_the_loss_of_experts_is_part_of_a_mean_and_of_no_sum(summed):
-    """The mean over tiles of what all of them add is what one adds."""
+    """The mean over tiles of what all of them add is what one adds. Also where a mean has been seen before."""
     items = {"num_items_in_batch": torch.tensor(60)} if summed else {}
     result, expected = first_step(experts(), **items)
     model = tile_loss(experts(), most_logits=8 * WORDS)
+    first_step(model)
+    model.zero_grad()
     with pytest.warns(UserWarning, match="is taken whole") if summed else warnings.catch_warnings(action="error"):
         tiled, found = first_step(model, **items)
     assert tiled.loss.item() == pytest.approx(result.loss.item(), rel=1e-5) and result.aux_loss > 0

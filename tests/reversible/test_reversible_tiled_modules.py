@@ -7,7 +7,7 @@ from torch import nn
 from holotrain.models.block_schedules import set_tile
 from holotrain.reversible import make_reversible, recompute, undo
 from holotrain.reversible.tiled_loss import TiledLoss
-from holotrain.reversible.tiles import Tiled
+from holotrain.reversible.tiles import Tiled, tile_modules
 
 transformers = pytest.importorskip("transformers")
 timm = pytest.importorskip("timm")
@@ -83,6 +83,36 @@ def test_dropout_is_drawn_again():
     recompute(stored, backward="autograd", tile=TILE)
     recompute(model, backward="checkpoint", tile=TILE)
     assert_equal(step("gpt2", model), step("gpt2", stored), 1e-12)
+
+
+class Mixing(nn.Module):
+    """Looks like an MLP, and mixes tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.second(self.first(x).cumsum(1))
+
+
+class Residual(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+def test_what_mixes_tokens_is_taken_whole():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Residual(Mixing()) for _ in range(2))).double()
+    x = torch.randn(2, T, 8, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(model(x).sin().sum(), [x, *model.parameters()])
+    assert tile_modules(model, TILE)
+    for found, gradient in zip(torch.autograd.grad(model(x).sin().sum(), [x, *model.parameters()]), expected, strict=True):
+        assert torch.equal(found, gradient)
 
 
 def test_a_forward_that_others_have_set_is_kept():
