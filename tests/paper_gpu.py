@@ -60,7 +60,7 @@ class Machine:
         self.waits: list[str] = []
         """The operations for whose result the host waited."""
         self.made_on_host: list[str] = []
-        """The operations that made a tensor on the host, other than a number or nothing."""
+        """The operations that made a tensor on the host, in ordinary memory, other than a number or nothing."""
 
     # what the host waits for
 
@@ -151,7 +151,7 @@ class Machine:
                 memory = self.memories.add(tensor, Memory(size, None if self.capture else home, device, pinned_here))
             if "empty" not in str(packet):
                 memory.write(actor, tensor, str(packet))
-            if actor is self.host and tensor.dim() and tensor.numel():
+            if actor is self.host and not pinned_here and tensor.dim() and tensor.numel():
                 self.made_on_host.append(str(packet))
         waits = to_host and not (pinned and self._without_waiting(function, args, kwargs))
         if actor is not self.host and (packet in WAITING or waits):
@@ -300,7 +300,7 @@ def replace_cuda(monkeypatch, machine: Machine, late: bool = False) -> Iterator[
         finally:
             machine.current = before
 
-    names = (f"side stream {number}" for number in count(1))
+    random_numbers, names = torch.zeros(16, dtype=torch.uint8), (f"side stream {number}" for number in count(1))
     replacing = {
         "current_stream": lambda device=None: machine.current,
         "Stream": lambda device=None, priority=0: Stream(machine, next(names)),
@@ -313,7 +313,7 @@ def replace_cuda(monkeypatch, machine: Machine, late: bool = False) -> Iterator[
         "get_device_capability": lambda device=None: (8, 0),
         "CUDAGraph": lambda: Graph(machine),
         "graph": machine.captured,
-        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+        "get_rng_state": lambda device=None: random_numbers,
         "set_rng_state": lambda state, device=None: None,
         "initial_seed": lambda: 0,
     }
