@@ -17,124 +17,33 @@ which kernel attention chooses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import count
 from types import SimpleNamespace
 
 import torch
 from happens_before import Actor, Memories, Memory, Race
+from paper_streams import CUDA, Event, Graph, Stream, Worker, tensors_in
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from holotrain.overlap import predictor, signals
 from holotrain.reversible import random_state, side_stream
 from holotrain.synthesis import delayed
 
-CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+CPU = torch.device("cpu")
 aten = torch.ops.aten
 WAITING = {aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select, aten._unique2, aten.is_nonzero}
 """Operations whose result the host waits for."""
 COPYING = {aten.copy_, aten._to_copy}
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 """Operations that take indices of the host beside tensors of the device."""
-_handles = count(1)
 
 
 class WrongDevice(AssertionError):
     """Operands on different devices."""
-
-
-class Stream(Actor):
-    """Stands for ``torch.cuda.Stream``."""
-
-    def __init__(self, machine: Machine, name: str) -> None:
-        super().__init__(name)
-        self._machine, self.cuda_stream, self.device = machine, next(_handles), CUDA
-        machine.streams.append(self)
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event(self._machine)
-        event.clock = dict(self.clock)
-        return event
-
-    def wait_event(self, event: Event) -> None:
-        self.learn(event.clock)
-
-    def wait_stream(self, other: Stream) -> None:
-        self.learn(other.clock)
-
-
-class Event:
-    """Stands for ``torch.cuda.Event``. What is asked for has always just happened."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine, self.clock = machine, {}
-
-    def synchronize(self) -> None:
-        self._machine.require_no_capture()
-        self._machine.host.learn(self.clock)
-
-    def query(self) -> bool:
-        self.synchronize()
-        return True
-
-
-class Graph:
-    """Stands for ``torch.cuda.CUDAGraph``: the operations of a capture."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine, self.calls = machine, []
-
-    def register_generator_state(self, generator: object) -> None:
-        pass
-
-    def replay(self) -> None:
-        with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
-            for function, args, kwargs, made, wanted in self.calls:
-                self._machine.wanted = wanted
-                self._machine.begin(function, args, kwargs)
-                again = function(*args, **kwargs)
-                for old, new in zip(_tensors(made), _tensors(again), strict=True):
-                    if old.untyped_storage()._cdata != new.untyped_storage()._cdata:  # else it is in the same memory
-                        old.copy_(new)
-                self._machine.end(function, args, kwargs, made)
-            self._machine.wanted = None
-
-
-class Worker:
-    """Stands for a ThreadPoolExecutor with one thread, whose work is done as soon as it is submitted, or when it is asked for.
-
-    Args:
-        late: when it is asked for.
-    """
-
-    def __init__(self, machine: Machine, late: bool) -> None:
-        self._machine, self._late, self._thread = machine, late, Actor("the thread")
-
-    def submit(self, work: Callable, *args: object) -> SimpleNamespace:
-        begun, machine, done = dict(self._machine.host.clock), self._machine, []
-
-        def run() -> None:
-            before = machine.host, machine.current
-            machine.host, machine.current = self._thread, machine.streams[0]
-            self._thread.learn(begun)
-            try:
-                done.append(work(*args))
-            finally:
-                machine.host, machine.current = before
-
-        def result() -> object:
-            if not done:
-                run()
-            machine.host.learn(self._thread.clock)
-            return done[0]
-
-        if not self._late:
-            run()
-        return SimpleNamespace(result=result)
 
 
 class Machine:
@@ -148,6 +57,10 @@ class Machine:
         self.wanted: tuple[torch.device, bool] | None = None
         self.log: list[tuple[str, str]] = []
         """What ran on which stream."""
+        self.waits: list[str] = []
+        """The operations for whose result the host waited."""
+        self.made_on_host: list[str] = []
+        """The operations that made a tensor on the host, in ordinary memory, other than a number or nothing."""
 
     # what the host waits for
 
@@ -220,7 +133,7 @@ class Machine:
         known = {tensor.untyped_storage()._cdata for tensor in (*read, *written)}
         to_host = packet is aten.copy_ and actor is not self.host and self.device_of(args[0]) is CPU
         pinned = to_host and self.memory_of(args[0]).pinned
-        for tensor in _tensors(made):
+        for tensor in tensors_in(made):
             if tensor.untyped_storage()._cdata in known:
                 continue
             device, pinned_here = ("cpu" if actor is self.host else "cuda"), False
@@ -238,8 +151,11 @@ class Machine:
                 memory = self.memories.add(tensor, Memory(size, None if self.capture else home, device, pinned_here))
             if "empty" not in str(packet):
                 memory.write(actor, tensor, str(packet))
+            if actor is self.host and not pinned_here and tensor.dim() and tensor.numel():
+                self.made_on_host.append(str(packet))
         waits = to_host and not (pinned and self._without_waiting(function, args, kwargs))
         if actor is not self.host and (packet in WAITING or waits):
+            self.waits.append(str(packet))
             self.wait_for(actor)
 
     def _without_waiting(self, function, args: tuple, kwargs: dict) -> bool:
@@ -316,6 +232,7 @@ class _Devices(TorchFunctionMode):
         elif function in (torch.Tensor.tolist, torch.Tensor.numpy):
             memory = machine.memory_of(args[0])
             if memory.device == "cuda":
+                machine.waits.append(name)
                 machine.wait_for(machine.current)
             machine.host.act()
             memory.read(machine.host, args[0], name)
@@ -342,10 +259,6 @@ class _Devices(TorchFunctionMode):
             return tensor.to(dtype or tensor.dtype, non_blocking=not wait, copy=True)
 
 
-def _tensors(values: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
 def _operands(function, args: tuple, kwargs: dict) -> tuple[list[Tensor], list[Tensor]]:
     """The tensors that an operation takes to read, and those that it changes."""
     read, written = [], []
@@ -353,9 +266,9 @@ def _operands(function, args: tuple, kwargs: dict) -> tuple[list[Tensor], list[T
         given = args[number] if number < len(args) else kwargs.get(argument.name)
         changed = argument.alias_info is not None and argument.alias_info.is_write
         if changed:
-            written += _tensors(given)
+            written += tensors_in(given)
         if not changed or (function.overloadpacket is not aten.copy_ and argument.name != "out" and not _overwrites(function)):
-            read += _tensors(given)
+            read += tensors_in(given)
     return read, written
 
 
@@ -387,7 +300,7 @@ def replace_cuda(monkeypatch, machine: Machine, late: bool = False) -> Iterator[
         finally:
             machine.current = before
 
-    names = (f"side stream {number}" for number in count(1))
+    random_numbers, names = torch.zeros(16, dtype=torch.uint8), (f"side stream {number}" for number in count(1))
     replacing = {
         "current_stream": lambda device=None: machine.current,
         "Stream": lambda device=None, priority=0: Stream(machine, next(names)),
@@ -400,7 +313,7 @@ def replace_cuda(monkeypatch, machine: Machine, late: bool = False) -> Iterator[
         "get_device_capability": lambda device=None: (8, 0),
         "CUDAGraph": lambda: Graph(machine),
         "graph": machine.captured,
-        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+        "get_rng_state": lambda device=None: random_numbers,
         "set_rng_state": lambda state, device=None: None,
         "initial_seed": lambda: 0,
     }

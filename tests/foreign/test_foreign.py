@@ -1,7 +1,6 @@
 """Models of timm and transformers from the command line: trained, read from checkpoints, and handed back to their library."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from small_run import fit_in
 import holotrain as package
 from holotrain.models import HuggingFace, Timm, generate
 from holotrain.models.generation import Sampling
-from holotrain.models.huggingface import HEADS
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
@@ -34,18 +32,8 @@ NETWORKS = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 260, "n_positions": 32, "eos_token_id": 258},
     "llama": {**SMALL, "vocab_size": 264, "max_position_embeddings": 32, "num_key_value_heads": 1},
     "bert": {**SMALL, "vocab_size": 260, "max_position_embeddings": 32},
-    "roberta": {**SMALL, "vocab_size": 260, "max_position_embeddings": 34},
     "vit": {**SMALL, "image_size": 32, "patch_size": 4},
 }
-RUNS = [
-    ("gpt2", "causal_lm"),
-    ("bert", "masked_lm"),
-    ("roberta", "sequence_classification"),
-    ("llama", "sequence_classification"),
-    ("vit", "image_classification"),
-    ("timm", "image_classification"),
-]
-PLANNED = [("gpt2", "causal_lm"), ("timm", "image_classification")]
 TINY = [
     *("model=timm", "model.name=vit_tiny_patch16_224"),
     "model.arguments={depth: 2, embed_dim: 32, num_heads: 2, patch_size: 4}",
@@ -90,7 +78,7 @@ def trained(tmp_path_factory):
     return run
 
 
-def example(task: str, run: Path) -> torch.Tensor:
+def example(task: str) -> torch.Tensor:
     if task == "image_classification":
         return torch.randn(2, 1, 8, 8)
     return torch.arange(20).view(2, 10) + 97
@@ -98,7 +86,12 @@ def example(task: str, run: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "task"),
-    [each if each == ("gpt2", "causal_lm") else slow(*each) for each in RUNS],
+    [
+        ("gpt2", "causal_lm"),
+        slow("bert", "masked_lm"),
+        slow("llama", "sequence_classification"),
+        slow("timm", "image_classification"),
+    ],
 )
 def test_a_checkpoint_needs_no_other_file(holotrain, trained, tmp_path, kind, task):
     run = trained(kind, task)
@@ -108,96 +101,10 @@ def test_a_checkpoint_needs_no_other_file(holotrain, trained, tmp_path, kind, ta
     assert summary(Path("test"))["metrics"]["test/loss"] == pytest.approx(found["metrics"]["test/loss"], rel=1e-6)
     if task != "masked_lm":
         holotrain.done("predict", f"ckpt_path={run}")
-    if (kind, task) not in PLANNED:
+    if kind not in ("gpt2", "timm"):
         return
     holotrain.done("plan", f"ckpt_path={run}", "memory=8MiB", "hydra.run.dir=plan")
     assert {"autograd", "checkpoint"} <= json.loads(Path("plan/plan.json").read_text())["footprints"].keys()
-
-
-@pytest.mark.parametrize(("kind", "task"), [slow("gpt2", "causal_lm"), slow("timm", "image_classification")])
-def test_blocks_in_lists_are_recomputed_in_each_way(holotrain, tmp_path, kind, task):
-    """On a CPU, where there is no other memory to offload to."""
-    write_texts(tmp_path)
-    if kind != "timm":
-        write_network(Path("network"), kind)
-    losses = {}
-    for backward in ("autograd", "checkpoint", "checkpoint8", "offload"):
-        holotrain.done("fit", *SHORT, *words_of(kind, task), f"backward={backward}", f"hydra.run.dir={backward}")
-        found = summary(Path(backward))
-        assert found["backward"] == backward
-        losses[backward] = found["metrics"]["val/loss"]
-    assert losses["autograd"] == losses["checkpoint"] == losses["offload"] != losses["checkpoint8"]
-    assert losses["checkpoint8"] == pytest.approx(losses["autograd"], rel=1e-3)
-
-
-OTHER_PROCESS = """
-import json, sys
-sys.modules["holotrain"] = None  # its import would fail
-import torch
-torch.set_num_threads(int(sys.argv[1]))
-for kind, task, auto, folder, words in json.loads(sys.argv[2]):
-    if kind == "timm":
-        import timm
-        model = timm.create_model(f"local-dir:{folder}", pretrained=True)
-        sizes = {"img_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2, "patch_size": 4}
-        path = f"{folder}/model.safetensors"
-        again = timm.create_model("vit_tiny_patch16_224", checkpoint_path=path, num_classes=10, in_chans=1, **sizes)
-        given = {"x": torch.load(f"{folder}/input.pt")}
-        assert torch.equal(model.eval()(**given), again.eval()(**given))
-        assert model.pretrained_cfg["num_classes"] == 10 and len(model.pretrained_cfg["mean"]) == 1
-    else:
-        import transformers
-        model = getattr(transformers, auto).from_pretrained(folder)
-        given = {"pixel_values" if words == "images" else "input_ids": torch.load(f"{folder}/input.pt")}
-        if words == "images":
-            assert transformers.AutoImageProcessor.from_pretrained(folder).image_mean
-        if task.endswith("classification"):
-            assert len(model.config.id2label) == model.config.num_labels and "LABEL_0" not in model.config.id2label.values()
-    with torch.no_grad():
-        output = model.eval()(**given)
-    torch.save(output if kind == "timm" else output.logits, f"{folder}/output.pt")
-"""
-
-
-@pytest.mark.slow
-def test_an_export_is_read_without_holotrain(holotrain, trained, tmp_path):
-    jobs, expected = [], []
-    for kind, task in RUNS:
-        run, folder = trained(kind, task), tmp_path / f"{kind}_{task}"
-        assert holotrain("export", f"ckpt_path={run}", f"to={folder}")[::2] == (0, "")
-        model, given = package.load(run), example(task, run)
-        torch.save(given, folder / "input.pt")
-        with torch.no_grad():
-            expected.append(model(given))
-        jobs.append((kind, task, HEADS[task], str(folder), "images" if task.startswith("image") else "tokens"))
-    command = [sys.executable, "-c", OTHER_PROCESS, str(torch.get_num_threads()), json.dumps(jobs)]
-    other = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert other.returncode == 0, other.stderr
-    for (*_, folder, _), logits in zip(jobs, expected, strict=True):
-        assert_equal(torch.load(f"{folder}/output.pt"), logits)
-
-
-@pytest.mark.slow
-def test_a_training_resumes(holotrain, tmp_path):
-    write_texts(tmp_path)
-    write_network(Path("network"), "gpt2")
-    words = [*SHORT, *words_of("gpt2", "causal_lm"), "test=false", "scheduler=constant"]
-    assert holotrain("fit", *words, "hydra.run.dir=whole", "trainer.max_steps=4")[0] == 0
-    assert holotrain("fit", *words, "hydra.run.dir=half", "trainer.max_steps=2")[0] == 0
-    Path("network").rename("gone")
-    holotrain.done("fit", "resume=true", "hydra.run.dir=half", "trainer.max_steps=4")
-    assert_same_weights(Path("whole/checkpoints/last.ckpt"), Path("half/checkpoints/last.ckpt"))
-
-
-def test_generate(holotrain, trained):
-    run = trained("gpt2", "causal_lm")
-    Path("prompts.txt").write_text("iron\napple apple\n")
-    words = [f"ckpt_path={run}", "prompts=prompts.txt", "max_tokens=4", "temperature=0", "hydra.run.dir=generated"]
-    assert holotrain("generate", *words)[0] == 0
-    lines = [json.loads(line) for line in Path("generated/generations.jsonl").read_text().splitlines()]
-    assert [line["prompt"] for line in lines] == ["iron", "apple apple"]
-    status, _, err = holotrain("generate", f"ckpt_path={run}", "prompt=iron", "compile=true")
-    assert status == 2 and "compile=false" in err
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -323,20 +230,9 @@ def test_a_missing_library_is_one_line(holotrain, monkeypatch, name, extra, word
     assert err == f"holotrain: model: {what} {name}: pip install 'holotrain[{extra}]'\n"
 
 
-@pytest.mark.slow
-def test_a_head_alone_is_trained(holotrain):
-    status, out, _ = holotrain("fit", *SHORT, *TINY, "model.trained=head", "test=false", "hydra.run.dir=run")
-    assert status == 0
-    model = package.load("run").model
-    assert model.default_cfg["architecture"] == "vit_tiny_patch16_224"
-    status, _, err = holotrain("fit", *SHORT, *TINY, "model.pretrained=run/checkpoints/last.ckpt", "hydra.run.dir=again")
-    assert status == 0 and "new" not in err
-
-
-@pytest.mark.parametrize("backward", ["checkpoint", slow("auto")])
-def test_memory_is_saved_without_a_reversible_model(holotrain, trained, backward):
+def test_memory_is_saved_without_a_reversible_model(holotrain, trained):
     whole = trained("timm", "image_classification")
-    words = [*SHORT, *TINY, f"backward={backward}", "memory=1GiB", "hydra.run.dir=run"]
+    words = [*SHORT, *TINY, "backward=checkpoint", "hydra.run.dir=run"]
     assert holotrain("fit", *words)[::2] == (0, "")
     assert_same_weights(whole / "checkpoints/last.ckpt", Path("run/checkpoints/last.ckpt"))
 
@@ -364,7 +260,7 @@ def test_reversible_blocks_train(holotrain, tmp_path, kind, task):
         peaks = {name: each["peak"] for name, each in json.loads(Path("plan/plan.json").read_text())["footprints"].items()}
         assert peaks["reversible"] < peaks["autograd"]
     holotrain.done("export", "ckpt_path=run", "to=export")
-    model, given = package.load("run"), example(task, Path("run"))
+    model, given = package.load("run"), example(task)
     if kind == "timm":
         back = timm.create_model("local-dir:export", pretrained=True).eval()
         assert_equal(back(given), model(given))
@@ -413,9 +309,3 @@ def test_images_are_normalised_as_the_model_asks(holotrain, tmp_path, monkeypatc
     for wrong, said in (("nowhere", "there is no folder nowhere"), ("photos", "holds neither preprocessor_config.json nor")):
         status, _, err = holotrain("fit", *words, f"data.processor={wrong}")
         assert status == 2 and err.startswith(f"holotrain: data.processor: {'photos ' * (wrong == 'photos')}{said}")
-    (tmp_path / "photos/val/cat/0.png").write_bytes(b"broken")
-    with pytest.warns(UserWarning, match="left out: photos/val/cat/0.png"):
-        holotrain("predict", "ckpt_path=run", "data.on_corrupt=skip", "hydra.run.dir=predicted")
-    table = Path("predicted/predictions.csv").read_text().splitlines()
-    assert table[0] == "image,class,probability" and table[1].startswith("photos/val/cat/1.jpg,")
-    assert len(table) == 12 and json.loads(Path("predicted/summary.json").read_text())["metrics"]["unreadable"] == 1

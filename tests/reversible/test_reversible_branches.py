@@ -10,12 +10,12 @@ import pytest
 import torch
 from compared import assert_equal
 from covering import paired
-from engine_cases import ENGINES, F64, WIDTH, Branch, learned, relative_error, sequence
+from engine_branches import F64, WIDTH, Branch
+from engine_cases import ENGINES, learned, relative_error, sequence
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from holotrain.reversible import ReversibleBlock, ReversibleSequence
 from holotrain.reversible.context import recomputing
 
 RECOMPUTING = ("checkpoint", "reversible")
@@ -83,42 +83,6 @@ def test_functional_call(engine):
     assert_same(engine, Branch, run)
 
 
-@every_engine
-def test_a_backward_in_inference_mode(engine):
-    def run(net):
-        loss = loss_of(net)
-        with torch.inference_mode():
-            loss.backward()
-        return [p.grad for p in net.parameters()]
-
-    assert_same(engine, Branch, run)
-
-
-@recomputing_engines
-def test_a_sequence_within_a_branch_of_a_sequence(engine):
-    """Two levels down, also on a grid. Nothing of the inner streams is kept between the outer blocks."""
-
-    class Averaged(ReversibleSequence):
-        def forward(self, x):
-            return sum(super().forward(x, x.tanh())) / 2
-
-    def nested(depth):
-        if not depth:
-            return Branch()
-        blocks = [ReversibleBlock(nested(depth - 1), nested(depth - 1)) for _ in range(2)]
-        return Averaged(blocks, engine, exact=20)
-
-    found = []
-    for plain in (True, False):
-        torch.manual_seed(0)
-        net = ReversibleSequence([ReversibleBlock(nested(2), nested(1)) for _ in range(2)], engine, exact=20).double()
-        for module in net.modules():
-            if plain and isinstance(module, ReversibleSequence):
-                module.backward = "autograd"
-        found.append(gradients(net))
-    assert relative_error(found[1], found[0]) <= 1e-12
-
-
 @recomputing_engines
 def test_parameters_replaced_before_the_backward(engine):
     """Gradients belong to the tensors that the forward read, also if others, or none, stand in their place by then."""
@@ -140,21 +104,6 @@ def test_parameters_replaced_before_the_backward(engine):
     assert relative_error(found, expected) < 1e-12
 
 
-@recomputing_engines
-def test_a_leaf_that_is_read_from_the_second_run_on(engine):
-    scale = 1.0
-    plain, net = both(engine, lambda: Reading(lambda: scale))
-    loss_of(net).backward()
-    scale = torch.full((WIDTH,), 2.0, dtype=F64, requires_grad=True)
-    found = [torch.autograd.grad(loss_of(each), [scale]) for each in (net, net, plain)]
-    assert relative_error(found[0], found[2]) < 1e-12 and relative_error(found[1], found[2]) < 1e-12
-    loss = loss_of(net)
-    with torch.no_grad():
-        scale.fill_(3)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 class Parametrized(Branch):
     """Reads the weight twice."""
 
@@ -174,18 +123,6 @@ class Counting(Branch):
     def forward(self, x):
         self.calls += 1
         return super().forward(x) if self.calls % 2 else super().forward(x).sin()
-
-
-class Routed(nn.Module):
-    """Which rows it works on depends on the run."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.rows = nn.LayerNorm(WIDTH), [2, 1]
-
-    def forward(self, x):
-        rows = self.rows.pop(0) if self.rows else 2
-        return torch.cat([self.norm(x[:rows]), x[rows:]]) if rows < len(x) else self.norm(x)
 
 
 class EditsWhatWasSaved(Branch):
@@ -263,7 +200,6 @@ REFUSED = {
     "data swapped": (lambda: (Branch, swap_data("weight", 1)), SWAPPED),
     "data swapped twice": (lambda: (Branch, swap_data("bias", 2)), SWAPPED),
     "another function each time": (lambda: (Counting, nothing), OTHER),
-    "other rows": (lambda: (Routed, nothing), OTHER),
     "a saved tensor that is edited": (lambda: (EditsWhatWasSaved, nothing), INPLACE),
 }
 
@@ -330,27 +266,6 @@ def test_a_branch_that_begins_to_write_a_buffer_is_refused_once(engine):
     reference.load_state_dict(net.state_dict())
     assert relative_error(gradients(net), gradients(reference)) <= 1e-12
     assert_equal(list(net.buffers()), list(reference.buffers()))
-
-
-def test_objects_are_passed_on_and_never_copied():
-    class Uncopied:
-        scale = 0.5
-
-        def __deepcopy__(self, memory):
-            raise AssertionError("copied")
-
-        __copy__ = __reduce_ex__ = __deepcopy__
-
-    seen, given = [], Uncopied()
-
-    class Noting(Branch):
-        def forward(self, x, holder):
-            seen.append(holder)
-            return super().forward(x) * holder.scale
-
-    net = sequence(3, branch=lambda dropout: Noting(), engine=ENGINES["reversible"])
-    loss_of(net, f_kwargs={"holder": given}, g_kwargs={"holder": given}).backward()
-    assert len(seen) == 12 and all(each is given for each in seen)
 
 
 @recomputing_engines

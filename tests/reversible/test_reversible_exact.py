@@ -39,15 +39,6 @@ def step_of(net):
     return net.grid.upcoming.item()
 
 
-@pytest.mark.parametrize(("depth", "autocast"), [(1, True), (12, False), (96, True)])
-def test_the_rebuilt_input_is_bit_equal(depth, autocast):
-    net, entered = sequence(depth), []
-    net.blocks[0].register_forward_pre_hook(lambda module, inputs: entered.append([x.clone() for x in inputs[:2]]))
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.no_grad():
-        rebuilt = net.inverse(*net(*streams()))
-    assert_equal(rebuilt, entered[-1])
-
-
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_backward_rebuilds_bit_for_bit(exact):
     """In training itself, 96 blocks under bf16: the check compares all entries of the first stream."""
@@ -107,15 +98,6 @@ def test_the_grid_follows_the_streams_up_and_down():
         assert LEAST_HEADROOM_BITS <= math.log2(step_of(net) * 2**24 / largest) <= MOST_HEADROOM_BITS
     moved = [after != before for before, after in pairwise(steps)]
     assert moved == [False, False, True, True, True, True, False, True, True]
-
-
-@pytest.mark.parametrize("wrong", [math.nan, math.inf, 0.0])
-def test_the_grid_does_not_follow_what_is_no_number(wrong):
-    net = sequence(2, gain=0.0)
-    net(*streams())
-    step = step_of(net)
-    net(*streams(wrong))
-    assert step_of(net) == step
 
 
 def test_the_grid_stays_in_evaluation_and_where_it_was_set():
@@ -187,10 +169,3 @@ def test_states_pass_between_exact_and_not():
 def test_streams_too_coarse_for_a_grid_are_refused():
     with pytest.raises(ValueError, match="exact needs streams of fp32 or fp64"):
         sequence(2).bfloat16()(*streams(dtype=torch.bfloat16))
-
-
-def test_on_the_meta_device_only_shapes_count():
-    net = sequence(2).to("meta")
-    y1, y2 = net(*(torch.empty(4, 5, WIDTH, device="meta", requires_grad=True) for _ in range(2)))
-    (y1 * y2).sum().backward()
-    assert not net.grid.known

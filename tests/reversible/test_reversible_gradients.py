@@ -11,19 +11,8 @@ import pytest
 import torch
 from compared import assert_close, assert_equal
 from covering import long, paired, pairwise, slow
-from engine_cases import (
-    BRANCHES,
-    ENGINES,
-    F64,
-    FACTORS,
-    WIDTH,
-    AttentionBranch,
-    Branch,
-    exchange,
-    outcome,
-    relative_error,
-    sequence,
-)
+from engine_branches import BRANCHES, F64, WIDTH, AttentionBranch, Branch
+from engine_cases import ENGINES, FACTORS, exchange, outcome, relative_error, sequence
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from tracked_memory import TrackedMemory

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from compared import assert_close
-from engine_cases import F64, WIDTH, sequence
+from engine_branches import F64, WIDTH
+from engine_cases import sequence
 
 from holotrain.reversible.graphs import WARM_UPS, GraphedStep
 

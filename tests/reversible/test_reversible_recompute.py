@@ -1,17 +1,14 @@
 """Blocks of any model that run again in the backward, from what is kept of their inputs."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from compared import assert_close, assert_equal
 from covering import paired
 from happens_before import Race
-from paper_gpu import Stream, paper_gpu
+from paper_gpu import paper_gpu
+from paper_streams import Stream
 from torch import nn
 from torch.nn import functional as F
-from tracked_memory import TrackedMemory
 
 from holotrain.reversible import ReversibleBlock, kept_inputs, make_reversible, recompute, undo
 from holotrain.reversible.in_place import RecomputedForward
@@ -43,37 +40,15 @@ class Stack(nn.Module):
         return x
 
 
-def _stack(dtype=torch.float64):
-    return Stack().to(dtype), {"x": torch.randn(3, 5, 8, dtype=dtype)}
-
-
-def _llama(dtype=torch.float64):
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=50, **sizes, num_key_value_heads=1, attention_dropout=0.1)
-    tokens = torch.randint(50, (2, 12))
-    return transformers.LlamaForCausalLM(config).to(dtype), {"input_ids": tokens, "labels": tokens}
-
-
-def _vit(dtype=torch.float64):
-    timm = pytest.importorskip("timm")
-    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 64, "depth": 4, "num_heads": 2, "num_classes": 5}
-    model = timm.models.VisionTransformer(**sizes, drop_rate=0.1, attn_drop_rate=0.1, drop_path_rate=0.3).to(dtype)
-    return model, {"x": torch.randn(2, 3, 16, 16, dtype=dtype)}
-
-
-MODELS = {"stack": _stack, "llama": _llama, "vit": _vit}
-
-
-def loss_of(output):
-    return output.loss if hasattr(output, "loss") else output.square().mean()
+def stack():
+    return Stack().double(), {"x": torch.randn(3, 5, 8, dtype=torch.float64)}
 
 
 def gradients(model, inputs, seed=0):
     """Also the loss, first."""
     torch.manual_seed(seed)
     model.zero_grad()
-    loss = loss_of(model(**inputs))
+    loss = model(**inputs).square().mean()
     loss.backward()
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
@@ -83,11 +58,9 @@ def relative_error(found, true):
     return (sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)).sqrt().item()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_autograd(name):
+def test_gradients_are_those_of_autograd():
     """Of 8 bits they are near, and the loss is the same. One schedule follows the other, and in the end there is none."""
-    model, inputs = MODELS[name]()
-    model.train()
+    model, inputs = stack()
     names, plain = list(model.state_dict()), gradients(model, inputs)
     for backward in ("checkpoint", "offload", "autograd", "checkpoint8"):
         assert recompute(model, backward=backward) is model
@@ -103,21 +76,6 @@ def test_gradients_are_those_of_autograd(name):
     assert_equal(gradients(model, inputs), plain)
 
 
-@pytest.mark.parametrize("backward", ["checkpoint", "checkpoint8"])
-def test_each_block_runs_twice_in_training_and_once_otherwise(backward):
-    model, inputs = MODELS["stack"]()
-    runs = [0]
-    model.blocks[1].up.register_forward_hook(lambda *_: runs.__setitem__(0, runs[0] + 1))
-    recompute(model, "blocks[1:]", backward=backward)
-    gradients(model, inputs)
-    assert runs == [2]
-    model.eval()
-    gradients(model, inputs)
-    with torch.no_grad():
-        model.train()(**inputs)
-    assert runs == [4]
-
-
 def without_dropout(model):
     for part in model.modules():
         part.p = 0.0 if isinstance(part, nn.Dropout) else getattr(part, "p", None)
@@ -126,7 +84,7 @@ def without_dropout(model):
 
 def test_the_gradients_of_8_bits_are_those_of_rounded_inputs():
     """An independent reference: a plain forward, then each block is differentiated by itself at its rounded input."""
-    model, inputs = MODELS["stack"]()
+    model, inputs = stack()
     found = gradients(recompute(without_dropout(model), backward="checkpoint8"), inputs)
     undo(model)
 
@@ -172,23 +130,6 @@ def test_rounding_is_within_half_a_step_and_what_it_keeps(shape, dtype):
     assert unrounded(*rounded(torch.tensor([[1.0, torch.inf]])), torch.float32).isnan().any()
 
 
-@pytest.mark.parametrize(("backward", "bytes_an_element"), [("checkpoint", 4), ("checkpoint8", 1 + 2 / 64), ("offload", 4)])
-def test_what_is_kept_for_each_block(backward, bytes_an_element):
-    """On a CPU, where main memory is all the memory that there is."""
-
-    def between(depth):
-        model, x = Stack(depth), torch.randn(16, 32, 8)
-        recompute(model, "blocks", backward=backward)
-        loss_of(model(x)).backward()
-        with TrackedMemory(model) as memory:
-            loss = loss_of(model(x))
-            alive = memory.alive
-            loss.backward()
-        return alive
-
-    assert (between(6) - between(3)) / 3 == pytest.approx(16 * 32 * 128 * bytes_an_element, rel=0.002)
-
-
 def test_one_schedule_for_each_block_and_single_lists():
     model = nn.ModuleDict({"a": Stack(2).double(), "b": Stack(3).double()})
     recompute(model, ["a.blocks", "b.blocks[1:]"], backward=["checkpoint", "autograd", "offload", "checkpoint8"])
@@ -200,7 +141,7 @@ def test_one_schedule_for_each_block_and_single_lists():
 def test_reversible_blocks_have_the_same_schedules(make):
     """Two streams keep the inputs of both halves."""
     if make is make_reversible:
-        model, inputs = MODELS["stack"]()
+        model, inputs = stack()
         make_reversible(model)
         held = stack_of(model.blocks[0])
         gradients(model, inputs)  # chooses the grid
@@ -213,44 +154,6 @@ def test_reversible_blocks_have_the_same_schedules(make):
         held.backward = backward
         error = relative_error(gradients(model, inputs), true)
         assert 0 < error < 0.05 if backward == "checkpoint8" else error == 0
-
-
-class Normed(nn.Module):
-    """Takes the stream by keyword, and returns a dict and a number, which has a gradient."""
-
-    def __init__(self, width=64):
-        super().__init__()
-        self.inner, self.batch = Block(width), nn.BatchNorm1d(width)
-
-    def forward(self, hidden, bias=None, factors=None):
-        hidden = self.inner(hidden + bias * factors["all"][0])
-        hidden = self.batch(hidden.flatten(0, -2)).view_as(hidden)
-        return hidden, hidden.mean(-1), {"bias": bias.tanh()}
-
-
-class Peculiar(nn.Module):
-    """Its blocks share a tensor that learns."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers, self.bias = nn.ModuleList(Normed() for _ in range(4)), nn.Linear(64, 64)
-
-    def forward(self, x):
-        bias, total = self.bias(x), 0.0
-        for layer in self.layers:
-            x, mean, others = layer(bias=bias, hidden=x, factors={"all": [0.5]})
-            bias, total = others["bias"], total + mean.sum()
-        return x + total
-
-
-@pytest.mark.parametrize("backward", ["checkpoint", "offload"])
-def test_what_models_do_with_their_blocks(backward):
-    """The statistics of BatchNorm are counted once."""
-    plain = Peculiar().double()
-    model, x = recompute(copy.deepcopy(plain), "layers", backward=backward), {"x": torch.randn(2, 6, 64, dtype=torch.float64)}
-    for seed in range(2):
-        assert_equal(gradients(model, x, seed), gradients(plain, x, seed))
-    assert_equal(model.state_dict(), plain.state_dict())
 
 
 class OfLists(nn.Module):
@@ -282,29 +185,8 @@ def test_blocks_of_several_streams(backward):
     assert_close(found, true, rtol=0.2 if backward == "checkpoint8" else 0, atol=0.01 if backward == "checkpoint8" else 0)
 
 
-def test_copies_and_pickles_run_their_own_blocks():
-    model, inputs = MODELS["stack"]()
-    recompute(model, backward="checkpoint8")
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert_equal(gradients(other, inputs), gradients(model, inputs))
-        with torch.no_grad():
-            other.blocks[0].up.weight.zero_()
-        assert_equal(gradients(other, inputs)[3:5], [torch.zeros(128, dtype=torch.float64)] * 2)
-
-
-def test_a_forward_that_was_wrapped_is_given_back():
-    model, inputs = MODELS["stack"]()
-    plain, block = gradients(model, inputs), model.blocks[0]
-    recompute(model)
-    wrapped = block.forward
-    block.forward = lambda *given, **words: wrapped(*given, **words)
-    undo(model)
-    assert_equal(gradients(model, inputs), plain)
-    assert RecomputedForward.of(block) is None and "forward" not in vars(model.blocks[1])
-
-
 def test_a_compiled_model(compiler):
-    model, inputs = MODELS["stack"]()
+    model, inputs = stack()
     without_dropout(model)
     true = gradients(model, inputs)
     found = gradients(torch.compile(recompute(model, backward="checkpoint")), inputs)
@@ -314,7 +196,7 @@ def test_a_compiled_model(compiler):
 @pytest.mark.parametrize("late", [False, True])
 def test_offloading_on_a_gpu_on_paper(monkeypatch, late):
     """Two streams, no race, the same gradients; inputs are gone from the device after the forward."""
-    model, inputs = MODELS["stack"]()
+    model, inputs = stack()
     without_dropout(model)
     true = gradients(model, inputs)
     with paper_gpu(monkeypatch, late):
@@ -338,14 +220,14 @@ kind = kept_inputs.Offloaded
     ],
 )
 def test_a_wait_that_is_left_out_is_found(monkeypatch, method, words):
-    model, inputs = MODELS["stack"]()
+    model, inputs = stack()
     with paper_gpu(monkeypatch), pytest.raises(Race, match=words):
         monkeypatch.setattr(Stream, method, lambda *_: None)
         gradients(recompute(model.to("cuda"), backward="offload"), {"x": inputs["x"].to("cuda")})
 
 
 def test_where_memory_cannot_be_pinned_the_input_stays(monkeypatch):
-    model, inputs = MODELS["stack"]()
+    model, inputs = stack()
     true, asked = gradients(model, inputs), []
 
     def refuse(*given):
@@ -374,7 +256,7 @@ class TestOnAGpu:
             recompute(model, backward=backward)
             assert_equal(gradients(model, inputs), true)
             before = torch.cuda.memory_allocated()
-            loss = loss_of(model(**inputs))
+            loss = model(**inputs).square().mean()
             torch.cuda.synchronize()
             kept[backward] = torch.cuda.memory_allocated() - before
             loss.backward()

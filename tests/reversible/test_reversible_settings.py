@@ -3,7 +3,8 @@
 import pytest
 import torch
 from covering import paired
-from engine_cases import F64, WIDTH, relative_error
+from engine_branches import F64, WIDTH
+from engine_cases import relative_error
 from paper_gpu import paper_gpu
 from torch import nn
 from torch.backends import cuda as kernels

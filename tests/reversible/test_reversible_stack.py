@@ -8,7 +8,7 @@ import small_stacks
 import torch
 from compared import assert_equal
 from covering import name_of, pairwise
-from small_stacks import BLOCKS, PLACES, USES, WIDTH, Block, gradients, inputs, model, recomputed, reversible
+from small_stacks import BLOCKS, PLACES, USES, WIDTH, gradients, inputs, model, recomputed, reversible
 from torch import nn
 
 from holotrain.reversible import make_reversible, recompute, undo
@@ -144,18 +144,6 @@ def test_the_model_stays_what_it_is():
     loss.backward()
     assert all("forward" not in vars(layer) for layer in net.layers)
     assert_equal(gradients(net), expected)
-
-
-def test_a_forward_of_a_block_s_own_comes_back():
-    net = model()
-
-    def twice(x, mask=None, context=None):
-        return Block.forward(net.layers[0], x, mask) * 2
-
-    net.layers[0].forward = twice
-    expected = net.eval()(inputs())
-    assert_equal(reversible(net)(inputs()), expected)
-    assert undo(net).layers[0].forward is twice
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["deepcopy", "pickle"])

@@ -1,6 +1,5 @@
 """The loss of language models in tiles, against the whole one in float64."""
 
-import copy
 import inspect
 import warnings
 
@@ -24,16 +23,12 @@ OPT = SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.1}
 MODELS = {
     "tied": ("gpt2", GPT2),
     "its own head": ("llama", GROUPED),
-    "tied, of another kind": ("qwen3", GROUPED | {"tie_word_embeddings": True}),
     "soft-capped": ("gemma2", GROUPED | {"final_logit_softcapping": 0.5}),
     "scaled": ("cohere", GROUPED | {"logit_scale": 0.3}),
     "divided": ("granite", GROUPED | {"logits_scaling": 3.0}),
     "with a bias": ("phi", SIZES | {"resid_pdrop": 0.1}),
-    "parallel branches": ("gpt_neox", SIZES | {"hidden_dropout": 0.1}),
     "a base within the base": ("opt", OPT),
     "masked": ("bert", SIZES),
-    "masked, with another head": ("roberta", SIZES),
-    "masked, of another kind": ("modernbert", SIZES | {"cls_token_id": 1, "sep_token_id": 2}),
 }
 KINDS = [name if name in ("tied", "soft-capped", "with a bias", "masked") else slow(name) for name in MODELS]
 
@@ -90,11 +85,10 @@ def assert_same(model: nn.Module, tokens: int, change=lambda model: None, **give
     assert_near(found, expected)
 
 
-@pytest.mark.parametrize("tokens", [4, slow(1), slow(7), slow(100)])
 @pytest.mark.parametrize("name", KINDS)
-def test_loss_and_gradients_are_those_of_the_whole(name, tokens):
+def test_loss_and_gradients_are_those_of_the_whole(name):
     """With dropout, labels of -100, and tiles that do not divide the length."""
-    assert_same(made(name), tokens)
+    assert_same(made(name), 7)
 
 
 def frozen_head(model):
@@ -105,20 +99,11 @@ def frozen_base(model):
     model.base_model.requires_grad_(False)
 
 
-def with_lora(model):
-    peft = pytest.importorskip("peft")
-    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1), model)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
-        nn.init.normal_(parameter, std=0.1) if "lora_B" in name else None
-    model.double()
-
-
-def with_lora_on_the_head(model):
+def with_a_hook_on_the_head(model):
     model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: output * 1.5)
 
 
-@pytest.mark.parametrize("change", [frozen_head, frozen_base, with_lora, with_lora_on_the_head])
+@pytest.mark.parametrize("change", [frozen_head, frozen_base, with_a_hook_on_the_head])
 def test_what_is_frozen_or_changed_stays_so(change):
     assert_same(made("its own head"), 4, change)
 
@@ -181,22 +166,6 @@ def test_the_mean_of_a_models_logits_against_targets(name):
         assert tiled_cross_entropy(model, targets, input_ids=tokens) == found
 
 
-@pytest.mark.parametrize("name", ["tied", "soft-capped"])
-def test_half_precision_is_as_near_as_without_tiles(name):
-    exact = step(made(name, dropout=False))[1]
-
-    def error(tiles: bool) -> float:
-        model = made(name, dropout=False).to(torch.float32)
-        if tiles:
-            tile_loss(model, most_logits=4 * 2 * WORDS)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = [model(**batch()).loss for _ in range(2)][1]
-        loss.backward()
-        return max(((p.grad - exact[n]).norm() / exact[n].norm()).item() for n, p in model.named_parameters())
-
-    assert error(True) <= 1.2 * error(False)
-
-
 def test_a_second_backward_is_refused():
     model = tile_loss(made("tied"))
     loss = model(**batch()).loss
@@ -252,16 +221,6 @@ def test_labels_by_position_and_another_label_to_ignore_are_taken_whole():
     assert (model(*given).loss, model(**other).loss) == expected
 
 
-def test_undo_where_something_has_wrapped_the_forward():
-    model = tile_loss(made("tied", dropout=False))
-    tiled = model.forward
-    model.forward = lambda *given, **named: tiled(*given, **named)
-    untile_loss(model)
-    assert model(**batch()).logits is not None
-    with pytest.raises(ValueError, match="nn.DataParallel would run the model of its first GPU on every GPU"):
-        tile_loss(made("tied"))._replicate_for_data_parallel()
-
-
 def test_a_failure_of_the_base_is_no_reason_to_take_it_whole():
     model = tile_loss(made("tied"), most_logits=8 * WORDS)
     own = model.transformer.h[1].forward
@@ -281,34 +240,20 @@ def test_the_signature_and_tuples_are_the_models_own():
     assert loss.requires_grad and logits.shape == (2, T, WORDS)
 
 
-def test_a_model_within_another_and_accumulated_gradients():
-    model = nn.ModuleDict({"inner": made("tied")})
-    model.forward = lambda **given: model["inner"](**given)
-    _, once = step(model)
-    tile_loss(model, most_logits=8 * WORDS)
-    model.zero_grad()
-    for _ in range(2):
-        torch.manual_seed(2)
-        (3 * model(**batch()).loss).backward()
-    assert_near({name: parameter.grad / 6 for name, parameter in model.named_parameters()}, once)
-
-
 def experts() -> nn.Module:
     torch.manual_seed(0)
     sizes = GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)).train()
 
 
-@pytest.mark.parametrize("seen", [False, True])
 @pytest.mark.parametrize("summed", [False, True])
-def test_the_loss_of_experts_is_part_of_a_mean_and_of_no_sum(summed, seen):
-    """The mean over tiles of what all of them add is what one adds. Whether or not a mean has been seen before."""
+def test_the_loss_of_experts_is_part_of_a_mean_and_of_no_sum(summed):
+    """The mean over tiles of what all of them add is what one adds. Also where a mean has been seen before."""
     items = {"num_items_in_batch": torch.tensor(60)} if summed else {}
     result, expected = first_step(experts(), **items)
     model = tile_loss(experts(), most_logits=8 * WORDS)
-    if seen:
-        first_step(model)
-        model.zero_grad()
+    first_step(model)
+    model.zero_grad()
     with pytest.warns(UserWarning, match="is taken whole") if summed else warnings.catch_warnings(action="error"):
         tiled, found = first_step(model, **items)
     assert tiled.loss.item() == pytest.approx(result.loss.item(), rel=1e-5) and result.aux_loss > 0
@@ -365,14 +310,3 @@ def test_short_texts_and_batches_without_labels_are_as_before(tokens):
     step(model)
     with warnings.catch_warnings(action="error"):
         assert model(**batch()).logits is None
-
-
-def test_a_copy_is_in_tiles_of_its_own():
-    model = tile_loss(made("tied"))
-    step(model)
-    copied = copy.deepcopy(model)
-    _, expected = step(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    assert_near(step(copied)[1], expected)

@@ -2,13 +2,9 @@
 
 import pytest
 import torch
-from covering import slow
 from torch import nn
 
 from holotrain.models.block_schedules import set_tile
-from holotrain.planning import simulate_step
-from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
-from holotrain.planning.training_step import TrainingStep, measured_peak
 from holotrain.reversible import make_reversible, recompute, undo
 from holotrain.reversible.tiled_loss import TiledLoss
 from holotrain.reversible.tiles import Tiled, tile_modules
@@ -24,10 +20,8 @@ GPT2 = {"vocab_size": WORDS, "n_positions": 600, "n_embd": 32, "n_layer": 3, "n_
 MODELS = {
     "gpt2": GPT2 | {name: 0.0 for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")},
     "llama": GROUPED,
-    "gemma2": GROUPED,
-    "gpt_neox": SIZES,
 }
-NAMES = ["gpt2", "vit", *map(slow, ("llama", "gemma2", "gpt_neox"))]
+NAMES = ["gpt2", "vit", "llama"]
 
 
 pytestmark = pytest.mark.usefixtures("float64_stays")
@@ -65,11 +59,10 @@ def tiled(model: nn.Module) -> list[str]:
     return [name for name, part in model.named_modules() if Tiled.of(part) is not None]
 
 
-@pytest.mark.parametrize("backward", ["checkpoint", slow("autograd"), slow("offload")])
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_of_recomputed_blocks_are_those_of_the_whole(name, backward):
+def test_gradients_of_recomputed_blocks_are_those_of_the_whole(name):
     expected, model = step(name, made(name)), made(name)
-    recompute(model, backward=backward, tile=TILE)
+    recompute(model, tile=TILE)
     assert_equal(step(name, model), expected)
     assert tiled(model) and (TiledLoss.of(model) is not None) == (name != "vit")
     undo(model)
@@ -142,33 +135,3 @@ def test_tiles_are_set_for_any_model():
     assert not tiled(model)
     with pytest.raises(ValueError, match="Linear has no blocks with MLPs that work token by token"):
         set_tile(nn.Linear(2, 2), TILE)
-
-
-@pytest.mark.parametrize("way", ["4 bits", "checkpoint"])
-@pytest.mark.filterwarnings("ignore")
-def test_a_plan_of_a_step_in_tiles_is_what_it_takes(way):
-    """And less than half of the same step without tiles."""
-
-    def step_of(model: nn.Module, tile: int | None) -> TrainingStep:
-        tokens = torch.zeros(1, 2048, dtype=torch.long)
-        if way == "4 bits":
-            make_reversible(model, tile=tile)
-        else:
-            recompute(model, tile=tile)
-        loss = lambda: model(input_ids=tokens, labels=tokens, use_cache=False).loss  # noqa: E731
-        return TrainingStep(model.train(), loss, torch.optim.SGD(model.parameters()), held={"batch": [tokens]})
-
-    def small() -> nn.Module:
-        return transformers.AutoModelForCausalLM.from_config(
-            transformers.GPT2Config(**MODELS["gpt2"] | {"vocab_size": 9973, "n_positions": 2048})
-        )
-
-    planned = {}
-    for tile in (None, 64):
-        with torch.device("meta"):
-            model = small()
-        with fake_tensors():
-            planned[tile] = simulate_step(step_of(fake_parameters(model, torch.device("cpu")), tile))
-        measured = measured_peak(step_of(small(), tile), torch.device("cpu"))
-        assert planned[tile].peak / 1.02 <= measured <= planned[tile].bound * 1.02
-    assert planned[64].peak < planned[None].peak

@@ -8,24 +8,7 @@ from small_stacks import WIDTH, Block, gradients, inputs, model, reversible
 from torch import nn
 
 from holotrain.reversible.stack import ReversibleStack, stack_of
-from holotrain.reversible.two_step import tapered, weights
-
-
-@pytest.mark.parametrize(
-    ("bits", "depth", "each"),
-    [
-        (2, 13, [6, 5, 4, 3, 2, 2, 2, 2, 3, 4, 5, 6]),
-        (1, 14, [6, 5, 4, 3, 2, 1, 1, 1, 2, 3, 4, 5, 6]),
-        (4, 7, [6, 5, 4, 4, 5, 6]),
-        (7, 3, [7, 7]),
-        (2, 3, [6, 6]),
-        (2, 1, []),
-        ([], 1, []),
-        ([1, 5], 3, [1, 5]),
-    ],
-)
-def test_more_bits_at_both_ends(bits, depth, each):
-    assert tapered(bits, depth) == each
+from holotrain.reversible.two_step import weights
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
