@@ -1,5 +1,6 @@
 """TraceProfiler in any Trainer: what it leaves, and that it leaves the training alone."""
 
+import gzip
 import json
 
 import lightning.pytorch as pl
@@ -10,6 +11,7 @@ from small_trainings import quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
+from holotrain.callbacks import trace
 from holotrain.callbacks.trace import TraceProfiler
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
@@ -94,6 +96,14 @@ def test_a_full_disk_ends_no_training(tmp_path):
     with pytest.warns(UserWarning, match="cannot write the trace"):
         module = fit(TraceProfiler(tmp_path / "file"), 2)
     assert len(module.profiled) == 2
+
+
+def test_a_large_trace_is_zipped_and_takes_the_place_of_a_small_one(tmp_path, monkeypatch):
+    fit(TraceProfiler(tmp_path), 1)
+    monkeypatch.setattr(trace, "LARGE", 1)
+    fit(TraceProfiler(tmp_path), 1)
+    assert {path.name for path in tmp_path.iterdir()} == LEFT - {"trace.json"} | {"trace.json.gz"}
+    assert json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
 
 
 @pytest.mark.cuda

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from holotrain.data import Digits, Fake, ImageFolder, StdlibText, TextFiles
+from holotrain.data import CIFAR10, MNIST, Digits, Fake, ImageFolder, StdlibText, TextFiles
 from holotrain.data.images import statistics_of
 from holotrain.errors import UserError
 
@@ -70,3 +70,17 @@ def test_statistics_that_nothing_can_be_normalised_with_are_refused(tmp_path, na
     (tmp_path / "config.json").write_text(json.dumps(said))
     with pytest.raises(UserError, match="does not say a mean and a deviation above 0 for three channels"):
         statistics_of(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("data", "classes", "shape"),
+    [
+        (Digits(classes=[3, 5, 7]), 3, (1, 8, 8)),
+        (MNIST(), 10, (1, 28, 28)),
+        (CIFAR10(classes=["cat", 5]), 2, (3, 32, 32)),
+        (Fake(image_size=12, num_classes=4), 4, (3, 12, 12)),
+    ],
+)
+def test_what_is_known_of_images_before_they_are_read(data, classes, shape):
+    assert (data.num_classes, data.image_shape) == (classes, shape)
+    assert len(data.statistics[0]) == len(data.statistics[1]) == shape[0]

@@ -21,6 +21,7 @@ from holotrain.planning.allocators import (
     FUSED_ATTENTION,
     FUSED_ATTENTION_BACKWARD,
     HALF,
+    PER_THREAD,
     scratch,
 )
 from holotrain.planning.cuda_rules import cuda_rules
@@ -193,6 +194,16 @@ def packing(monkeypatch):
     monkeypatch.setattr("holotrain.planning.allocators.goes_to_onednn", lambda dtype: dtype in HALF)
 
 
+def test_scratch_of_a_product_by_hand(packing, monkeypatch):
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    a, b = torch.empty(64, 128, dtype=torch.bfloat16), torch.empty(128, 64, dtype=torch.bfloat16)
+    k = 128 + 16 + 64
+    factor, result = 128 * k * 2, 128 * 128 * 4
+    assert scratch(aten.mm.default, (a, b)) == factor + 2 * (2 * factor + result + PER_THREAD)
+    assert scratch(aten.mm.default, (a.float(), b.float())) == 0
+    assert scratch(aten.mm.default, (a[:, ::2], b[::2])) > scratch(aten.mm.default, (a[:, :64].contiguous(), b[:64]))
+
+
 def planned_mlp(dtype, allocator=ALLOCATORS["cpu"]):
     with fake_tensors():
         model = nn.Sequential(nn.Linear(256, 256, dtype=dtype), nn.GELU(), nn.Linear(256, 256, dtype=dtype))
@@ -249,6 +260,15 @@ def test_nothing_is_allocated_and_parts_are_what_they_are_called():
 def test_what_cannot_be_planned_is_named(work, operation):
     with pytest.raises(Unplannable, match=operation), fake_tensors():
         work(torch.ones(3))
+
+
+def test_a_mask_selects_its_share():
+    with fake_tensors(), assume_mask_share(0.25):
+        x = torch.zeros(8, 5, requires_grad=True)
+        chosen = x[torch.zeros(8, dtype=torch.bool)]
+        assert chosen.shape == (2, 5)
+        chosen.sum().backward()
+        assert x.grad.shape == (8, 5)
 
 
 def test_cudas_attention_drops_within_its_kernel():

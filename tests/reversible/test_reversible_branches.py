@@ -56,7 +56,29 @@ class Reading(nn.Module):
         self.inner, self.read, self.product = nn.Linear(WIDTH, WIDTH), read, product
 
     def forward(self, x, holder=None):
-        return self.product(torch.tanh(self.inner(x)), self.read())
+        return self.product(torch.tanh(self.inner(x)), self.read() if holder is None else holder.scale)
+
+
+@every_engine
+@pytest.mark.parametrize("way", ["closure", "attribute", "list", "keyword"])
+def test_a_tensor_that_the_engine_is_not_told_of(engine, way):
+    found = []
+    for each in (None, ENGINES[engine]):
+        scale = torch.linspace(0.5, 1, WIDTH, dtype=F64).requires_grad_()
+        kept = [scale.exp()]
+
+        def branch(scale=scale, kept=kept):
+            module = Reading(lambda: scale.exp() if way == "closure" else module.other if way == "attribute" else kept[0])
+            module.other = scale.exp()
+            return module
+
+        holder = nn.Linear(1, 1)
+        holder.scale = nn.Parameter(scale.detach().clone())
+        keywords = {name: {"holder": holder} for name in ("f_kwargs", "g_kwargs")} if way == "keyword" else {}
+        net = sequence(4, branch=lambda dropout: branch(), engine=each)
+        read = holder.scale if way == "keyword" else scale
+        found.append(torch.autograd.grad(loss_of(net, **keywords), [read, *net.parameters()]))
+    assert relative_error(found[1], found[0]) <= 1e-12
 
 
 class Reentrant(Branch):

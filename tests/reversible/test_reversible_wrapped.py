@@ -88,6 +88,14 @@ def test_replicas_of_a_sequence_run_their_own_parts(backward, exact):
     assert_equal(gradients(net, run=lambda x: torch.cat(replica_of(net)(x, x.sin()))), expected)
 
 
+@pytest.mark.parametrize("backward", ["checkpoint", "reversible", "pareprop"])
+def test_hooks_that_are_there_in_the_forward_alone(backward):
+    expected = gradients(reversible(model(around="hooks for the forward"), "autograd"))
+    net = reversible(model(around="hooks for the forward"), backward)
+    assert_equal(gradients(net), expected)
+    assert not any(layer.inner._forward_pre_hooks or layer.inner._forward_pre_hooks_with_kwargs for layer in net.layers)
+
+
 def test_scripting_says_what_to_do():
     with pytest.raises(AttributeError, match=r"torch.jit.script cannot .* call undo\(model\) first, or use torch.export"):
         torch.jit.script(reversible().layers[0])

@@ -281,6 +281,19 @@ def test_the_floor_guarantees_descent_layer_by_layer_and_adds_no_more_than_it_ne
     assert min(cosines) == pytest.approx(floor, abs=1e-9)
 
 
+def test_measured_figures_are_those_of_what_was_written():
+    model = network()
+    for options in ({}, {"match_norm": True}, {"mix": 0.5, "cosine_floor": 0.9}, {"mode": "shared"}):
+        synthesis = HolographicSynthesis(model, block_length=32, **options)
+        stepped(synthesis, model, batches(1)[0])
+        assert synthesis.options.reshapes or synthesis.measured is None
+        synthesis.measuring = True
+        for x in batches(3):
+            expected = figures_of(*stepped(synthesis, model, x))
+            assert_close(synthesis.measured, expected)
+        synthesis.remove()
+
+
 def test_a_subsample_leaves_the_other_entries_their_gradient():
     torch.manual_seed(0)
     model = nn.Linear(64, 64).double()
