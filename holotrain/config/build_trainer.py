@@ -246,11 +246,11 @@ def validation(config: ObjectConfig, batches: int) -> dict[str, Any]:
     Args:
         batches: number of batches per epoch, before limit_train_batches.
     """
-    limit = 1.0 if config.limit_train_batches is None else config.limit_train_batches
+    limit = config.overfit_batches or (1.0 if config.limit_train_batches is None else config.limit_train_batches)
     interval = 1.0 if config.val_check_interval is None else config.val_check_interval
     batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
     configured = {"val_check_interval": interval, "check_val_every_n_epoch": config.check_val_every_n_epoch}
-    if not batches or config.overfit_batches or config.fast_dev_run:
+    if not batches or config.fast_dev_run:
         return configured
     steps_an_epoch = -(-batches // config.accumulate_grad_batches)
     last = config.max_epochs * batches if (config.max_epochs or 0) > 0 else None

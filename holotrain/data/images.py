@@ -226,7 +226,7 @@ class ImageDataModule(LoadingModule):
 
     def train_dataloader(self) -> ResumableLoader:
         seeded = SeededDataset(self.split("train"), self.train_transform(), self.seed)
-        return ResumableLoader(seeded, self.batch_size, self.seed, **self.loading)
+        return self.training_loader(seeded, self.batch_size)
 
     def val_dataloader(self) -> Loader:
         return self._in_order("val")

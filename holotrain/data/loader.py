@@ -138,6 +138,17 @@ class LoadingModule(ShowsInherited, pl.LightningDataModule):
         self.loading: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pinned}
         self.seed = seed
 
+    @property
+    def overfits(self) -> bool:
+        """Whether the trainer is to train on the same few batches in every epoch."""
+        return self.trainer is not None and bool(self.trainer.overfit_batches)
+
+    def training_loader(self, dataset: Dataset, batch_size: int = 1, **options: Any) -> ResumableLoader:
+        """The loader of the training part; ``options``: of :class:`ResumableLoader`."""
+        loader = ResumableLoader(dataset, batch_size, self.seed, **options, **self.loading)
+        loader.batch_sampler.repeats = self.overfits
+        return loader
+
     def fingerprint(self) -> dict[str, Any]:
         """What must be equal in all processes after ``setup``, by names for messages, in plain values."""
         return {}

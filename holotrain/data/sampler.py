@@ -44,7 +44,12 @@ class ResumableBatchSampler(Sampler[list]):
     Args:
         seed: for the order.
         shard: of this process: its number and how many there are; None: :func:`data_shard`.
+
+    Attributes:
+        repeats: every epoch has the batches of the first one, with the same augmentation.
     """
+
+    repeats = False
 
     def __init__(self, seed: int = 0, shard: tuple[int, int] | None = None) -> None:
         self.seed = seed
@@ -62,7 +67,7 @@ class ResumableBatchSampler(Sampler[list]):
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch. It starts at the first batch, unless another one was restored for this epoch."""
-        if epoch != self.epoch:
+        if epoch != self.epoch and not self.repeats:
             self.epoch, self.drawn = epoch, 0
 
     def state_dict(self) -> dict[str, int]:

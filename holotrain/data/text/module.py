@@ -221,6 +221,8 @@ class TextDataModule(LoadingModule):
 
     def train_dataloader(self) -> ResumableLoader | StreamLoader:
         if self.streaming:
+            if self.overfits:
+                raise UserError("trainer.overfit_batches: a stream has no batch twice; set data.streaming=false")
             stream = PackedStream(self._training, self.tokenizer, self.context, self.batch_size, self.seed)
             return StreamLoader(stream, self.epoch_batches, batch_size=None, **self.loading)
         if self.layout == "packed":
@@ -228,11 +230,11 @@ class TextDataModule(LoadingModule):
                 most = f"the train part has {counted(size, 'token')}: {size - 1} at most"
                 raise UserError(f"data.context: {self.context} is out of range; {most}")
             blocks = PackedBlocks(self.part("train").tokens, self.context, self.seed)
-            return ResumableLoader(blocks, self.batch_size, self.seed, **self.loading)
+            return self.training_loader(blocks, self.batch_size)
         pieces = self._pieces("train")
         widths = padded(pieces.lengths, self.multiple)
         sampler = BucketBatchSampler(widths, self.batch_size, self.max_tokens, self.bucketing, self.seed)
-        return ResumableLoader(pieces, batch_sampler=sampler, **self.loading)
+        return self.training_loader(pieces, batch_sampler=sampler)
 
     def val_dataloader(self) -> Loader:
         return self._evaluation("val")
