@@ -168,7 +168,7 @@ def task_of(model: nn.Module | None, config: RunConfig, described: dict[str, Any
     if config.optimizer is not None:
         known["optimizer"] = partial(make_optimizer, config.optimizer, config.trainer.gradient_clip_val or None)
         if config.scheduler is not None:
-            known["scheduler"] = partial(make_scheduler, config.scheduler)
+            known["scheduler"] = partial(make_scheduler, config.scheduler, config.trainer.max_epochs)
     if "tokenizer" in described:
         tokenizer = tokenizer_from_json(described["tokenizer"])
         known |= {"token_bytes": torch.from_numpy(tokenizer.byte_lengths), "mask_id": tokenizer.mask_id}
@@ -199,13 +199,28 @@ def make_optimizer(chosen: ObjectConfig, clip_value: float | None, model: nn.Mod
         return InBackward(optimizer, clip_value)
 
 
-def make_scheduler(chosen: ObjectConfig, optimizer: Optimizer, steps: int) -> LRScheduler:
-    """The schedule of an optimizer, which advances after every optimizer step.
+def make_scheduler(
+    chosen: ObjectConfig, epochs: int | None, optimizer: Optimizer, steps: int
+) -> LRScheduler | dict[str, Any]:
+    """The schedule of an optimizer; with Lightning's options for it, if it does not advance after every optimizer step.
 
     Args:
-        steps: optimizer steps of the training; passed as ``steps`` or ``total_steps``, where the function or class takes it.
+        epochs: of the training.
+        steps: optimizer steps of the training. Those, or the epochs, are passed as ``steps`` or ``total_steps``, where the
+            function or class takes it.
     """
-    return make("scheduler", chosen, LRScheduler, optimizer, steps=steps, total_steps=steps)
+    options = {name: chosen.arguments.get(name) for name in groups.SCHEDULER_OPTIONS}
+    own = {name: value for name, value in chosen.arguments.items() if name not in options}
+    plateau = chosen.target.endswith(".ReduceLROnPlateau")
+    by_epoch = options["interval"] == "epoch" or (plateau and options["interval"] is None)
+    length = epochs if by_epoch and epochs and epochs > 0 else steps
+    made = make("scheduler", replace(chosen, arguments=own), LRScheduler, optimizer, steps=length, total_steps=length)
+    if options["monitor"] is not None and not isinstance(made, ReduceLROnPlateau):
+        raise UserError(f"scheduler.monitor: {chosen.name} follows no metric; leave it out")
+    if not by_epoch and not plateau:
+        return made
+    monitor = {} if options["monitor"] is None else {"monitor": options["monitor"]}
+    return {"scheduler": made, "interval": "epoch" if by_epoch else "step", **monitor}
 
 
 def check_optimizer(config: RunConfig) -> None:
@@ -215,8 +230,8 @@ def check_optimizer(config: RunConfig) -> None:
     optimizer = make_optimizer(config.optimizer, None, nn.Linear(1, 1))
     if config.steps_in_backward and not _steps_parameters_alone(config.optimizer):
         raise UserError(f"optimizer.in_backward: {config.optimizer.name} steps all parameters together; set it to false")
-    if config.scheduler is not None and isinstance(make_scheduler(config.scheduler, optimizer, 10), ReduceLROnPlateau):
-        raise UserError("scheduler: ReduceLROnPlateau follows a metric, and a schedule here follows the optimizer's steps")
+    if config.scheduler is not None:
+        make_scheduler(config.scheduler, config.trainer.max_epochs, optimizer, 10)
 
 
 def _steps_parameters_alone(chosen: ObjectConfig) -> bool:

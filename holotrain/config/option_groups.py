@@ -184,6 +184,19 @@ def optimizer_options(in_backward: bool = False) -> None:
     """
 
 
+def scheduler_options(interval: Literal["step", "epoch"] | None = None, monitor: str | None = None) -> None:
+    """Options of every schedule.
+
+    Args:
+        interval: after what the schedule advances; null: every optimizer step, or for ReduceLROnPlateau every epoch
+        monitor: the metric that ReduceLROnPlateau follows, such as val/loss; null: the one that selects the best checkpoint
+    """
+
+
+SCHEDULER_OPTIONS = tuple(inspect.signature(scheduler_options).parameters)
+"""Options that are not passed on to the schedule."""
+
+
 def model_options(
     pretrained: str | None = None, trained: Literal["all", "head", "adapters"] = "all", adapters: int | dict = 0
 ) -> None:
@@ -304,7 +317,9 @@ OBJECT_GROUPS = {
     ),
     "synthesis": GroupSchema(),
     "optimizer": GroupSchema(("model", "params"), also="holotrain.config.option_groups.optimizer_options"),
-    "scheduler": GroupSchema(("optimizer", "steps", "total_steps")),
+    "scheduler": GroupSchema(
+        ("optimizer", "steps", "total_steps"), also="holotrain.config.option_groups.scheduler_options"
+    ),
     "trainer": GroupSchema(("callbacks", "logger", "default_root_dir"), also="holotrain.config.option_groups.trainer_options"),
 }
 """The groups that name any class or function, and what the program knows of their parameters."""

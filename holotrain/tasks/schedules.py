@@ -4,10 +4,12 @@ Each is a function of the step only, so a training that is resumed with more ste
 """
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from holotrain.numeric import require_at_least, require_within
 
@@ -70,3 +72,21 @@ def _warmed_up(optimizer: Optimizer, steps: int, warmup: float, factor: Callable
     require_within(0, 1, warmup=warmup)
     rise = round(warmup * steps)
     return LambdaLR(optimizer, lambda step: (step + 1) / (rise + 1) if step < rise else factor(step))
+
+
+def continue_schedule(schedule: LRScheduler, planned: dict[str, Any]) -> None:
+    """Has a schedule with the state of a checkpoint go on as one of this training's length, from the next step on.
+
+    Args:
+        planned: its ``state_dict`` before that of the checkpoint was loaded.
+    """
+    if getattr(schedule, "total_steps", None) != planned.get("total_steps"):
+        place = ("last_epoch", "_step_count", "_last_lr")
+        vars(schedule).update({name: value for name, value in planned.items() if name not in place})
+    elif not isinstance(schedule, LambdaLR):  # it does not depend on the length
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # which tells users to call get_last_lr
+        rates = schedule.get_lr()
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate

@@ -1,19 +1,23 @@
 """The base class of all tasks, a model with a loss and an optimizer; and what commands ask of any LightningModule."""
 
+import copy
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from holotrain.arguments import ShowsInherited
 from holotrain.optimizers import InBackward
 from holotrain.optimizers.stepping import refuse_in_backward
 from holotrain.reversible.graphs import GraphedStep
+from holotrain.tasks.schedules import continue_schedule
 
 
 class Task(ShowsInherited, pl.LightningModule):
@@ -23,7 +27,7 @@ class Task(ShowsInherited, pl.LightningModule):
         model: the model to train
         optimizer: function of the model that returns the optimizer; null if the module is only evaluated
         scheduler: function of the optimizer and the number of optimizer steps that returns the schedule, which is stepped after
-            every optimizer step
+            every optimizer step, or a dict of Lightning's options for it, such as ``{"scheduler": ..., "interval": "epoch"}``
         cuda_graph: capture forward and backward as a CUDA graph (:class:`~holotrain.reversible.graphs.GraphedStep`), on a CUDA
             device, without accumulation and without scaled gradients
 
@@ -34,7 +38,7 @@ class Task(ShowsInherited, pl.LightningModule):
         self,
         model: nn.Module,
         optimizer: Callable[[nn.Module], Optimizer] | None = None,
-        scheduler: Callable[[Optimizer, int], LRScheduler] | None = None,
+        scheduler: Callable[[Optimizer, int], LRScheduler | dict[str, Any]] | None = None,
         cuda_graph: bool = False,
     ) -> None:
         super().__init__()
@@ -116,13 +120,33 @@ class Task(ShowsInherited, pl.LightningModule):
             settle_in_backward(optimizer, self.trainer)
         if self.make_scheduler is None:
             return optimizer
-        scheduler = self.make_scheduler(optimizer, int(self.trainer.estimated_stepping_batches))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        made = self.make_scheduler(optimizer, optimizer_steps(self.trainer))
+        options = made if isinstance(made, dict) else {"scheduler": made, "interval": "step"}
+        if isinstance(options["scheduler"], ReduceLROnPlateau):
+            options = {"monitor": next(iter(self.monitored)), "strict": False} | options
+        self._planned_schedule = copy.deepcopy(options["scheduler"].state_dict())
+        return {"optimizer": optimizer, "lr_scheduler": options}
+
+    def on_train_start(self) -> None:
+        if self.make_scheduler is not None and self.trainer.ckpt_path is not None:
+            continue_schedule(self.lr_schedulers(), self._planned_schedule)
 
     def teardown(self, stage: str) -> None:
         optimizer = InBackward.among(self.trainer.optimizers)
         if optimizer is not None:  # the model may be trained on in another way
             optimizer.remove()
+
+
+def optimizer_steps(trainer: pl.Trainer) -> int:
+    """The optimizer steps of a training, also where a GradientAccumulationScheduler changes their number in an epoch."""
+    steps = int(trainer.estimated_stepping_batches)
+    accumulation = next((each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)), None)  # ty: ignore[not-iterable]
+    if accumulation is None or not trainer.max_epochs or trainer.max_epochs < 0:
+        return steps
+    batches = trainer.num_training_batches
+    by_epoch = (math.ceil(batches / accumulation.get_accumulate_grad_batches(epoch)) for epoch in range(trainer.max_epochs))
+    planned = sum(by_epoch)
+    return planned if trainer.max_steps < 0 else min(planned, trainer.max_steps)
 
 
 def settle_in_backward(optimizer: InBackward, trainer: pl.Trainer) -> None:
