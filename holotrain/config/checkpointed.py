@@ -19,7 +19,7 @@ from yaml import YAMLError
 
 from holotrain.config.annotations import checked
 from holotrain.config.command_options import RunConfig
-from holotrain.config.composition import config_folder
+from holotrain.config.composition import config_folder, models
 from holotrain.config.objects import PYTHON_OBJECT
 from holotrain.config.option_groups import CLASSIFIER, IMAGES, TEXT, is_a
 from holotrain.config.signatures import signature
@@ -246,6 +246,8 @@ OF_ANY_GROUP = ("experiment", "debug", "sweep", "task")
 
 
 def _named_in_files(config_dir: str | None, group: str) -> Iterator[tuple[str, str]]:
+    if group == "model":
+        yield from ((group, node[TARGET]) for node in models().values())
     for folder, name in itertools.product(filter(None, (config_folder(), config_dir)), (group, *OF_ANY_GROUP)):
         for path in Path(folder, name).rglob("*.yaml"):
             try:
