@@ -16,10 +16,11 @@ from omegaconf import OmegaConf
 
 import holotrain
 from holotrain.callbacks import BestCheckpoint, MemoryMonitor, ThroughputMonitor
+from holotrain.commands.multiprocess import process_group_options
 from holotrain.config import option_groups
 from holotrain.config.build import build_data, build_task, check_values
 from holotrain.config.build_callbacks import build_fit_callbacks
-from holotrain.config.build_trainer import build_trainer, check_device, check_training_device, process_group_options
+from holotrain.config.build_trainer import build_trainer, check_device, check_training_device
 from holotrain.config.composition import composed, config_folder, option_names, register
 from holotrain.config.option_groups import SEQUENCE_CLASSIFIER, is_a
 from holotrain.config.structured import structured, to_container, without_replaced_options
