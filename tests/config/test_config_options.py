@@ -130,6 +130,13 @@ def test_every_file_under_conf_is_an_option():
     assert files == options | {"_common.yaml", "_models.yaml"}
 
 
+def test_a_users_model_begins_from_one_of_ours(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("defaults: [rev_vit_small]\nheads: 3")
+    model = holotrain.compose("fit", ["model=mine"], tmp_path).model
+    assert (model.target, model.dim, model.heads) == ("holotrain.models.RevViT", 384, 3)
+
+
 def test_options_reach_what_they_describe():
     config = configuration(
         "fit", "optimizer=sgd", "optimizer.momentum=0.5", "optimizer.lr=0.25", "task.label_smoothing=0.1",
