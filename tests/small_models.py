@@ -1,6 +1,9 @@
 """Arguments of a model of each family that takes milliseconds, and what it reads."""
 
+from pathlib import Path
+
 import torch
+import yaml
 from torch import Tensor
 
 IMAGE = {"image_size": 8, "patch_size": 2, "channels": 1, "classes": 5, "dim": 16, "depth": 2, "heads": 2}
@@ -23,6 +26,12 @@ FAMILIES = {"ViT": IMAGE, "Swin": WINDOWS, "MViT": POOLED, "GPT": TEXT, "RoBERTa
 """Arguments of the smallest model of each family of transformers; the reversible one takes the same."""
 
 TRANSFORMERS = [f"{prefix}{family}" for family in FAMILIES for prefix in ("", "Rev")]
+
+
+def sizes_of(family: str) -> dict:
+    """The arguments of each size of a family, such as ``ViT``, as ``model=vit_tiny`` has them."""
+    models = yaml.safe_load((Path(__file__).parents[1] / "conf" / "_models.yaml").read_text(encoding="utf-8"))
+    return models["families"][family]
 
 
 def example(name: str, batch: int = 3, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -257,19 +257,14 @@ def check_values(config: RunConfig) -> None:
     facts = {"vocab": 2**10, "context": data.context} if isinstance(data, TextDataModule) else data_properties(data)
     if not text or is_a(config.task, groups.SEQUENCE_CLASSIFIER):
         facts.setdefault("classes", 2)
-    model = _on_meta(config, facts)
+    with torch.device("meta"):  # without memory for its weights
+        model = build_model(config, facts)
     if config.synthesis is not None:
         model.to_empty(device="cpu")  # it does not cover parameters without memory, which is only reserved here
     described = {"facts": facts} | ({"tokenizer": ByteTokenizer().to_json()} if text else {})
     task = task_of(model, config, described)
     if config.synthesis is not None:
         synthesis_of(config.synthesis, task).remove()
-
-
-def _on_meta(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
-    """The model, without memory for its weights."""
-    with torch.device("meta"):
-        return build_model(config, facts)
 
 
 def description(config: RunConfig, data: pl.LightningDataModule) -> dict[str, Any]:

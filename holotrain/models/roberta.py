@@ -26,13 +26,6 @@ from holotrain.models.layers.packing import padding_context
 from holotrain.models.layers.text_layers import IGNORED, TokenEmbedding, initialise, linear_cross_entropy
 from holotrain.numeric import require_one_of
 
-# Base and large as published; tiny suits bytes of text and two CPU cores.
-ROBERTA_SIZES: dict[str, dict[str, int]] = {
-    "tiny": {"dim": 128, "depth": 4, "heads": 4},
-    "base": {"dim": 768, "depth": 12, "heads": 12},
-    "large": {"dim": 1024, "depth": 24, "heads": 16},
-}
-
 
 class RoBERTa(nn.Module):
     """The plain encoder.

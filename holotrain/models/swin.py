@@ -27,15 +27,6 @@ from holotrain.models.layers.blocks import (
 from holotrain.models.layers.patches import PatchMap, PatchMerging, initialise
 from holotrain.numeric import require_at_least, require_within
 
-# Tiny to large as published, for 224 pixels and patches of 4; nano suits 32 pixels and patches of 2.
-SWIN_SIZES: dict[str, dict[str, Any]] = {
-    "nano": {"dim": 32, "depths": (2, 2, 2), "heads": (1, 2, 4), "window": 4},
-    "tiny": {"dim": 96, "depths": (2, 2, 6, 2), "heads": (3, 6, 12, 24), "window": 7},
-    "small": {"dim": 96, "depths": (2, 2, 18, 2), "heads": (3, 6, 12, 24), "window": 7},
-    "base": {"dim": 128, "depths": (2, 2, 18, 2), "heads": (4, 8, 16, 32), "window": 7},
-    "large": {"dim": 192, "depths": (2, 2, 18, 2), "heads": (6, 12, 24, 48), "window": 7},
-}
-
 
 class Swin(nn.Module):
     """The plain Swin transformer: LayerNorm, mean over tokens, linear head.

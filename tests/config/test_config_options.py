@@ -16,10 +16,11 @@ from omegaconf import OmegaConf
 
 import holotrain
 from holotrain.callbacks import BestCheckpoint, MemoryMonitor, ThroughputMonitor
+from holotrain.commands.multiprocess import process_group_options
 from holotrain.config import option_groups
 from holotrain.config.build import build_data, build_task, check_values
 from holotrain.config.build_callbacks import build_fit_callbacks
-from holotrain.config.build_trainer import build_trainer, check_device, check_training_device, process_group_options
+from holotrain.config.build_trainer import build_trainer, check_device, check_training_device
 from holotrain.config.composition import composed, config_folder, option_names, register
 from holotrain.config.option_groups import SEQUENCE_CLASSIFIER, is_a
 from holotrain.config.structured import structured, to_container, without_replaced_options
@@ -125,8 +126,15 @@ def test_every_option_builds(group, option, images, tokens):
 
 def test_every_file_under_conf_is_an_option():
     files = {path.relative_to(config_folder()).as_posix() for path in Path(config_folder()).rglob("*.yaml")}
-    options = {f"{group}/{option}.yaml" for group, names in GROUPS.items() for option in names}
-    assert files == options | {"_common.yaml"}
+    options = {f"{group}/{option}.yaml" for group, names in GROUPS.items() for option in names if group != "model"}
+    assert files == options | {"_common.yaml", "_models.yaml"}
+
+
+def test_a_users_model_begins_from_one_of_ours(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("defaults: [rev_vit_small]\nheads: 3")
+    model = holotrain.compose("fit", ["model=mine"], tmp_path).model
+    assert (model.target, model.dim, model.heads) == ("holotrain.models.RevViT", 384, 3)
 
 
 def test_options_reach_what_they_describe():
