@@ -31,7 +31,7 @@ from holotrain.models.vit import VIT_SIZES
 from holotrain.planning import Planner
 from holotrain.planning.planner import Size
 from holotrain.planning.training_step import TrainingStep, measured_peak
-from holotrain.reversible.backward_schedules import SCHEDULES
+from holotrain.schedules import SCHEDULES
 
 FAMILIES = {
     "vit": (RevViT, VIT_SIZES),

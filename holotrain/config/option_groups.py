@@ -12,14 +12,11 @@ from holotrain.config.objects import GroupSchema, ObjectConfig
 from holotrain.config.signatures import Signature, signature
 from holotrain.errors import UserError, check_choice
 from holotrain.numeric import require_at_least, require_within
+from holotrain.schedules import ON_MISMATCH, PLAIN, REBUILDING, SCHEDULES
 from holotrain.targets import TARGET
 
-PLAIN = ("autograd", "checkpoint", "checkpoint8", "offload")
-"""Schedules of every model."""
-
-SCHEDULES = (*PLAIN, "reversible", "pareprop")
 AUTO = "auto"
-ON_MISMATCH = ("store", "error")
+REBUILD = f"use backward={' or '.join(REBUILDING)}"
 
 
 @dataclass
@@ -27,8 +24,7 @@ class BackwardConfig:
     """How the backward pass gets its activations: stored, checkpointed or recomputed."""
 
     kind: str | None = None
-    """autograd: store all; checkpoint: store block inputs; checkpoint8: in 8 bits (inexact); offload: in main memory (GPU);
-    reversible, pareprop: recompute; auto: choose to fit memory=; null: as the model's class has it"""
+    """one of SCHEDULES; auto: choose to fit memory=; null: as the model's class has it"""
 
     blocks: Sequence[str] = ()
     """schedules for backward=auto, one per block, such as [pareprop+attention, autograd] (+: keep outputs); []: choose"""
@@ -46,7 +42,7 @@ class BackwardConfig:
     """tokens at a time that layers take which work token by token, such as MLPs; null: all tokens at once"""
 
     inexact: bool = False
-    """backward=auto may also choose checkpoint8 and, for a model of transformers or timm, model.reversible=4bit"""
+    """backward=auto may also choose inexact schedules and, for a model of transformers or timm, model.reversible=4bit"""
 
     on_mismatch: str = "store"
     """what follows if activations are rebuilt wrongly: store: a warning, and block inputs are stored from then on; error"""
@@ -67,9 +63,9 @@ class BackwardConfig:
             raise UserError("backward.tile: backward=autograd stores every tile; use another backward, such as checkpoint")
         check_choice("backward.on_mismatch", self.on_mismatch, ON_MISMATCH)
         if self.on_mismatch != ON_MISMATCH[0] and self.kind in PLAIN:
-            raise UserError(f"backward.on_mismatch: backward={self.kind} rebuilds nothing; use backward=reversible or pareprop")
+            raise UserError(f"backward.on_mismatch: backward={self.kind} rebuilds nothing; {REBUILD}")
         if stored != [0] and self.kind == "autograd":
-            raise UserError("backward.store: backward=autograd already stores every block; use backward=reversible or pareprop")
+            raise UserError(f"backward.store: backward=autograd already stores every block; {REBUILD}")
         if self.blocks and self.kind != AUTO:
             raise UserError("backward.blocks: needs backward=auto")
         for schedule in self.blocks:
@@ -78,8 +74,8 @@ class BackwardConfig:
             raise UserError("backward.inexact: needs backward=auto")
         if self.kind == AUTO and (stored != [0] or self.keep):
             raise UserError("backward=auto: it chooses what to store; remove backward.store and backward.keep")
-        if self.keep and self.kind not in ("reversible", "pareprop"):
-            raise UserError(f"backward.keep: not supported by backward={self.kind}; use backward=reversible or pareprop")
+        if self.keep and self.kind not in REBUILDING:
+            raise UserError(f"backward.keep: not supported by backward={self.kind}; {REBUILD}")
 
     @property
     def name(self) -> str:
