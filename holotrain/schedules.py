@@ -1,7 +1,4 @@
-"""The backward schedules: one table that the engine, the models, the plans, the command line and the tests read.
-
-Nothing here imports torch, so that ``--help`` is fast.
-"""
+"""The backward schedules, in one table for all parts. Nothing here imports torch, so that ``--help`` is fast."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -48,6 +45,10 @@ REBUILDING = tuple(name for name, schedule in SCHEDULES.items() if schedule.kind
 
 OF_REVERSIBLE = (*PLAIN[:2], *REBUILDING)
 """Those to compare for reversible blocks, since what rebuilds needs less than the other ways to keep inputs."""
+
+AUTO = "auto"
+OPTIONS = {name: schedule.help for name, schedule in SCHEDULES.items()} | {AUTO: "choose them to fit memory="}
+"""What ``backward=`` takes on the command line, with its help."""
 
 ON_MISMATCH = ("store", "error")
 """What may follow if a stream is rebuilt wrongly."""

@@ -168,9 +168,8 @@ def _schedules(config: RunConfig, data: pl.LightningDataModule, device: str) -> 
                 return PLAIN[:1], PLAIN[0], 0
             return plain, PLAIN[0], len(listed_blocks(model))
     own = runs[0].backward if isinstance(runs[0].backward, str) else PLAIN[0]
-    if any(isinstance(run, ResidualSequence) for run in runs):
-        return plain, own, 0
-    return OF_REVERSIBLE, own, 0
+    schedules = plain if any(isinstance(run, ResidualSequence) for run in runs) else OF_REVERSIBLE
+    return schedules, own, 0
 
 
 def _depth(config: RunConfig) -> Size | None:

@@ -14,11 +14,11 @@ from hydra.version import VersionBase
 from omegaconf import Container, DictConfig, OmegaConf
 
 from holotrain.config.command_options import COMMANDS, options_of
-from holotrain.config.option_groups import AUTO, GROUPS
+from holotrain.config.option_groups import GROUPS
 from holotrain.config.signatures import defaults_of
 from holotrain.errors import UserError
 from holotrain.folders import run_folder
-from holotrain.schedules import SCHEDULES
+from holotrain.schedules import OPTIONS
 
 
 def config_folder() -> str:
@@ -41,7 +41,7 @@ def register(resume: bool = False) -> None:
 def _store_options() -> None:
     for command in COMMANDS:
         ConfigStore.instance().store(name=command, node=options(command, ["_self_", "_common"]))
-    for name in (*SCHEDULES, AUTO):
+    for name in OPTIONS:
         ConfigStore.instance().store(group="backward", name=name, node={"kind": name})
 
 
@@ -97,7 +97,7 @@ def member_names(group: str, config_dir: str | None = None) -> set[str]:
 
 def option_names(config_dir: str | None = None) -> dict[str, list[str]]:
     """The options of every group, from ``conf`` and the user's folder; the schedules have no files."""
-    groups: dict[str, set[str]] = {"backward": {*SCHEDULES, AUTO}}
+    groups: dict[str, set[str]] = {"backward": {*OPTIONS}}
     for path in _files("*/*.yaml", config_dir):
         groups.setdefault(path.parent.name, set()).add(path.stem)
     return {group: sorted(options) for group, options in sorted(groups.items())}

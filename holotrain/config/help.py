@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator
 from holotrain.config.command_line import Arguments
 from holotrain.config.command_options import COMMANDS, WORD_COMMANDS, options_of
 from holotrain.config.composition import composed, option_names, to_plain
-from holotrain.config.option_groups import AUTO, NAMED_GROUPS, OBJECT_GROUPS, BackwardConfig, schema_of
+from holotrain.config.option_groups import NAMED_GROUPS, OBJECT_GROUPS, BackwardConfig, schema_of
 from holotrain.config.signatures import REQUIRED, Option, signature
 from holotrain.config.structured import with_defaults
-from holotrain.schedules import SCHEDULES
+from holotrain.schedules import OPTIONS
 from holotrain.targets import TARGET
 
 FLAGS = """\
@@ -69,8 +69,7 @@ def _options(command: str, values: dict) -> Iterator[tuple[str, str, str]]:
                 yield from _arguments(name, value, schema_of(name).options(value[TARGET]), schema_of(name).known)
         elif name == "backward":
             del value["kind"]  # which names the option of the group
-            yield from ((name, each, schedule.help) for each, schedule in SCHEDULES.items())
-            yield name, AUTO, "choose them to fit memory="
+            yield from ((name, each, meaning) for each, meaning in OPTIONS.items())
             yield from _arguments(name, value, options_of(BackwardConfig))
         else:
             yield name, _shown(value), option.meaning

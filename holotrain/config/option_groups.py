@@ -12,10 +12,9 @@ from holotrain.config.objects import GroupSchema, ObjectConfig
 from holotrain.config.signatures import Signature, signature
 from holotrain.errors import UserError, check_choice
 from holotrain.numeric import require_at_least, require_within
-from holotrain.schedules import ON_MISMATCH, PLAIN, REBUILDING, SCHEDULES
+from holotrain.schedules import AUTO, ON_MISMATCH, OPTIONS, PLAIN, REBUILDING, SCHEDULES
 from holotrain.targets import TARGET
 
-AUTO = "auto"
 REBUILD = f"use backward={' or '.join(REBUILDING)}"
 
 
@@ -52,13 +51,12 @@ class BackwardConfig:
 
     def __post_init__(self) -> None:
         if self.kind is not None:
-            check_choice("backward.kind", self.kind, (*SCHEDULES, AUTO))
+            check_choice("backward.kind", self.kind, OPTIONS)
         stored = [self.store] if isinstance(self.store, int) else self.store
         require_at_least(0, store=stored)
         if not isinstance(self.exact, bool):
             require_within(1, 52, closed=True, exact=self.exact)
-        if self.tile is not None:
-            require_at_least(1, tile=self.tile)
+        require_at_least(1, tile=self.tile)
         if self.tile is not None and self.kind == "autograd":
             raise UserError("backward.tile: backward=autograd stores every tile; use another backward, such as checkpoint")
         check_choice("backward.on_mismatch", self.on_mismatch, ON_MISMATCH)

@@ -20,7 +20,7 @@ from holotrain.planning.planner import Backward, Planner, Variant
 from holotrain.planning.tracker import Footprint
 from holotrain.reversible.backward_schedules import KEEPABLE
 from holotrain.reversible.stack import kept_between_blocks
-from holotrain.schedules import PLAIN, REBUILDING, SCHEDULES
+from holotrain.schedules import AUTO, PLAIN, REBUILDING, SCHEDULES
 
 
 def largest(
@@ -269,10 +269,6 @@ def _seconds(planner: Planner, names: list[str]) -> list[dict[str, float]]:
     with torch.random.fork_rng():
         step = planner.make_step(planner.make_model(names[0], None).to(planner.device), planner.batch.value)
         return [seconds(visit, names, step.autocast) for visit in visits_of(step)]
-
-
-AUTO = "auto"
-"""Name in a plan of schedules that were chosen or given for each block."""
 
 
 @dataclass(frozen=True)

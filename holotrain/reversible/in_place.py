@@ -128,9 +128,6 @@ def _replace(modules: dict[str, nn.Module], name: str, streams: AveragedStreams)
     setattr(modules[parent], last, nn.ModuleList([streams]) if isinstance(modules[name], nn.ModuleList) else streams)
 
 
-STORED = PLAIN[0]
-
-
 class RecomputedForward(ReplacedForward):
     """The ``forward`` of a block that runs again in the backward.
 
@@ -139,10 +136,10 @@ class RecomputedForward(ReplacedForward):
     """
 
     KEY, WHAT = "_recomputed_forward", "recomputed blocks"
-    backward = STORED
+    backward = "autograd"
 
     def train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
-        if self.backward == STORED:
+        if self.backward == "autograd":
             return self.pass_on(arguments, keywords)
         x, run, rest = call_of(self.own(), arguments, keywords, again=True)
         if not isinstance(x, Tensor):
@@ -169,7 +166,7 @@ def recompute_block(block: nn.Module, backward: str) -> None:
     """Has a block recomputed in the backward, or stores its activations again (``"autograd"``), in place."""
     require_way(backward)
     forward = RecomputedForward.of(block)
-    if backward == STORED:
+    if backward == "autograd":
         if forward is not None:
             forward.remove()
         return

@@ -33,10 +33,8 @@ class ReversibleSequence(nn.Module):
 
     Args:
         blocks: the blocks, first to last.
-        backward: one of :data:`~holotrain.schedules.SCHEDULES`: ``"autograd"`` stores everything (the reference),
-            ``"checkpoint"`` stores the inputs of f and g, ``"reversible"`` stores nothing between blocks and rebuilds each
-            block's input from its output. A list has one schedule per block; a rebuilt block may add what it keeps:
-            ``"reversible+attention"``.
+        backward: one of :data:`~holotrain.schedules.SCHEDULES`, or a list with one for each block, where a rebuilt block may
+            add what it keeps: ``"reversible+attention"``.
         store: blocks that store their activations under any schedule: the number of last blocks, or their indices.
         exact: rounds the input streams and the outputs of f and g to a fixed-point grid, so that streams are rebuilt bit for
             bit at any depth. True chooses the grid from the streams, again where they outgrow it, and saves it in the

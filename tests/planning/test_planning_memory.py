@@ -69,11 +69,7 @@ no_half = pytest.mark.skipif(
 CASES = [
     pytest.param(*case.values, marks=[*case.marks, no_half] if case.values[2] else case.marks)
     for case in thinned(
-        FAMILIES,
-        OF_REVERSIBLE,
-        (False, True),
-        allowed=lambda of, backward, _: of[:3] == "Rev" or backward in PLAIN,
-        keep=CHOSEN,
+        FAMILIES, OF_REVERSIBLE, (False, True), allowed=lambda of, way, _: of[:3] == "Rev" or way in PLAIN, keep=CHOSEN
     )
 ]
 
