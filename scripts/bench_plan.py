@@ -26,7 +26,7 @@ from holotrain.models import RevGPT, RevMViT, RevRoBERTa, RevSwin, RevViT
 from holotrain.planning import Planner
 from holotrain.planning.planner import Size
 from holotrain.planning.training_step import TrainingStep, measured_peak
-from holotrain.reversible.backward_schedules import SCHEDULES
+from holotrain.schedules import SCHEDULES
 
 FAMILIES = {"vit": RevViT, "swin": RevSwin, "mvit": RevMViT, "roberta": RevRoBERTa, "gpt": RevGPT}
 MODELS = (

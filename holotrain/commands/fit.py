@@ -33,12 +33,13 @@ from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_trainer import build_trainer, check_division, check_training_device, device_kind, device_name
 from holotrain.config.command_options import FitConfig
 from holotrain.config.composition import MODES, key_of
-from holotrain.config.option_groups import ERROR_DIFFUSION, PLAIN, is_a
+from holotrain.config.option_groups import ERROR_DIFFUSION, is_a
 from holotrain.config.structured import to_container
 from holotrain.dashboard.charts import tensorboard_layout
 from holotrain.dashboard.table import UNCOMPARED, flat
 from holotrain.errors import UserError
 from holotrain.reversible.stack import kept_between_blocks
+from holotrain.schedules import PLAIN
 from holotrain.tasks.task import model_of, monitored_by
 
 

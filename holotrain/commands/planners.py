@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from holotrain.config.build import build_model, build_task, data_properties, synthesis_of
 from holotrain.config.build_trainer import autocast_of
 from holotrain.config.command_options import Config, RunConfig
-from holotrain.config.option_groups import AUTO, LANGUAGE_MODELS, MASKED_LM, PLAIN, SCHEDULES, BackwardConfig, is_a, takes
+from holotrain.config.option_groups import AUTO, LANGUAGE_MODELS, MASKED_LM, BackwardConfig, is_a, takes
 from holotrain.data.example import batch_unit, example_batch, first_batch, samples_in
 from holotrain.data.text.module import TextDataModule
 from holotrain.errors import UserError
@@ -29,6 +29,7 @@ from holotrain.planning.fake_tensors import Unplannable
 from holotrain.planning.memory_plan import Limit, largest
 from holotrain.planning.planner import Backward, Size, Variant, free_memory
 from holotrain.planning.training_step import TrainingStep
+from holotrain.schedules import OF_REVERSIBLE, PLAIN, SCHEDULES
 from holotrain.tasks.task import model_of, optimizer_of, training_loss
 
 NO_OPTION = "batch"
@@ -97,8 +98,9 @@ def variants_of(
         except (UserError, Unplannable, ValueError):  # the model cannot be in tiles, or its blocks cannot be coupled
             return
         found.append(Variant(other, row, tile, bits, may_be_chosen))
-        if inexact and tile is not None and "checkpoint8" in other.schedules and row == PLAIN[1]:
-            found.append(Variant(other, "checkpoint8", tile, bits, may_be_chosen=False))
+        if inexact and tile is not None and row == PLAIN[1]:
+            rounding = [name for name in other.schedules if not SCHEDULES[name].exact]
+            found.extend(Variant(other, name, tile, bits, may_be_chosen=False) for name in rounding)
 
     if config.backward.tile is None and config.model is not None:
         add(TILE, None)
@@ -155,7 +157,7 @@ def _schedules(config: RunConfig, data: pl.LightningDataModule, device: str) -> 
     number of blocks that are in no sequence."""
     if config.model is None:
         return PLAIN[:1], PLAIN[0], 0
-    plain = PLAIN if device == "cuda" else PLAIN[:-1]  # on a CPU offload is checkpoint
+    plain = tuple(name for name in PLAIN if device == "cuda" or not SCHEDULES[name].gpu)
     with torch.device("meta"):
         model = build_model(replace(config, backward=BackwardConfig()), data_properties(data))
         runs = sequences(model)
@@ -166,9 +168,8 @@ def _schedules(config: RunConfig, data: pl.LightningDataModule, device: str) -> 
                 return PLAIN[:1], PLAIN[0], 0
             return plain, PLAIN[0], len(listed_blocks(model))
     own = runs[0].backward if isinstance(runs[0].backward, str) else PLAIN[0]
-    if any(isinstance(run, ResidualSequence) for run in runs):
-        return plain, own, 0
-    return (*PLAIN[:2], *SCHEDULES[len(PLAIN) :]), own, 0  # what rebuilds needs less than the other ways to keep inputs
+    schedules = plain if any(isinstance(run, ResidualSequence) for run in runs) else OF_REVERSIBLE
+    return schedules, own, 0
 
 
 def _depth(config: RunConfig) -> Size | None:

@@ -18,6 +18,7 @@ from holotrain.config.option_groups import GROUPS
 from holotrain.config.signatures import defaults_of
 from holotrain.errors import UserError
 from holotrain.folders import run_folder
+from holotrain.schedules import OPTIONS
 from holotrain.targets import TARGET
 
 
@@ -44,6 +45,8 @@ def _store_options() -> None:
         store(name=command, node=options(command, ["_self_", "_common"]))
     for name, node in models().items():
         store(name=name, node=node, group="model")
+    for name in OPTIONS:
+        store(name=name, node={"kind": name}, group="backward")
 
 
 @cache
@@ -110,8 +113,8 @@ def member_names(group: str, config_dir: str | None = None) -> set[str]:
 
 
 def option_names(config_dir: str | None = None) -> dict[str, list[str]]:
-    """The options of every group, from ``conf`` and the user's folder."""
-    groups = {"model": {*models()}}
+    """The options of every group, from ``conf`` and the user's folder; models and schedules have no files of their own."""
+    groups = {"model": {*models()}, "backward": {*OPTIONS}}
     for path in _files("*/*.yaml", config_dir):
         groups.setdefault(path.parent.name, set()).add(path.stem)
     return {group: sorted(options) for group, options in sorted(groups.items())}

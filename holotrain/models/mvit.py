@@ -77,7 +77,7 @@ class MViT(nn.Module):
         dropout: float = 0.0,
         drop_path: float = 0.0,
         design: Literal["mvitv2", "rev_mvit"] = "mvitv2",
-        backward: Literal["autograd", "checkpoint", "checkpoint8", "offload"] | Sequence[str] = "autograd",
+        backward: str | Sequence[str] = "autograd",
     ) -> None:
         super().__init__()
         if not depths:

@@ -66,7 +66,7 @@ class RoBERTa(nn.Module):
         dropout: float = 0.1,
         attention_dropout: float = 0.1,
         drop_path: float = 0.0,
-        backward: Literal["autograd", "checkpoint", "checkpoint8", "offload"] | Sequence[str] = "autograd",
+        backward: str | Sequence[str] = "autograd",
     ) -> None:
         super().__init__()
         branches = transformer_branches(dim, depth, heads, mlp_ratio, dropout, attention_dropout, drop_path, eps=1e-5)

@@ -17,7 +17,6 @@ from omegaconf import OmegaConf
 import holotrain
 from holotrain.callbacks import BestCheckpoint, MemoryMonitor, ThroughputMonitor
 from holotrain.commands.multiprocess import process_group_options
-from holotrain.config import option_groups
 from holotrain.config.build import build_data, build_task, check_values
 from holotrain.config.build_callbacks import build_fit_callbacks
 from holotrain.config.build_trainer import build_trainer, check_device, check_training_device
@@ -27,9 +26,7 @@ from holotrain.config.structured import structured, to_container, without_replac
 from holotrain.data import HubImages
 from holotrain.data.text.module import TextDataModule
 from holotrain.errors import UserError, as_user_error
-from holotrain.models.layers.blocks import ResidualSequence
 from holotrain.parallel.rank import ProcessRank
-from holotrain.reversible import backward_schedules, checks
 
 GROUPS = option_names()
 IMAGENET = ["data.root=images", "trainer.accelerator=cpu"]
@@ -126,7 +123,7 @@ def test_every_option_builds(group, option, images, tokens):
 
 def test_every_file_under_conf_is_an_option():
     files = {path.relative_to(config_folder()).as_posix() for path in Path(config_folder()).rglob("*.yaml")}
-    options = {f"{group}/{option}.yaml" for group, names in GROUPS.items() for option in names if group != "model"}
+    options = {f"{group}/{option}.yaml" for group in GROUPS.keys() - {"model", "backward"} for option in GROUPS[group]}
     assert files == options | {"_common.yaml", "_models.yaml"}
 
 
@@ -369,11 +366,3 @@ def test_nccl_takes_the_sms_and_the_priority_that_it_is_given():
     options = process_group_options(given.trainer, process)["pg_options"]
     assert (options.config.min_ctas, options.config.max_ctas, options.is_high_priority_stream) == (1, 2, True)
     assert options._timeout.total_seconds() == 60
-
-
-def test_lists_that_help_and_checks_repeat_are_those_of_the_parts():
-    """The command line knows them without importing torch."""
-    assert checks.ON_MISMATCH == option_groups.ON_MISMATCH
-    assert tuple(backward_schedules.SCHEDULES) == option_groups.SCHEDULES and option_groups.PLAIN == ResidualSequence.SCHEDULES
-    options = {path.stem for path in Path(config_folder(), "backward").glob("*.yaml")}
-    assert options == {*option_groups.SCHEDULES, option_groups.AUTO}

@@ -18,6 +18,8 @@ from left_by_runs import only, rows, scalars, summary
 from shown_runs import Logged
 from small_run import SMALL
 
+from holotrain.schedules import OF_REVERSIBLE
+
 QUICK = [*SMALL, "test=false", "logger=none", "callbacks.progress=null"]
 
 COMMON_KEYS = {
@@ -52,7 +54,7 @@ def test_a_run_shows_and_leaves_what_it_should(holotrain):
 def test_the_same_losses_from_every_schedule(holotrain):
     """With dropout, drop-path and MixUp on, through two epochs or more."""
     losses = {}
-    for backward in ("autograd", "checkpoint", "reversible", "pareprop"):
+    for backward in OF_REVERSIBLE:
         holotrain.done(
             "fit", *SMALL, "test=false", "logger=csv", "callbacks.progress=null", f"backward={backward}",
             "trainer.precision=64-true", "model.dropout=0.1", "model.drop_path=0.1", "data.mixup_alpha=0.2",

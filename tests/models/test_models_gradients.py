@@ -10,6 +10,7 @@ from small_models import FAMILIES, example, text_batch
 
 from holotrain import models
 from holotrain.models import RevMViT, RevSwin
+from holotrain.schedules import OF_REVERSIBLE
 
 VIT = {"classes": 7, "dim": 24, "depth": 5, "heads": 3, "attention_dropout": 0.1, "drop_path": 0.2}
 PIXELS = {"image_size": 8, "patch_size": 2, "channels": 1} | VIT
@@ -45,9 +46,7 @@ MODELS = {
 """Class, arguments, and two ways to say which blocks are stored: how many of the last, and which."""
 
 ENGINES = {
-    "checkpoint": lambda last, some: {"backward": "checkpoint"},
-    "reversible": lambda last, some: {"backward": "reversible"},
-    "pareprop": lambda last, some: {"backward": "pareprop"},
+    **{name: lambda last, some, name=name: {"backward": name} for name in OF_REVERSIBLE[1:]},
     "the last stored": lambda last, some: {"backward": "reversible", "store": last},
     "some stored": lambda last, some: {"backward": "pareprop", "store": some},
     "attention kept": lambda last, some: {"backward": "reversible", "keep": ("attention",)},

@@ -7,6 +7,7 @@ from torch import nn
 
 from holotrain.models.block_schedules import set_backward
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
+from holotrain.schedules import PLAIN
 
 
 class Block(nn.Module):
@@ -56,11 +57,7 @@ def test_equal_blocks_in_a_list_are_checkpointed_and_switched_back():
 @pytest.mark.parametrize(
     ("model", "backward", "words"),
     [
-        (
-            Tower([Block(), Block()]),
-            "reversible",
-            "Tower has no reversible blocks; only autograd, checkpoint, checkpoint8, offload are possible",
-        ),
+        (Tower([Block(), Block()]), "reversible", f"Tower has no reversible blocks; only {', '.join(PLAIN)} are possible"),
         (nn.Linear(2, 2), "checkpoint", "Linear has no ModuleList or Sequential of equal blocks to recompute"),
     ],
 )
