@@ -19,7 +19,7 @@ from holotrain.config.build_trainer import build_trainer, check_device
 from holotrain.config.command_options import PredictConfig, RunConfig
 from holotrain.config.option_groups import CAUSAL_LM, IMAGES, TEXT, is_a
 from holotrain.data.decoding import MEGAPIXELS
-from holotrain.data.image_folder import ImageFiles, image_files
+from holotrain.data.image_folder import NamedImageFiles, image_files
 from holotrain.data.limits import EXPANSION
 from holotrain.data.text.sources import LooseFiles, text_files
 from holotrain.data.tokenizers import tokenizer_from_json
@@ -47,7 +47,7 @@ def run(config: PredictConfig, run: Run) -> int:
     screen.show_start(config, run, model_of(task), path)
     in_int8(model_of(task), config.int8)
     own = getattr(loader, "dataset", None)
-    read = PathsRead() if isinstance(own, ImageFiles) else None
+    read = PathsRead() if isinstance(own, NamedImageFiles) else None
     trainer = build_trainer(config.trainer, run.folder, [read] if read else [], False)
     with lightning_refusals("predict"):
         batches = trainer.predict(task, dataloaders=loader)
