@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from holotrain.data.hub import library_errors
-from holotrain.data.sampler import Key, ResumableBatchSampler, data_shard, in_batches
+from holotrain.data.sampler import Key, ResumableBatchSampler, data_shard, halved
 from holotrain.data.text.tokenise import Batch, Corpus, Rows, Tokens, joined, table
 from holotrain.data.tokenizers import Tokenizer
 from holotrain.errors import UserError
@@ -275,15 +275,8 @@ class BucketBatchSampler(ResumableBatchSampler):
         for count, capacity in zip(members.tolist(), capacities(longest, batch_size, max_tokens).tolist(), strict=True):
             full, left = divmod(left + count, capacity)
             sizes += [capacity] * full
-        sizes += [left] if left else []
-        while len(sizes) % self.world_size:
-            largest = max(range(len(sizes)), key=sizes.__getitem__)
-            if sizes[largest] == 1:
-                del sizes[-(len(sizes) % self.world_size) :]
-                break
-            half = sizes[largest] // 2
-            sizes[largest : largest + 1] = [half, sizes[largest] - half]
-        return np.array(sizes, dtype=np.int64)
+        sizes = halved([*sizes, left] if left else sizes, self.world_size)
+        return np.array(sizes[: len(sizes) // self.world_size * self.world_size], dtype=np.int64)
 
 
 def bucket_of(lengths: np.ndarray) -> np.ndarray:
@@ -306,26 +299,6 @@ def capacities(longest: np.ndarray, batch_size: int | None, max_tokens: int | No
     if longest.max() > max_tokens:
         raise UserError(f"data.max_tokens: {max_tokens} is out of range; the longest document has {longest.max()} tokens")
     return max_tokens // np.maximum(longest, 1)
-
-
-def by_length(lengths: np.ndarray, batch_size: int, max_tokens: int | None) -> list[np.ndarray]:
-    """All documents from the shortest to the longest, for evaluation, as many in a batch as ``batch_size`` or ``max_tokens``
-    allow. The batches are always the same.
-
-    Raises:
-        UserError: a document does not fit into ``max_tokens``.
-    """
-    order = np.argsort(lengths, kind="stable")
-    if max_tokens is None:
-        return in_batches(order, batch_size)
-    capacities(lengths, None, max_tokens)
-    batches = []
-    while len(order):
-        widths = lengths[order[: max_tokens // max(int(lengths[order[0]]), 1)]]
-        count = np.searchsorted(widths * np.arange(1, len(widths) + 1), max_tokens, side="right")
-        batches.append(order[:count])
-        order = order[count:]
-    return batches
 
 
 def padded(lengths: np.ndarray, multiple: int) -> np.ndarray:
