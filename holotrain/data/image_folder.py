@@ -23,6 +23,11 @@ def image_paths(folder: Path) -> list[Path]:
     return sorted(path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts))
 
 
+def unchanged(image: Image.Image) -> Image.Image:
+    """The image itself: training transforms it with a seed of its own."""
+    return image
+
+
 @dataclass(eq=False)
 class ImageFiles(Dataset):
     """Image files with labels: (transformed image, label).
@@ -35,7 +40,7 @@ class ImageFiles(Dataset):
     samples: Sequence[tuple[Path, Any]]
     on_corrupt: str = "skip"
     megapixels: float = MEGAPIXELS
-    transform: Callable[[Image.Image], Any] | None = None
+    transform: Callable[[Image.Image], Any] = unchanged
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -61,13 +66,11 @@ class ImageFiles(Dataset):
                 raise UserError(f"data: {error}; data.on_corrupt=skip leaves such images out") from error
             warnings.warn(f"{remedy}: {error}", stacklevel=2)
             return None
-        return (self.transform(image) if self.transform else image), label
+        return self.transform(image), label
 
 
 class NamedImageFiles(ImageFiles):
     """Image files with their paths as labels; a blank image without a path stands for one that cannot be read."""
-
-    transform: Callable[[Image.Image], Any]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, str]]:
         blank = Image.new("RGB", (1, 1))

@@ -327,7 +327,8 @@ def text_files(
             rows += [(name, whole[first : first + context + 1]) for first in range(0, len(whole) - 1, context)]
         else:
             rows.append((name, np.concatenate([[tokenizer.start_id], ids[: context - 2], [end]])))
-    return Loader(rows, batch_size, collate_fn=partial(padded_rows, tokenizer.pad_id), **loading)
+    collate = partial(padded_rows, tokenizer.pad_id)
+    return Loader(rows, batch_size, collate_fn=collate, **loading)  # ty: ignore[invalid-argument-type]: a list is one
 
 
 def padded_rows(pad_id: int, rows: Sequence[tuple[str, np.ndarray]]) -> Batch:
