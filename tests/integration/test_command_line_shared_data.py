@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed
+from data_files import write_letters
 from forked import COMMAND_LINE, Forked
 from gloo_pair import free_port, statuses_of
-from PIL import Image
 from small_run import SMALL
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
@@ -15,8 +15,6 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 SHARED = [*SMALL, "trainer=ddp", "trainer.timeout=60", "logger=none", "callbacks.progress=null", "test=false"]
 TEXT = ["task=causal_lm", "model=rev_gpt_tiny", "data=text_files", "data.files=[data/*.txt]", "data.context=16"]
 TEXT += ["data.cache_dir=cache"]
-IMAGES = ["data=imagefolder", "data.root=data", "model=rev_vit_tiny", "data.image_size=16", "data.batch_size=1"]
-IMAGES += ["data.num_workers=0", "trainer.limit_train_batches=1.0"]
 
 
 def errors_of_two_machines(folder: Path, *words: str) -> list[str]:
@@ -34,22 +32,6 @@ def errors_of_two_machines(folder: Path, *words: str) -> list[str]:
     return errors
 
 
-def write_texts(folder: Path, shift: int = 0) -> None:
-    (folder / "data").mkdir(parents=True)
-    for number in range(4):
-        text = "".join(chr(97 + (i * i * (number + 3 + shift) + i // 7) % 26) for i in range(3000))
-        (folder / f"data/{number}.txt").write_text(text)
-
-
-def write_images(folder: Path) -> None:
-    for part, count in (("train", 12), ("val", 4)):
-        for name in ("one", "two"):
-            place = folder / "data" / part / name
-            place.mkdir(parents=True)
-            for number in range(count):
-                Image.new("RGB", (16, 16), (number * 9, 0, 99)).save(place / f"{number:02d}.png")
-
-
 def assert_refused(folder: Path, message: str, *words: str) -> None:
     """Both processes print one line, with the message, which is about rank 1."""
     for text in errors_of_two_machines(folder, *words):
@@ -60,19 +42,11 @@ def assert_refused(folder: Path, message: str, *words: str) -> None:
 @pytest.mark.slow
 def test_processes_with_different_texts_are_refused(tmp_path):
     for rank in (0, 1):
-        write_texts(tmp_path / str(rank), shift=rank)
+        write_letters(tmp_path / f"{rank}/data", shift=rank)
     assert_refused(tmp_path, "data: rank 1 has other data than rank 0; content of train: ", *TEXT)
 
 
 def test_a_mistake_in_the_data_of_one_process_ends_both(tmp_path):
-    write_texts(tmp_path / "0")
+    write_letters(tmp_path / "0/data")
     (tmp_path / "1").mkdir()
     assert_refused(tmp_path, "data.files: ", *TEXT)
-
-
-@pytest.mark.slow
-def test_processes_with_different_images_are_refused(tmp_path):
-    for rank in "01":
-        write_images(tmp_path / rank)
-    (tmp_path / "1/data/train/one/00.png").unlink()
-    assert_refused(tmp_path, "data: rank 1 has other data than rank 0; samples of train: 23 in rank 1, 24 in rank 0", *IMAGES)
