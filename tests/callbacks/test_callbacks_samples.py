@@ -17,14 +17,8 @@ from holotrain.tasks import CausalLM
 def text(tmp_path):
     for index in range(40):
         (tmp_path / f"{index}.txt").write_text(f"Document {index} says that {index} and {index} are {2 * index}.\n" * 3)
-    return TextFiles(
-        str(tmp_path / "*.txt"),
-        cache_dir=str(tmp_path / "cache"),
-        context=32,
-        batch_size=8,
-        val_fraction=0.2,
-        test_fraction=0.1,
-    )
+    sizes = {"context": 32, "batch_size": 8, "val_fraction": 0.2, "test_fraction": 0.1}
+    return TextFiles(str(tmp_path / "*.txt"), cache_dir=str(tmp_path / "cache"), **sizes)
 
 
 def gpt(data, dropout=0.3):
