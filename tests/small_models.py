@@ -6,17 +6,11 @@ import torch
 import yaml
 from torch import Tensor
 
-IMAGE = {"image_size": 8, "patch_size": 2, "channels": 1, "classes": 5, "dim": 16, "depth": 2, "heads": 2}
-WINDOWS = {
-    "image_size": 8,
-    "patch_size": 2,
-    "channels": 1,
-    "classes": 5,
-    "dim": 8,
-    "depths": (2, 1),
-    "heads": (1, 2),
-    "window": 2,
-}
+PIXELS = {"image_size": 8, "patch_size": 2, "channels": 1, "classes": 5}
+WINDOWS = PIXELS | {"dim": 8, "depths": (2, 1), "heads": (1, 2), "window": 2}
+# On maps of 6 and 3 tokens: shifted windows, windows that do not fill the map, a window as large as the map.
+ODD_WINDOWS = WINDOWS | {"image_size": 12, "depths": (3, 2), "window": 4}
+IMAGE = PIXELS | {"dim": 16, "depth": 2, "heads": 2}
 POOLED = {"image_size": 8, "channels": 1, "classes": 5, "dim": 8, "depths": (2, 2), "heads": 1, "kv_stride": 2}
 TEXT = {"vocab": 40, "context": 12, "dim": 16, "depth": 2, "heads": 2}
 

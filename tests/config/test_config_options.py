@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from omegaconf import OmegaConf
 
 import holotrain
-from holotrain.callbacks import BestCheckpoint, MemoryMonitor, ThroughputMonitor
+from holotrain.callbacks import BestCheckpoint, ThroughputMonitor
 from holotrain.commands.multiprocess import process_group_options
 from holotrain.config.build import build_data, build_task, check_values
 from holotrain.config.build_callbacks import build_fit_callbacks
@@ -26,6 +26,7 @@ from holotrain.config.structured import structured, to_container, without_replac
 from holotrain.data import HubImages
 from holotrain.data.text.module import TextDataModule
 from holotrain.errors import UserError, as_user_error
+from holotrain.optimizers import InBackward
 from holotrain.parallel.rank import ProcessRank
 
 GROUPS = option_names()
@@ -164,6 +165,26 @@ def test_optimizers_and_schedules_of_torch():
     assert type(schedule) is torch.optim.lr_scheduler.OneCycleLR and schedule.total_steps == 70
 
 
+TOGETHER = """
+import torch
+
+class Together(torch.optim.SGD):
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        return super().step(closure)
+"""
+
+
+def test_steps_in_the_backward_are_for_optimizers_that_step_parameters_alone(tmp_path, monkeypatch):
+    (tmp_path / "together.py").write_text(TOGETHER)
+    monkeypatch.syspath_prepend(tmp_path)
+    on = ["optimizer.in_backward=true", "trainer.gradient_clip_algorithm=value", "trainer.gradient_clip_val=0.01"]
+    task = build_task(config := configuration("fit", *on), build_data(config))
+    assert type(task.make_optimizer(task.model)) is InBackward
+    with pytest.raises(UserError, match=r"optimizer.in_backward: Together steps all parameters together"):
+        check_values(configuration("fit", *on, "optimizer._target_=together.Together", "optimizer.lr=0.1"))
+
+
 TRAINER = inspect.signature(pl.Trainer).parameters
 ELSEWHERE = ("callbacks", "logger", "default_root_dir")
 """Arguments of Lightning's Trainer that are groups, or output_dir."""
@@ -193,20 +214,9 @@ def test_arguments_of_the_trainer_reach_it(tmp_path):
     assert type(trainer._accelerator_connector.cluster_environment).__name__ == "LightningEnvironment"
 
 
-SWA = "callbacks.swa._target_=lightning.pytorch.callbacks.StochasticWeightAveraging"
-
-
 def built(folder, config):
     data = build_data(config)
     return build_fit_callbacks(config, folder, build_task(config, data), data)
-
-
-def test_callbacks_of_others(tmp_path):
-    config = configuration("fit", SWA, "callbacks.swa.swa_lrs=0.1", "callbacks.memory=null")
-    made = built(tmp_path, config)
-    (swa,) = [callback for callback in made if isinstance(callback, StochasticWeightAveraging)]
-    assert swa._swa_lrs == 0.1 and not any(isinstance(callback, MemoryMonitor) for callback in made)
-    assert structured("fit", to_container(config)) == config
 
 
 BOUNDED = """

@@ -81,6 +81,8 @@ def classifier(**options):
 
 
 def test_the_loss_is_smoothed_cross_entropy_of_classes_or_probabilities():
+    with pytest.raises(ValueError, match=r"label_smoothing must be in \[0, 1\), not 1.0"):
+        classifier(label_smoothing=1.0)
     task = classifier(label_smoothing=0.2)
     task._trainer = SimpleNamespace(global_step=0, log_every_n_steps=100, is_last_batch=False, strategy=None)
     images, labels = torch.randn(6, 1, 2, 2), torch.arange(6)
