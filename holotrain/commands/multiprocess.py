@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -30,7 +30,7 @@ from holotrain.config.command_options import FitConfig, RunConfig
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.structured import structured, to_container
 from holotrain.data.sampler import set_data_shard
-from holotrain.errors import UserError
+from holotrain.errors import UserError, files_named
 from holotrain.numeric import counted
 from holotrain.parallel.processes import Processes, destroy_group, started_processes
 from holotrain.parallel.rank import ProcessRank
@@ -43,8 +43,8 @@ GRACE = 3.0
 """Seconds that a process lives on after its error. The main process says the same, and ends it before that."""
 
 
-def run_job(command: str, config: RunConfig, run: Run, processes: Processes | None = None) -> int:
-    """Runs one job, in one process or in several. Returns the exit status.
+def run_job(config: RunConfig, run: Run, processes: Processes | None = None) -> int:
+    """Runs one job of the command line or of a call in Python, in one process or in several. Returns the exit status.
 
     Args:
         processes: those of a launcher (torchrun, srun), whose main process this is; None: they are started for this job.
@@ -52,27 +52,36 @@ def run_job(command: str, config: RunConfig, run: Run, processes: Processes | No
     Raises:
         UserError: a mistake, in any of the processes; or a run of another program is in the folder.
     """
-    with alone_in(run.folder):
+    with files_named(), alone_in(run.folder):
         if isinstance(config, FitConfig):
             config = continued(config, run)
             if config.resume and (message := ended(config.trainer, run.folder)):
                 console.print(message)
                 return 0
-        if command not in MULTIPROCESS_COMMANDS:
-            if processes is not None:
-                raise UserError(f"{command} runs in one process; start it without a launcher")
-            return _run_command(command, config, run)
-        check_processes(config, processes.process if processes else None)
-        with ExitStack() as stack:
-            if processes is None and (size := processes_of(config.trainer)) > 1:
-                processes = stack.enter_context(started_processes(command, size, run.hint))
-            if processes is not None:
-                values = vars(run) | {"folder": str(run.folder)}
-                processes.send_job({"command": command, "config": to_container(config), "run": values})
-                return _run_member(processes, command, config, run)
-        if config.trainer.strategy != "single":
-            console.print(f"trainer={config.trainer.strategy}: using one process for one device; set trainer.devices for more")
-        return _run_command(command, config, run)
+        if run.command in MULTIPROCESS_COMMANDS:
+            return _run_on_devices(config, run, processes)
+        if processes is not None:
+            raise UserError(f"{run.command} runs in one process; start it without a launcher")
+        return _run_command(config, run)
+
+
+def _run_on_devices(config: RunConfig, run: Run, processes: Processes | None) -> int:
+    trainer = config.trainer
+    check_processes(config, processes.process if processes else None)
+    if processes is not None:
+        return _run_main(config, run, processes)
+    if (size := processes_of(trainer)) > 1:
+        with started_processes(run.command, size, run.hint) as processes:
+            return _run_main(config, run, processes)
+    if trainer.strategy != "single":
+        console.print(f"trainer={trainer.strategy}: using one process for one device; set trainer.devices for more")
+    return _run_command(config, run)
+
+
+def _run_main(config: RunConfig, run: Run, processes: Processes) -> int:
+    """Runs a job in this process, the main one, and in the others."""
+    processes.send_job({"config": to_container(config), "run": vars(run) | {"folder": str(run.folder)}})
+    return _run_member(config, run, processes)
 
 
 def processes_of(config: ObjectConfig) -> int:
@@ -161,8 +170,7 @@ def follow(process: ProcessRank) -> int:
         processes = Processes(process)
         while (job := processes.receive_job()) is not None:
             run = Run(**job["run"] | {"folder": Path(job["run"]["folder"]), "started": time.monotonic()})
-            config = structured(job["command"], job["config"])
-            status = max(status, _run_member(processes, job["command"], config, run))
+            status = max(status, _run_member(structured(run.command, job["config"]), run, processes))
     except KeyboardInterrupt:  # a terminal sends it to all processes
         return 128 + signal.SIGINT
     except Exception as error:
@@ -175,7 +183,7 @@ def follow(process: ProcessRank) -> int:
     return status
 
 
-def _run_member(processes: Processes, command: str, config: RunConfig, run: Run) -> int:
+def _run_member(config: RunConfig, run: Run, processes: Processes) -> int:
     """Runs a job in this process, one of several."""
     options = process_group_options(config.trainer, processes.process)
     if options["device_id"] is not None:
@@ -189,7 +197,7 @@ def _run_member(processes: Processes, command: str, config: RunConfig, run: Run)
     set_data_shard(process.rank // group, process.size // group)  # the processes that share a model read the same data
     try:
         with processes.group(**options):
-            return _run_command(command, config, replace(run, process=process))
+            return _run_command(config, replace(run, process=process))
     finally:
         set_data_shard()
 
@@ -225,10 +233,10 @@ def matmul_precision(precision: str) -> Generator[None]:
             part.fp32_precision = value
 
 
-def _run_command(command: str, config: RunConfig, run: Run) -> int:
+def _run_command(config: RunConfig, run: Run) -> int:
     try:
         with matmul_precision(config.trainer.float32_matmul_precision), machine_failures(run):
-            module = "evaluation" if command in ("validate", "test") else command
+            module = "evaluation" if run.command in ("validate", "test") else run.command
             return importlib.import_module(f"holotrain.commands.{module}").run(config, run)
     except SystemExit as end:
         if isinstance(end.__context__, KeyboardInterrupt):  # Lightning (2.6) ends Python on Ctrl-C, with status 1
