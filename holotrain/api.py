@@ -243,14 +243,11 @@ def _run(
     named = Path(folder or config.folder or run_folder(command, config.output_dir, False))
     folder = relative_to_cwd(named.expanduser().absolute())
     run = Run(command, folder, list(config.overrides), dict(config.choices))
-    try:
-        with quietly(), ExitStack() as silenced:
-            if quiet:
-                silenced.enter_context(redirect_stdout(StringIO()))
-                silenced.enter_context(console.capture())  # in a notebook it does not print to standard output
-            status = run_job(command, config, run)
-    except OSError as error:
-        raise UserError(f"cannot write to {error.filename or folder}: {error.strerror or error}") from error
+    with quietly(), ExitStack() as silenced:
+        if quiet:
+            silenced.enter_context(redirect_stdout(StringIO()))
+            silenced.enter_context(console.capture())  # in a notebook it does not print to standard output
+        status = run_job(config, run)
     if status == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if status > 128:
@@ -266,6 +263,17 @@ def _prepared(command: str, config: RunConfig | None, objects: dict[str, object]
         raise UserError("overrides: they belong into compose(...), which made the configuration")
     if config is not None and type(config) is not COMMANDS[command]:
         raise UserError(f"config: {command} takes compose({command!r}, ...), not a {type(config).__name__}")
+    objects = _checked_objects(objects)
+    kinds = {group: full_name(type(thing)) for group, thing in objects.items()}
+    if config is None:
+        words = [f"{group}.{TARGET}={PYTHON_OBJECT}" for group in kinds]
+        words += [f"{group}.kind='{kind}'" for group, kind in kinds.items()]
+        config = compose(command, [*overrides, *words])
+    return _with_objects(command, config, objects, kinds) if objects else config
+
+
+def _checked_objects(objects: dict[str, object]) -> dict[str, object]:
+    """Those that are given, by their groups; a LightningModule is its own task. Raises a UserError if one cannot be trained."""
     objects = {group: thing for group, thing in objects.items() if thing is not None}
     for group, thing in objects.items():
         if not isinstance(thing, OBJECTS[group]):
@@ -277,13 +285,10 @@ def _prepared(command: str, config: RunConfig | None, objects: dict[str, object]
         objects = {"task": objects.pop("model"), **objects}
     if {"model", "task"} <= objects.keys():
         raise UserError("task: it has its own model; give model= or task=, not both")
-    kinds = {group: full_name(type(thing)) for group, thing in objects.items()}
-    if config is None:
-        words = [f"{group}.{TARGET}={PYTHON_OBJECT}" for group in kinds]
-        words += [f"{group}.kind='{kind}'" for group, kind in kinds.items()]
-        config = compose(command, [*overrides, *words])
-    if not objects:
-        return config
+    return objects
+
+
+def _with_objects(command: str, config: RunConfig, objects: dict[str, object], kinds: dict[str, str]) -> RunConfig:
     plain = to_container(config)
     if kinds.keys() & {"model", "task"} and plain["backward"]["kind"] == default_backward(config.model):
         del plain["backward"]["kind"]  # that of the other model

@@ -227,34 +227,11 @@ class Launch:
         hydra = cast("DictConfig", HydraConfig.get())  # which HydraConf only describes
         # Unresolved: the name of a folder may look like an interpolation, and those of overrides mean other options.
         folder = relative_to_cwd(Path(to_plain(hydra.runtime)["output_dir"]))
-        overrides, swept = to_plain(hydra.overrides.task), hydra.mode is RunMode.MULTIRUN
-        job, run, value = Job(hydra.job.get("num", 0), overrides), None, None
+        job, swept = Job(hydra.job.get("num", 0), to_plain(hydra.overrides.task)), hydra.mode is RunMode.MULTIRUN
         if swept:
             job.write(folder)
-        try:
-            with files_named():
-                typed = self.start.structured(config, overrides, hydra.runtime.choices)
-                from holotrain.commands.console import quieten
-                from holotrain.commands.multiprocess import run_job  # imports Lightning, which can now be silenced
-                from holotrain.commands.run_folder import Run
-                from holotrain.config.build import check_values
-
-                quieten()
-                check_values(typed)
-                command, config_dir = self.arguments.command, self.arguments.config_dir
-                varied = self._varied(overrides)
-                run = Run(command, folder, overrides, typed.choices, varied, direction(hydra), config_dir)
-                job.exit_status = run_job(command, typed, run, self.processes)
-            job.error = next(iter(run.errors), None)
-        except UserError as error:
-            print(f"holotrain: {error}", file=sys.stderr)
-            job.exit_status, job.error = 2, str(error)
-        except Exception as error:
-            traceback.print_exc()
-            job.exit_status, job.error = 1, f"{type(error).__name__}: {error}".splitlines()[0]
-        except KeyboardInterrupt:
-            print(self._kept(folder, run), file=sys.stderr)
-            job.exit_status, job.error = 128 + signal.SIGINT, "ended by SIGINT"
+        self._run_job(job, config, hydra, folder)
+        value = None
         if swept:
             job.write(folder)
             if self.arguments.command == "fit" and not job.exit_status:
@@ -269,6 +246,33 @@ class Launch:
             raise Ended
         gc.collect()  # trainers are reference cycles, and would use memory in the next job of a sweep
         return value
+
+    def _run_job(self, job: Job, config: DictConfig, hydra: DictConfig, folder: Path) -> None:
+        """Runs a job, prints why it failed, and writes down how it ended."""
+        run = None
+        try:
+            with files_named():
+                typed = self.start.structured(config, job.overrides, hydra.runtime.choices)
+                from holotrain.commands.console import quieten
+                from holotrain.commands.multiprocess import run_job  # imports Lightning, which can now be silenced
+                from holotrain.commands.run_folder import Run
+                from holotrain.config.build import check_values
+
+                quieten()
+                check_values(typed)
+            command, varied, config_dir = self.arguments.command, self._varied(job.overrides), self.arguments.config_dir
+            run = Run(command, folder, job.overrides, typed.choices, varied, direction(hydra), config_dir)
+            job.exit_status = run_job(typed, run, self.processes)
+            job.error = next(iter(run.errors), None)
+        except UserError as error:
+            print(f"holotrain: {error}", file=sys.stderr)
+            job.exit_status, job.error = 2, str(error)
+        except Exception as error:
+            traceback.print_exc()
+            job.exit_status, job.error = 1, f"{type(error).__name__}: {error}".splitlines()[0]
+        except KeyboardInterrupt:
+            print(self._kept(folder, run), file=sys.stderr)
+            job.exit_status, job.error = 128 + signal.SIGINT, "ended by SIGINT"
 
     def _kept(self, folder: Path, run: Run | None) -> str:
         """What is left of a run (None: it has not begun) that Ctrl-C has ended at once."""

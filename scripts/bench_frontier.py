@@ -31,15 +31,23 @@ from typing import Any
 
 import torch
 from bench_backward import checkpointed, compiled, memcnn, minrev_like, offloaded, plain, revlib, selectively_checkpointed
-from bench_common import DEVICE, alternating, arguments, begin, draw_to, median_ratio, plotter, save, those_that_work, waited
+from bench_common import (
+    DEVICE,
+    alternating,
+    arguments,
+    begin,
+    draw_to,
+    median_ratio,
+    plotter,
+    save,
+    sizes_of,
+    those_that_work,
+    waited,
+)
 from torch import Tensor, nn
 
 from holotrain.models import RevGPT, RevRoBERTa, RevSwin, RevViT
 from holotrain.models.block_schedules import schedule_blocks, sequences
-from holotrain.models.gpt import GPT_SIZES
-from holotrain.models.roberta import ROBERTA_SIZES
-from holotrain.models.swin import SWIN_SIZES
-from holotrain.models.vit import VIT_SIZES
 from holotrain.planning.allocators import ALLOCATORS
 from holotrain.planning.choice import choose, seconds, stage_of, visits_of
 from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
@@ -58,7 +66,7 @@ class Shape:
 
 def shape_of(options) -> Shape:
     name, size = options.model.split("_")
-    sizes = {"vit": VIT_SIZES, "swin": SWIN_SIZES, "roberta": ROBERTA_SIZES, "gpt": GPT_SIZES}[name][size]
+    sizes = sizes_of(name)[size]
     if options.depth:
         sizes = sizes | ({"depths": (options.depth,) * len(sizes["depths"])} if name == "swin" else {"depth": options.depth})
     batch = options.batch

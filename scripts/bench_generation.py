@@ -13,12 +13,11 @@ import statistics
 import time
 
 import torch
-from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save
+from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, sizes_of
 from torch import Tensor, nn
 
 from holotrain.models import GPT, RevGPT, generate
 from holotrain.models.generation import Sampling
-from holotrain.models.gpt import GPT_SIZES
 
 PROMPT = 8
 GREEDY = Sampling(temperature=0)
@@ -26,7 +25,7 @@ GREEDY = Sampling(temperature=0)
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--size", choices=GPT_SIZES, default="tiny")
+    parser.add_argument("--size", choices=sizes_of("gpt"), default="tiny")
     parser.add_argument("--plain", action="store_true", help="use the non-reversible model")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--compared", type=int, default=256, help="number of tokens of the compared texts")
@@ -38,7 +37,7 @@ def main() -> None:
     device = torch.device(DEVICE)
     torch.manual_seed(0)
     context = PROMPT + max(options.tokens, options.compared)
-    sizes = GPT_SIZES[options.size] | {"context": context, "vocab": 260 if options.size == "tiny" else 50257}
+    sizes = sizes_of("gpt")[options.size] | {"context": context, "vocab": 260 if options.size == "tiny" else 50257}
     model = (GPT if options.plain else RevGPT)(**sizes).to(device).eval()
     with torch.no_grad():  # an untrained model repeats its input, because the head is tied to the embedding
         model.norm.weight.normal_()

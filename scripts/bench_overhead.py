@@ -20,12 +20,11 @@ import time
 from pathlib import Path
 
 import torch
-from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save
+from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, sizes_of
 
 from holotrain.cli import main as command_line
 from holotrain.data import Digits
 from holotrain.models import RevViT
-from holotrain.models.vit import VIT_SIZES
 from holotrain.tasks import optimizer_functions, schedules
 
 BATCH, WARMUP_EPOCHS, EPOCHS = 32, 1, 3
@@ -70,7 +69,7 @@ def bare_step() -> float:
     data = Digits(batch_size=BATCH, augment=False)
     data.setup()
     loader = data.train_dataloader()
-    model = RevViT(image_size=8, patch_size=2, channels=1, classes=10, **VIT_SIZES["tiny"]).to(device)
+    model = RevViT(image_size=8, patch_size=2, channels=1, classes=10, **sizes_of("vit")["tiny"]).to(device)
     optimizer = optimizer_functions.adamw(model, lr=1e-3)
     scheduler = schedules.cosine(optimizer, (WARMUP_EPOCHS + EPOCHS) * len(loader), warmup=0.1)
     total, steps = 0.0, 0

@@ -16,16 +16,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, timed
+from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, sizes_of, timed
 
 from holotrain.models import RevRoBERTa, RoBERTa, roberta
 from holotrain.models.layers import packing
-from holotrain.models.roberta import ROBERTA_SIZES
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--size", choices=ROBERTA_SIZES, default="tiny")
+    parser.add_argument("--size", choices=sizes_of("roberta"), default="tiny")
     parser.add_argument("--plain", action="store_true", help="use the non-reversible model")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=128, help="length of the longest sequence")
@@ -37,7 +36,7 @@ def main() -> None:
     torch.manual_seed(0)
     dropout = {"dropout": options.dropout, "attention_dropout": options.dropout if device == "cpu" else 0.0}
     kind = RoBERTa if options.plain else RevRoBERTa
-    model = kind(**ROBERTA_SIZES[options.size], vocab=260, context=options.tokens, **dropout).to(device)
+    model = kind(**sizes_of("roberta")[options.size], vocab=260, context=options.tokens, **dropout).to(device)
     lengths = (torch.linspace(1 - 2 * options.padding, 1, options.batch) * options.tokens).round().clamp_min(1)
     mask = torch.arange(options.tokens) < lengths[:, None]
     tokens = torch.randint(260, mask.shape)

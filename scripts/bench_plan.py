@@ -19,27 +19,16 @@ import time
 from pathlib import Path
 
 import torch
-from bench_common import DEVICE, arguments, begin, save
+from bench_common import DEVICE, arguments, begin, save, sizes_of
 from torch import Tensor, nn
 
 from holotrain.models import RevGPT, RevMViT, RevRoBERTa, RevSwin, RevViT
-from holotrain.models.gpt import GPT_SIZES
-from holotrain.models.mvit import MVIT_SIZES
-from holotrain.models.roberta import ROBERTA_SIZES
-from holotrain.models.swin import SWIN_SIZES
-from holotrain.models.vit import VIT_SIZES
 from holotrain.planning import Planner
 from holotrain.planning.planner import Size
 from holotrain.planning.training_step import TrainingStep, measured_peak
-from holotrain.reversible.backward_schedules import SCHEDULES
+from holotrain.schedules import SCHEDULES
 
-FAMILIES = {
-    "vit": (RevViT, VIT_SIZES),
-    "swin": (RevSwin, SWIN_SIZES),
-    "mvit": (RevMViT, MVIT_SIZES),
-    "roberta": (RevRoBERTa, ROBERTA_SIZES),
-    "gpt": (RevGPT, GPT_SIZES),
-}
+FAMILIES = {"vit": RevViT, "swin": RevSwin, "mvit": RevMViT, "roberta": RevRoBERTa, "gpt": RevGPT}
 MODELS = (
     *("vit_tiny", "vit_small", "vit_base", "swin_nano", "swin_tiny", "swin_base", "mvit_nano", "mvit_tiny", "mvit_base"),
     *("roberta_tiny", "roberta_base", "gpt_tiny", "gpt_small"),
@@ -49,13 +38,13 @@ MASKED = 0.15
 
 def planner_of(name: str, half: bool, options) -> Planner:
     family, size = name.split("_")
-    make, sizes = FAMILIES[family]
+    make, sizes = FAMILIES[family], sizes_of(family)[size]
     images = family in ("vit", "swin", "mvit")
     pixels = 32 if size == "nano" else 224
     more = {"image_size": pixels} if images else {"vocab": 50257, "context": options.tokens}
     share = round(MASKED * options.tokens) / options.tokens
     return Planner(
-        lambda backward, depth: make(**sizes[size], **more, backward=backward),
+        lambda backward, depth: make(**sizes, **more, backward=backward),
         functools.partial(make_step, family, pixels if images else None, half, options),
         options.device,
         Size("batch", options.batch),

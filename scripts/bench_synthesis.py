@@ -21,11 +21,10 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, timed, waited
+from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, sizes_of, timed, waited
 from torch import Tensor
 
 from holotrain.models import ViT
-from holotrain.models.vit import VIT_SIZES
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.synthesis.binding import hadamard_bind, phasor_bind
 
@@ -102,7 +101,7 @@ def recipes(options) -> dict[str, dict]:
 def model_rows(size: str, options) -> dict:
     """Compares each recipe with AdamW's foreach step, one at a time, so that only one hologram is in memory."""
     device = options.device
-    model = ViT(**VIT_SIZES[size]).to(device)
+    model = ViT(**sizes_of("vit")[size]).to(device)
     parameters = list(model.parameters())
     images = torch.randn(options.batch, 3, 224, 224, device=device)
 
@@ -155,7 +154,7 @@ def model_rows(size: str, options) -> dict:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--models", nargs="*", default=["small"], choices=list(VIT_SIZES))
+    parser.add_argument("--models", nargs="*", default=["small"], choices=list(sizes_of("vit")))
     parser.add_argument("--batch", type=int, default=8, help="batch size of the training step")
     parser.add_argument("--recipes", nargs="*", help="only these recipes")
     parser.add_argument("--shortest", type=int, default=10, help="log2 of the shortest vector")

@@ -44,9 +44,10 @@ from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
 from holotrain.planning.tracker import AllocationTracker
 from holotrain.planning.training_step import TrainingStep, peak_of
 from holotrain.reversible import kept_inputs, make_reversible, recompute, undo
+from holotrain.schedules import PLAIN
 
 WAYS: dict[str, Callable[..., nn.Module]] = {
-    **{name: partial(recompute, backward=name) for name in ("autograd", "checkpoint", "checkpoint8", "offload")},
+    **{name: partial(recompute, backward=name) for name in PLAIN},
     **{f"{bits} bits": partial(make_reversible, bits=bits) for bits in (4, 2)},
 }
 WORD = 100

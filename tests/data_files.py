@@ -72,6 +72,14 @@ def write_folder(root, parts=("train", "val"), classes=("cat", "dog"), each=6, s
     return root
 
 
+def write_letters(folder: Path, shift: int = 0) -> None:
+    """Four texts of letters that a formula draws; of another ``shift`` they are others."""
+    folder.mkdir(parents=True)
+    for number in range(4):
+        text = "".join(chr(97 + (i * i * (number + 3 + shift) + i // 7) % 26) for i in range(6000))
+        (folder / f"{number}.txt").write_text(text)
+
+
 PACKAGES = ("json", "email", "html", "logging", "urllib", "http", "xml", "unittest", "concurrent", "sqlite3")
 
 

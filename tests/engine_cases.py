@@ -14,12 +14,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
+from holotrain.schedules import OF_REVERSIBLE
 
 MIXED = ("reversible", "pareprop", "reversible+matmul", "checkpoint", "autograd")
 ENGINES = {
-    "checkpoint": {"backward": "checkpoint"},
-    "reversible": {"backward": "reversible"},
-    "pareprop": {"backward": "pareprop"},
+    **{name: {"backward": name} for name in OF_REVERSIBLE[1:]},
     "storing the last": {"backward": "reversible", "store": 1},
     "storing every other": {"backward": "pareprop", "store": "even"},
     "keeping products": {"backward": "reversible", "keep": ("matmul",)},

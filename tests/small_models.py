@@ -1,19 +1,16 @@
 """Arguments of a model of each family that takes milliseconds, and what it reads."""
 
+from pathlib import Path
+
 import torch
+import yaml
 from torch import Tensor
 
-IMAGE = {"image_size": 8, "patch_size": 2, "channels": 1, "classes": 5, "dim": 16, "depth": 2, "heads": 2}
-WINDOWS = {
-    "image_size": 8,
-    "patch_size": 2,
-    "channels": 1,
-    "classes": 5,
-    "dim": 8,
-    "depths": (2, 1),
-    "heads": (1, 2),
-    "window": 2,
-}
+PIXELS = {"image_size": 8, "patch_size": 2, "channels": 1, "classes": 5}
+WINDOWS = PIXELS | {"dim": 8, "depths": (2, 1), "heads": (1, 2), "window": 2}
+# On maps of 6 and 3 tokens: shifted windows, windows that do not fill the map, a window as large as the map.
+ODD_WINDOWS = WINDOWS | {"image_size": 12, "depths": (3, 2), "window": 4}
+IMAGE = PIXELS | {"dim": 16, "depth": 2, "heads": 2}
 POOLED = {"image_size": 8, "channels": 1, "classes": 5, "dim": 8, "depths": (2, 2), "heads": 1, "kv_stride": 2}
 TEXT = {"vocab": 40, "context": 12, "dim": 16, "depth": 2, "heads": 2}
 
@@ -23,6 +20,12 @@ FAMILIES = {"ViT": IMAGE, "Swin": WINDOWS, "MViT": POOLED, "GPT": TEXT, "RoBERTa
 """Arguments of the smallest model of each family of transformers; the reversible one takes the same."""
 
 TRANSFORMERS = [f"{prefix}{family}" for family in FAMILIES for prefix in ("", "Rev")]
+
+
+def sizes_of(family: str) -> dict:
+    """The arguments of each size of a family, such as ``ViT``, as ``model=vit_tiny`` has them."""
+    models = yaml.safe_load((Path(__file__).parents[1] / "conf" / "_models.yaml").read_text(encoding="utf-8"))
+    return models["families"][family]
 
 
 def example(name: str, batch: int = 3, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -22,7 +22,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import holotrain
-from holotrain.data import Digits
 
 SHORT = [word for word in SMALL if word.startswith("trainer.")]
 
@@ -58,9 +57,6 @@ class Alone(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-
-ALONE = [*SHORT, "trainer.limit_val_batches=0", "logger=none"]
 
 
 @pytest.fixture
@@ -196,19 +192,6 @@ def test_the_traceback_of_a_mistake_has_no_frames_of_hydra(here):
         holotrain.fit(overrides=["modle=vit_tiny"])
     shown = "".join(traceback.format_exception(caught.value))
     assert shown.count("Traceback") == 1 and "/hydra/" not in shown and "'modle'" in shown
-
-
-def test_a_lightning_module_resumes_exactly(here):
-    def train(folder: str, *words: str) -> holotrain.api.Result:
-        torch.manual_seed(0)
-        return holotrain.fit(model=Alone(), data=Digits(batch_size=64), overrides=words, folder=folder, quiet=True)
-
-    whole = train("whole", *ALONE, "trainer.max_epochs=4")
-    train("parts", *ALONE)
-    resumed = train("parts", "resume=true", "trainer.max_epochs=4")
-    assert resumed.checkpoint == Path("parts/checkpoints/last.ckpt")
-    assert same(whole.model, resumed.model) and not same(whole.model, Alone())
-    assert same(holotrain.load("parts", model=Alone()), whole.model)
 
 
 @pytest.mark.parametrize(

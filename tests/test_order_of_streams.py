@@ -38,7 +38,6 @@ from holotrain.overlap.groups import Columns
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 from holotrain.reversible.graphs import WARM_UPS, GraphedStep
 from holotrain.synthesis import HolographicSynthesis
-from holotrain.synthesis.delayed import Delayed
 from holotrain.tasks import optimizer_functions
 
 
@@ -342,20 +341,12 @@ def an_overlapped_layer(machine, monkeypatch, layer, signalling):
     overlapped(monkeypatch, "cuda", layer, 3, signalling)
 
 
-def a_check(machine, monkeypatch):
-    engine(2, "reversible", "cuda")
-
-
 def the_engine(machine, monkeypatch):
     engine(3, "pareprop", "cuda")
 
 
 def a_synthesis(machine, monkeypatch, **options):
     synthesised("cuda", mode="associative", **options)
-
-
-def at_once(self, grads, keys, copied, step, compute=Delayed._compute):
-    return compute(self, grads, keys, None, step)
 
 
 def not_holding(work, held, then=None):
@@ -374,10 +365,6 @@ MISTAKES = {
     "gradients do not wait": (the_engine, ["wait_event"], r"the default stream reads what side stream"),
     "a flag is read too early": (a_synthesis, ["synchronize"], r"the host reads what the default stream"),
     "gradients are let go of": (a_split_synthesis, ["record_stream", "wait_event"], r"side stream \d still uses"),
-    "gradients are read too early": (a_split_synthesis, [(Delayed, "_compute", at_once)], r"the thread reads what side stream"),
-    "gradients are overwritten": (a_split_synthesis, ["wait_event"], r"the default stream overwrites what side stream"),
-    "a check is read too early": (a_check, ["synchronize"], r"tolist on the host reads what the default stream"),
-    "a sum is read too early": (a_layer, ["wait_event"], r"the default stream reads what side stream"),
     "what is sent is let go of": (
         a_layer_that_scatters,
         [(overlapped_product, "Holding", not_holding)],

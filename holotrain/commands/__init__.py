@@ -3,7 +3,7 @@
 fit, predict, generate, export, plan, report, init   one file per command
 evaluation        validate and test; the data of a run, which all of its processes have to find alike
 run_folder        one run: its folder, overrides and processes
-multiprocess      runs a command in one process or in several, in the precision that it names
+multiprocess      runs a command in one process or in several, which it checks, in the precision that it names
 checkpoint        loading and saving checkpoints
 summary           summary.json
 measured          what a training has measured, in its checkpoints and in its summary; the best value so far

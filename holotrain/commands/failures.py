@@ -111,11 +111,6 @@ def dead_worker(error: Exception) -> str | None:
     return None
 
 
-def of_the_system(error: BaseException | None) -> OSError | None:
-    """The OSError that this error is, or that led to it: Lightning raises a ValueError for what TensorBoard cannot write."""
-    return next((each for each in _causes(error) if isinstance(each, OSError)), None)
-
-
 class SameFolder(pl.Callback):
     """Ends a training whose folder was renamed or removed, before a checkpoint makes a new one there."""
 

@@ -21,117 +21,69 @@ from holotrain.callbacks.interrupt import Interrupted
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import KeepConfiguration, check_classes, check_continuable, check_same, chosen_before
 from holotrain.commands.evaluation import check_not_empty, evaluate, lightning_refusals, shared_data
-from holotrain.commands.failures import OutOfMemory, SameFolder, as_out_of_memory, of_the_system
-from holotrain.commands.measured import BestValue, Measured
+from holotrain.commands.failures import OutOfMemory, SameFolder, as_out_of_memory
+from holotrain.commands.measured import Measured
 from holotrain.commands.memory_limits import chosen, explained
 from holotrain.commands.planners import smallest_batch
 from holotrain.commands.run_folder import Run
-from holotrain.commands.summary import SUMMARY, Summary, write_summary
+from holotrain.commands.summary import SUMMARY, write_summary
 from holotrain.commands.writing import write_whole
 from holotrain.config.build import build_task, description
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_trainer import build_trainer, check_division, check_training_device, device_kind, device_name
 from holotrain.config.command_options import FitConfig
 from holotrain.config.composition import MODES, key_of
-from holotrain.config.option_groups import ERROR_DIFFUSION, PLAIN, is_a
+from holotrain.config.option_groups import ERROR_DIFFUSION, is_a
 from holotrain.config.structured import to_container
 from holotrain.dashboard.charts import tensorboard_layout
 from holotrain.dashboard.table import UNCOMPARED, flat
 from holotrain.errors import UserError
 from holotrain.reversible.stack import kept_between_blocks
+from holotrain.schedules import PLAIN
 from holotrain.tasks.task import model_of, monitored_by
 
 
 def run(config: FitConfig, run: Run) -> int:
     """Trains one model. Returns the exit status: 0, 2 after running out of memory, 128 + n if signal n ended the training."""
     check_training_device(config)
-    start_checkpoint = Path(config.ckpt_path) if config.ckpt_path else None
+    config, start = _started_from(config, run)
+    data = _data_of(config, start, run)
+    config, planned = _chosen(config, data, run)
+    pl.seed_everything(config.seed, verbose=False)
+    task = _task_of(config, data, start, run)
+    training = Training(config, run, data, task, planned)
+    screen.show_start(config, run, model_of(task), start, data)
+    if run.is_main:
+        training.log_start()
+    try:
+        training.train_and_test(start)
+    except BaseException as error:
+        training.log_failure(error)
+        raise
+    if run.is_main:
+        training.log_end()
+    return training.exit_status
+
+
+def _started_from(config: FitConfig, run: Run) -> tuple[FitConfig, Path | None]:
+    """The configuration, with what a resumed run had chosen, and the checkpoint that the training starts from."""
+    start = Path(config.ckpt_path) if config.ckpt_path else None
     if config.resume:  # a job of a resumed sweep may not have started
-        start_checkpoint = run.last_checkpoint if run.last_checkpoint.exists() else None
-    if start_checkpoint is not None:
-        check_same(config, start_checkpoint)
+        start = run.last_checkpoint if run.last_checkpoint.exists() else None
+    if start is not None:
+        check_same(config, start)
         if config.resume:
-            config = chosen_before(config, start_checkpoint)
-    data = shared_data("fit", smallest_batch(config) if config.batch_is_open else config, start_checkpoint, run)
+            config = chosen_before(config, start)
+    return config, start
+
+
+def _data_of(config: FitConfig, start: Path | None, run: Run) -> pl.LightningDataModule:
+    data = shared_data("fit", smallest_batch(config) if config.batch_is_open else config, start, run)
     if config.trainer.limit_val_batches != 0:
         check_not_empty(data, "val", ", or set trainer.limit_val_batches=0")
     if config.test and config.trainer.limit_test_batches != 0:
         check_not_empty(data, "test", ", or set test=false")
-    config, planned = _chosen(config, data, run)
-    pl.seed_everything(config.seed, verbose=False)
-    task = build_task(config, data, begin=start_checkpoint is None)
-    if config.trainer.precision == "64-true":
-        task.double()  # Lightning (2.6) does so after it has loaded the checkpoint, whose weights would be rounded
-    check_division(config.trainer, run.process, model_of(task))
-    if start_checkpoint is not None:
-        check_continuable(task, config, start_checkpoint)
-        check_classes(config, data, start_checkpoint)
-
-    place = SameFolder(run.folder)
-    loggers = build_loggers(config.logger, run.folder, run.folder.parent.name if run.varied else None)
-    callbacks = [
-        *build_fit_callbacks(config, run.folder, task, data),
-        KeepConfiguration(config, run.choices, description(config, data)),
-        Measured(config.resume),
-        place,
-    ]
-    monitor = next((c for c in callbacks if isinstance(c, ModelCheckpoint) and c.monitor), None)
-    check_direction(monitor, run.direction)
-    if monitor is not None:
-        callbacks.append(BestValue(monitor))
-    batches = len(data.train_dataloader())
-    options = config.trainer
-    if config.steps_in_backward:  # and clips there; Lightning would look for gradients after it
-        options = options.with_arguments(gradient_clip_val=None)
-    trainer = build_trainer(options, run.folder, callbacks, loggers, batches, config.profiler, run.process)
-    resolved = yaml.safe_dump(to_container(config), sort_keys=False)
-    screen.show_start(config, run, model_of(task), start_checkpoint, data)
-    if run.is_main:
-        write_whole(run.folder / "config.yaml", resolved)
-        (run.folder / SUMMARY).unlink(missing_ok=True)  # that of an earlier part of the run is not its result
-        log_hyperparams(loggers, task, config, run, None if monitor is None else monitor.monitor)
-        log_text(loggers, "configuration", ["config.yaml"], [[resolved]], step=0)
-    status, exit_status, words, tested = "completed", 0, None, {}
-    try:
-        with lightning_refusals("fit"), as_out_of_memory():
-            trainer.fit(task, datamodule=data, ckpt_path=start_checkpoint, weights_only=True)
-        with as_out_of_memory():
-            can_test = is_overridden("test_step", task) and is_overridden("test_dataloader", data)  # those of others
-            if config.test and config.trainer.limit_test_batches != 0 and can_test:
-                if run.process is not None:  # the strategy may have sharded the trained task
-                    task = build_task(config, data)
-                try:
-                    tested = evaluate(config, run, task, data, _checkpoint(run, trainer), loggers, trainer.global_step)
-                except UserError as error:  # the training is not lost
-                    raise UserError(f"{error}{run.hint()}") from error
-    except Interrupted as signal:
-        status, exit_status = "interrupted", 128 + signal.signum
-        words = f"{signal}\n{run.how_to_resume}"
-    except OutOfMemory as refusal:
-        status, exit_status = "out of memory", 2
-        when = "during the test" if trainer.state.finished else f"at step {trainer.global_step + 1}"
-        if run.process is not None:  # so that the other processes end too
-            if run.is_main:
-                log_end(loggers, completed=False)
-            raise UserError(f"out of memory {when} on {device_name(config.trainer.accelerator)}; {refusal}") from refusal
-        words = explained(config, data, run, when, str(refusal))
-        run.errors.append(words.splitlines()[0].removeprefix("holotrain: "))
-    except BaseException as error:
-        if run.is_main:
-            with suppress(OSError):  # the disk may be full, or the folder gone
-                log_end(loggers, completed=False)
-            if of_the_system(error):
-                place.check()
-        raise
-    if not run.is_main:
-        return exit_status
-    place.check()
-    summary = _summary(config, run, trainer, task, tested, status=status, planned_step_bytes=planned)
-    log_end(loggers, completed=status == "completed")
-    screen.show_end(summary, run.folder)
-    if words:
-        print(words, file=sys.stderr)
-    return exit_status
+    return data
 
 
 def _chosen(config: FitConfig, data: pl.LightningDataModule, run: Run) -> tuple[FitConfig, int | None]:
@@ -151,18 +103,124 @@ def _chosen(config: FitConfig, data: pl.LightningDataModule, run: Run) -> tuple[
     return config, planned
 
 
-def _summary(config: FitConfig, run: Run, trainer: pl.Trainer, task: pl.LightningModule, tested: dict, **more: Any) -> Summary:
-    callbacks = {type(callback): callback for callback in trainer.callbacks}  # ty: ignore[missing-attribute]
-    results = callbacks[Measured].results(trainer)
-    if best := callbacks.get(BestValue):
-        value = best.best_so_far()
-        results |= {"monitor": best.checkpoint.monitor, "mode": best.checkpoint.mode}
-        results["metrics"][best.tag] = math.nan if value is None else value
-    results["metrics"] |= tested
-    checkpoint = _checkpoint(run, trainer)
-    results |= {"checkpoint": str(checkpoint) if checkpoint else None, "between_blocks": kept_between_blocks(model_of(task))}
-    results |= {"epochs": trainer.current_epoch, "steps": trainer.global_step}
-    return write_summary(run, config, model_of(task), **results, **more)
+def _task_of(config: FitConfig, data: pl.LightningDataModule, start: Path | None, run: Run) -> pl.LightningModule:
+    task = build_task(config, data, begin=start is None)
+    if config.trainer.precision == "64-true":
+        task.double()  # Lightning (2.6) does so after it has loaded the checkpoint, whose weights would be rounded
+    check_division(config.trainer, run.process, model_of(task))
+    if start is not None:
+        check_continuable(task, config, start)
+        check_classes(config, data, start)
+    return task
+
+
+class Training:
+    """A training with its Trainer, what it writes before and after it, and how it ended.
+
+    Args:
+        planned: bytes of a step, if something was chosen by a plan.
+    """
+
+    status, exit_status = "completed", 0
+    message: str | None = None
+
+    def __init__(
+        self, config: FitConfig, run: Run, data: pl.LightningDataModule, task: pl.LightningModule, planned: int | None
+    ) -> None:
+        self.config, self.run, self.data, self.task, self.planned = config, run, data, task, planned
+        self.tested: dict[str, float] = {}
+        self.same_folder = SameFolder(run.folder)
+        self.loggers = build_loggers(config.logger, run.folder, run.folder.parent.name if run.varied else None)
+        callbacks = build_fit_callbacks(config, run.folder, task, data)
+        self.monitor = next((each for each in callbacks if isinstance(each, ModelCheckpoint) and each.monitor), None)
+        check_direction(self.monitor, run.direction)
+        self.measured = Measured(config.resume, self.monitor)
+        kept = KeepConfiguration(config, run.choices, description(config, data))
+        callbacks += [kept, self.measured, self.same_folder]
+        options = config.trainer
+        if config.steps_in_backward:  # and clips there; Lightning would look for gradients after it
+            options = options.with_arguments(gradient_clip_val=None)
+        batches = len(data.train_dataloader())
+        self.trainer = build_trainer(options, run.folder, callbacks, self.loggers, batches, config.profiler, run.process)
+
+    def log_start(self) -> None:
+        resolved = yaml.safe_dump(to_container(self.config), sort_keys=False)
+        write_whole(self.run.folder / "config.yaml", resolved)
+        (self.run.folder / SUMMARY).unlink(missing_ok=True)  # that of an earlier part of the run is not its result
+        validated = []  # the metrics of validation, the one that selects the best checkpoint first
+        if self.monitor is not None and self.monitor.monitor:
+            validated = list(dict.fromkeys([self.monitor.monitor, *monitored_by(self.task)]))
+        log_hyperparams(self.loggers, self.config, self.run, validated)
+        log_text(self.loggers, "configuration", ["config.yaml"], [[resolved]], step=0)
+
+    def train_and_test(self, start: Path | None) -> None:
+        """Trains from a checkpoint, if there is one."""
+        try:
+            with lightning_refusals("fit"), as_out_of_memory():
+                self.trainer.fit(self.task, datamodule=self.data, ckpt_path=start, weights_only=True)
+            with as_out_of_memory():
+                self._test()
+        except Interrupted as signal:
+            self.status, self.exit_status = "interrupted", 128 + signal.signum
+            self.message = f"{signal}\n{self.run.how_to_resume}"
+        except OutOfMemory as refusal:
+            self._out_of_memory(refusal)
+
+    def _test(self) -> None:
+        config, data, run = self.config, self.data, self.run
+        can_test = is_overridden("test_step", self.task) and is_overridden("test_dataloader", data)  # those of others
+        if not can_test or not config.test or config.trainer.limit_test_batches == 0:
+            return
+        if run.process is not None:  # the strategy may have sharded the trained task
+            self.task = build_task(config, data)
+        try:
+            step = self.trainer.global_step
+            self.tested = evaluate(config, run, self.task, data, self._checkpoint(), self.loggers, step)
+        except UserError as error:  # the training is not lost
+            raise UserError(f"{error}{run.hint()}") from error
+
+    def _out_of_memory(self, refusal: OutOfMemory) -> None:
+        when = "during the test" if self.trainer.state.finished else f"at step {self.trainer.global_step + 1}"
+        if self.run.process is not None:  # so that the other processes end too
+            device = device_name(self.config.trainer.accelerator)
+            raise UserError(f"out of memory {when} on {device}; {refusal}") from refusal
+        self.status, self.exit_status = "out of memory", 2
+        self.message = explained(self.config, self.data, self.run, when, str(refusal))
+        self.run.errors.append(self.message.splitlines()[0].removeprefix("holotrain: "))
+
+    def log_failure(self, error: BaseException) -> None:
+        if self.run.is_main:
+            with suppress(OSError):  # the disk may be full, or the folder gone
+                finish(self.loggers, completed=False)
+            if isinstance(error, Exception):
+                self.same_folder.check()
+
+    def log_end(self) -> None:
+        self.same_folder.check()
+        model, checkpoint = model_of(self.task), self._checkpoint()
+        results = self.measured.results(self.trainer)
+        if self.monitor is not None:
+            best = self.measured.best_so_far()
+            results |= {"monitor": self.monitor.monitor, "mode": self.monitor.mode}
+            results["metrics"][f"best/{self.monitor.monitor}"] = math.nan if best is None else best
+        results["metrics"] |= self.tested
+        results |= {"checkpoint": str(checkpoint) if checkpoint else None, "between_blocks": kept_between_blocks(model)}
+        results |= {"epochs": self.trainer.current_epoch, "steps": self.trainer.global_step}
+        results["planned_step_bytes"] = self.planned
+        summary = write_summary(self.run, self.config, model, self.status, **results)
+        finish(self.loggers, completed=self.status == "completed")
+        screen.show_end(summary, self.run.folder)
+        if self.message:
+            print(self.message, file=sys.stderr)
+
+    def _checkpoint(self) -> Path | None:
+        """The best checkpoint, else the last one, else None."""
+        last = self.run.last_checkpoint
+        best = None if self.monitor is None else self.monitor.best_model_path
+        if best and Path(best).exists():
+            ours = last.with_name(Path(best).name)
+            return ours if ours.exists() else Path(best)  # of the continued run, if none was better since
+        return last if last.exists() else None
 
 
 def check_direction(monitor: ModelCheckpoint | None, direction: str | None) -> None:
@@ -176,46 +234,50 @@ def check_direction(monitor: ModelCheckpoint | None, direction: str | None) -> N
         raise UserError(f"hydra.sweeper.direction={direction}: use {better}, the better values of {monitor.monitor}")
 
 
-def _checkpoint(run: Run, trainer: pl.Trainer) -> Path | None:
-    """The best checkpoint, else the last one, else None."""
-    best = next((c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.monitor), "")
-    if best and Path(best).exists():
-        ours = run.last_checkpoint.with_name(Path(best).name)
-        return ours if ours.exists() else Path(best)  # of the continued run, if none was better since
-    return run.last_checkpoint if run.last_checkpoint.exists() else None
-
-
-def log_hyperparams(loggers: Iterable[Logger], task: pl.LightningModule, config: FitConfig, run: Run, best: str | None) -> None:
+def log_hyperparams(loggers: Iterable[Logger], config: FitConfig, run: Run, validated: list[str]) -> None:
     """Logs the options and, for TensorBoard, the charts and the names of the results, before a run trains, so that one that was
-    killed is compared too. ``best`` is the metric that selects the best checkpoint; None: there is no validation."""
+    killed is compared too. ``validated`` are the metrics of validation, the one that selects the best checkpoint first."""
     options = dict(flat(to_container(config)))
-    validated = [] if best is None else list(dict.fromkeys([best, *monitored_by(task)]))
-    results = [*validated, *(f"best/{name}" for name in validated[:1])]
-    results += [name.replace("val/", "test/") for name in validated if config.test]
-    results += ["memory/peak_bytes", "throughput/samples_per_second"]
-    known = {name: value for name, value in (run.choices | options).items() if name.split(".")[0] not in UNCOMPARED}
-    first = [name for name in (*run.varied, *map(key_of, run.overrides)) if name in known]  # TensorBoard shows a few columns
-    numbers = {name: value for name, value in known.items() if isinstance(value, int | float) and not isinstance(value, bool)}
-    columns = dict.fromkeys(first) | {name: str(value) for name, value in known.items()} | numbers
+    for logger in loggers:
+        if not isinstance(logger, TensorBoardLogger):
+            logger.log_hyperparams(options)
+            continue
+        logger.experiment.add_custom_scalars(tensorboard_layout(_charts(config), {*validated}))
+        results = dict.fromkeys(_results(config, validated), 0.0)
+        # Lightning's log_hyperparams(columns, results) would add a point to the curve of every metric.
+        for event in hparams(_columns(run, options), results)[:2]:
+            logger.experiment._get_file_writer().add_summary(event)
+        logger.experiment.flush()  # else a run that is killed in its first minutes would have none
+
+
+def _charts(config: FitConfig) -> set[str]:
     optional = {
         "reversible": config.backward.kind not in PLAIN,
         "synthesis": config.synthesis is not None,
         "error_diffusion": is_a(config.task, ERROR_DIFFUSION),
         "padding": config.batch_option[0] == "data.max_tokens",
     }
-    charts = {"train", "memory", "throughput", "optimization", *(name for name, logged in optional.items() if logged)}
-    for logger in loggers:
-        if not isinstance(logger, TensorBoardLogger):
-            logger.log_hyperparams(options)
-            continue
-        logger.experiment.add_custom_scalars(tensorboard_layout(charts, {*validated}))
-        # Lightning's log_hyperparams(columns, results) would add a point to the curve of every metric.
-        for event in hparams(columns, dict.fromkeys(results, 0.0))[:2]:
-            logger.experiment._get_file_writer().add_summary(event)
-        logger.experiment.flush()  # else a run that is killed in its first minutes would have none
+    return {"train", "memory", "throughput", "optimization", *(name for name, logged in optional.items() if logged)}
 
 
-def log_end(loggers: Iterable[Logger], completed: bool) -> None:
+def _results(config: FitConfig, validated: list[str]) -> list[str]:
+    results = [*validated, *(f"best/{name}" for name in validated[:1])]
+    if config.test:
+        results += [name.replace("val/", "test/") for name in validated]
+    return [*results, "memory/peak_bytes", "throughput/samples_per_second"]
+
+
+def _columns(run: Run, options: dict[str, Any]) -> dict[str, Any]:
+    """The options to compare. TensorBoard shows a few columns: those of the sweep and of the command line come first."""
+    known = {name: value for name, value in (run.choices | options).items() if name.split(".")[0] not in UNCOMPARED}
+    columns = dict.fromkeys(name for name in (*run.varied, *map(key_of, run.overrides)) if name in known)
+    for name, value in known.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        columns[name] = value if is_number else str(value)
+    return columns
+
+
+def finish(loggers: Iterable[Logger], completed: bool) -> None:
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger) and completed:
             logger.experiment._get_file_writer().add_summary(hparams({}, {})[2])

@@ -17,14 +17,17 @@ OF_MEMORY = ("peak_memory_bytes", "step_peak_bytes")
 
 
 class Measured(pl.Callback):
-    """Keeps in checkpoints what a training has measured. The summary of a resumed one is whole, even if no step was left.
+    """Keeps in checkpoints what a training has measured. The summary of a resumed one is whole, even if no step was left. Logs
+    the best value so far of the metric that selects the best checkpoint, as ``best/val/...``.
 
     Args:
         resumed: the training goes on with the numbers of the checkpoint; otherwise it begins without any.
+        monitor: selects the best checkpoint. Its state is saved in checkpoints, so a resumed training goes on from there.
     """
 
-    def __init__(self, resumed: bool) -> None:
-        self.resumed = resumed
+    def __init__(self, resumed: bool, monitor: ModelCheckpoint | None = None) -> None:
+        self.resumed, self.monitor = resumed, monitor
+        self.best: float | None = None
         self._before: dict[str, Any] = {}
 
     def results(self, trainer: pl.Trainer) -> dict[str, Any]:
@@ -47,32 +50,21 @@ class Measured(pl.Callback):
             figures = {name: value for name, value in _numbers(kept).items() if name in (*OF_THROUGHPUT, *OF_MEMORY)}
             self._before = figures | {"metrics": _numbers(kept.get("metrics"))}
 
-
-class BestValue(pl.Callback):
-    """Logs the best value so far of the metric that selects the best checkpoint, as ``best/val/...``.
-
-    Args:
-        checkpoint: the callback that selects it. Its state is saved in checkpoints, so a resumed training goes on from there.
-    """
-
-    def __init__(self, checkpoint: ModelCheckpoint) -> None:
-        self.checkpoint = checkpoint
-        self.tag = f"best/{checkpoint.monitor}"
-        self.value: float | None = None
-
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.sanity_checking:
+        if trainer.sanity_checking or self.monitor is None:
             return
-        self.value = self.best_so_far(trainer.callback_metrics.get(self.checkpoint.monitor))
-        if self.value is not None:
+        self.best = self.best_so_far(trainer.callback_metrics.get(self.monitor.monitor))
+        if self.best is not None:
             for logger in trainer.loggers:
-                logger.log_metrics({self.tag: self.value}, step=trainer.global_step)
+                logger.log_metrics({f"best/{self.monitor.monitor}": self.best}, step=trainer.global_step)
 
     def best_so_far(self, latest: Tensor | None = None) -> float | None:
-        """The best finite value, that of an earlier part of the training and the latest included; None: there is none."""
-        known = [value for value in (self.value, self.checkpoint.best_model_score, latest) if value is not None]
+        """The best finite value of the metric, that of an earlier part of the training and the latest included; None: there is
+        none."""
+        assert self.monitor is not None
+        known = [value for value in (self.best, self.monitor.best_model_score, latest) if value is not None]
         finite = [float(value) for value in known if math.isfinite(value)]
-        return (max if self.checkpoint.mode == "max" else min)(finite, default=None)
+        return (max if self.monitor.mode == "max" else min)(finite, default=None)
 
 
 def _numbers(kept: Any) -> dict[str, float]:

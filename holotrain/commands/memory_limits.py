@@ -1,6 +1,6 @@
 """Training within the memory there is: automatic options, and what to do after running out of memory."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
@@ -9,15 +9,7 @@ import lightning.pytorch as pl
 
 from holotrain.commands.console import console
 from holotrain.commands.failures import OutOfMemory, as_out_of_memory
-from holotrain.commands.planners import (
-    NO_OPTION,
-    budget_of,
-    longest_context,
-    planner_of,
-    smallest_batch,
-    variants_of,
-    with_variant,
-)
+from holotrain.commands.planners import NO_OPTION, PlannedTraining, budget_of, planner_of, smallest_batch, with_variant
 from holotrain.commands.run_folder import Run
 from holotrain.config.build import check_optimizer
 from holotrain.config.build_trainer import device_kind, device_name
@@ -26,12 +18,10 @@ from holotrain.config.objects import PYTHON_OBJECT
 from holotrain.config.option_groups import ADAMW, AUTO, LOW_BIT, OBJECT_GROUPS, takes
 from holotrain.errors import UserError
 from holotrain.numeric import counted, in_words
-from holotrain.planning import Planner
 from holotrain.planning.allocators import ALLOCATORS
 from holotrain.planning.choice import Choice, TooSmall
 from holotrain.planning.fake_tensors import Unplannable
-from holotrain.planning.memory_plan import Limit, choose_batch, choose_variant, largest_batch, least_memory, smallest
-from holotrain.planning.planner import Variant
+from holotrain.planning.memory_plan import Limit, choose_batch, choose_variant, largest_batch, least_memory
 from holotrain.targets import TARGET
 
 Say = Callable[[str], object]
@@ -92,13 +82,12 @@ def _with_batch(config: Config, data: pl.LightningDataModule, device: str, budge
 
 def _with_schedules(config: Config, data: pl.LightningDataModule, device: str, budget: int, say: Say) -> tuple[Config, int]:
     say("backward=auto: planning what each block stores ...")
-    planner = planner_of(config, data, device)
-    variants = variants_of(config, data, planner, config.backward.inexact)
+    training = PlannedTraining(config, data, device)
     try:
-        variant, choice = choose_variant(planner, variants, budget)
+        variant, choice = choose_variant(training.planner, training.variants, budget)
     except TooSmall as error:
         say("  it does not fit; planning what would ...")
-        raise _too_small(config, budget, error, what_helps(*proposals(config, data, planner, variants, budget))) from error
+        raise _too_small(config, budget, error, what_helps(*proposals(training, budget))) from error
     say(f"  {described(choice, budget, '' if variant is None else variant.options)}")
     if variant is not None:
         config = with_variant(config, variant.tile, variant.bits)
@@ -138,32 +127,20 @@ def explained(config: RunConfig, data: pl.LightningDataModule, run: Run, when: s
     batch = "" if size is None else f" with {option}={size}"  # data of others may have no such option
     lines = [f"holotrain: out of memory {when}{batch} on {device_name(config.trainer.accelerator)}{tried}"]
     if run.last_checkpoint.exists():
-        again = f"python -m holotrain fit resume=true hydra.run.dir={run.folder} ..."
-        lines.append(f"resume from {run.last_checkpoint} with: {again}")
+        lines.append(f"add what needs less memory, and {run.how_to_resume}")
     else:
         lines.append("no checkpoint was saved yet; callbacks.checkpoint.every_n_train_steps=... saves during an epoch")
     advice = "smaller batches, backward=reversible or checkpoint, and trainer.precision=bf16-mixed need less memory"
     with suppress(Exception):  # such as: there is too little memory even for a plan, or none for this device
-        planner = planner_of(config, data, device_kind(config.trainer.accelerator))
-        assert planner.backward is not None  # open schedules have been chosen by now
-        half = planner.footprint(planner.backward).bound // 2
-        limits = [largest_batch(planner, planner.backward, half)]
-        variants = variants_of(config, data, planner, config.backward.inexact)
-        advice = f"by the plan, in half of the memory {what_helps(*proposals(config, data, planner, variants, half, limits))}"
+        training = PlannedTraining(config, data, device_kind(config.trainer.accelerator))
+        assert training.planner.backward is not None  # open schedules have been chosen by now
+        half = training.need // 2
+        limits = [largest_batch(training.planner, training.planner.backward, half)]
+        advice = f"by the plan, in half of the memory {what_helps(*proposals(training, half, limits))}"
     return "\n".join([*lines, advice])
 
 
-LOWER_PRECISION = {"64-true": "32-true", "32-true": "bf16-mixed"}
-
-
-def proposals(
-    config: RunConfig,
-    data: pl.LightningDataModule,
-    planner: Planner,
-    variants: Sequence[Variant],
-    budget: int,
-    limits: Sequence[Limit] = (),
-) -> tuple[list[str], dict[str, int]]:
+def proposals(training: PlannedTraining, budget: int, limits: Sequence[Limit] = ()) -> tuple[list[str], dict[str, int]]:
     """Overrides with which a training fits, by its plan; those that change least come first.
 
     Args:
@@ -172,24 +149,19 @@ def proposals(
     Returns:
         the overrides; if there are none, overrides with which it needs less, and the bytes that it then needs.
     """
-    found, needs = [], {}
+    config, found, needs = training.config, [], {}
+    is_open = training.planner.backward is None
     with suppress(Unplannable, OutOfMemory), as_out_of_memory():
-        variant, _ = smallest(planner, variants)
-        least = planner if variant is None else variant.planner
-        if planner.backward is not None:
-            found = list(_schedules(config, planner, variants, budget))
+        if not is_open:
+            found += _other_schedules(training, budget)
             found += [_words(config, limit) for limit in limits if limit.value]
-            limits = [largest_batch(least, least_memory(least), budget)] if not found else []
-            way = f"backward={least_memory(least)} " + (f"{variant.options} " if variant else "")
-        else:
+        elif not config.backward.inexact:
             inexact = replace(config, backward=replace(config.backward, inexact=True))
-            if not config.backward.inexact and _need(inexact, data, replace(planner, inexact=True)) <= budget:
-                found.append("backward.inexact=true")
-            longest = longest_context(config, data, planner, variant, least_memory(least), budget)
-            limits, way = [largest_batch(least, least_memory(least), budget), *([longest] if longest else [])], ""
-        found += [f"{way}{_words(config, limit)}" for limit in limits if limit.value]
+            found += ["backward.inexact=true"] if training.changed(inexact).need <= budget else []
+        if is_open or not found:
+            found += _smaller(training, budget)
         if not found:
-            needs = _needs(config, data, planner)
+            needs = _needs(training)
             found = [words for words, need in needs.items() if need <= budget]
     return found, {} if found else needs
 
@@ -203,28 +175,48 @@ def what_helps(found: list[str], needs: dict[str, int]) -> str:
     return "nothing else could be planned"
 
 
-def _schedules(config: RunConfig, planner: Planner, variants: Sequence[Variant], budget: int) -> Iterator[str]:
-    """Other schedules with which it fits."""
+def _other_schedules(training: PlannedTraining, budget: int) -> list[str]:
+    """Schedules with which it fits, other than the configured ones."""
+    planner, backward = training.planner, training.config.backward
     unsupported = {"store": "0", "keep": "[]", "blocks": "[]", "inexact": "false"}  # by other schedules
-    resets = "".join(f" backward.{name}={value}" for name, value in unsupported.items() if getattr(config.backward, name))
-    for name in planner.schedules:
-        if name != planner.backward and planner.footprint(name).bound <= budget:
-            yield f"backward={name}{resets}"
-    for variant in variants:
-        if variant.planner.footprint(variant.row).bound <= budget:
-            yield f"backward={variant.row} {variant.options}{resets}"
+    resets = "".join(f" backward.{name}={value}" for name, value in unsupported.items() if getattr(backward, name))
+    rows = [(name, "", planner) for name in planner.schedules if name != planner.backward]
+    rows += [(variant.row, f" {variant.options}", variant.planner) for variant in training.variants]
+    return [f"backward={name}{options}{resets}" for name, options, by in rows if by.footprint(name).bound <= budget]
 
 
-def _need(config: RunConfig, data: pl.LightningDataModule, planner: Planner) -> int:
-    """Bytes that a training needs with its schedules; if ``backward=auto`` chooses them, at least."""
-    if planner.backward is not None:
-        return planner.footprint(planner.backward).bound
-    return smallest(planner, variants_of(config, data, planner, config.backward.inexact))[1]
+def _smaller(training: PlannedTraining, budget: int) -> list[str]:
+    """Smaller sizes with which it fits under the schedules that need least."""
+    variant, _ = training.smallest
+    planner = training.planner if variant is None else variant.planner
+    least = least_memory(planner)
+    limits: list[Limit | None] = [largest_batch(planner, least, budget)]
+    if training.planner.backward is None:  # backward=auto chooses these schedules itself
+        way = ""
+        limits.append(training.longest_context(variant, least, budget))
+    else:
+        way = f"backward={least} " + (f"{variant.options} " if variant else "")
+    return [f"{way}{_words(training.config, limit)}" for limit in limits if limit is not None and limit.value]
 
 
-def _needs(config: RunConfig, data: pl.LightningDataModule, planner: Planner) -> dict[str, int]:
+def _needs(training: PlannedTraining) -> dict[str, int]:
     """Overrides that make numbers, gradients or optimizer states smaller, with the bytes that the training then needs, if
     these are fewer than without."""
+    usual, needs = training.need, {}
+    for words, changed in _lighter(training.config).items():
+        with suppress(UserError, Unplannable, ValueError):  # such as: something else is refused beside it
+            check_optimizer(changed)
+            need = training.changed(changed).need
+            if need < usual:
+                needs[words] = need
+    return needs
+
+
+LOWER_PRECISION = {"64-true": "32-true", "32-true": "bf16-mixed"}
+
+
+def _lighter(config: RunConfig) -> dict[str, RunConfig]:
+    """Configurations with smaller numbers, gradients or optimizer states, by the overrides that make them."""
     others: dict[str, RunConfig] = {}
     trainer, optimizer, model = config.trainer, config.optimizer, config.model
     if optimizer is not None and not config.steps_in_backward:
@@ -232,10 +224,7 @@ def _needs(config: RunConfig, data: pl.LightningDataModule, planner: Planner) ->
         words += " trainer.gradient_clip_val=null" if trainer.gradient_clip_val else ""
         words += " trainer.accumulate_grad_batches=1" if trainer.accumulate_grad_batches > 1 else ""
         unclipped = trainer.with_arguments(gradient_clip_val=None, accumulate_grad_batches=1)
-        stepping = replace(config, trainer=unclipped, optimizer=optimizer.with_arguments(in_backward=True))
-        with suppress(UserError):  # something else is refused beside it
-            check_optimizer(stepping)
-            others[words] = stepping
+        others[words] = replace(config, trainer=unclipped, optimizer=optimizer.with_arguments(in_backward=True))
     if optimizer is not None and optimizer.target == ADAMW:
         few_bits = replace(optimizer, target=LOW_BIT, arguments={"bits": "8bit"} | optimizer.arguments)
         others["optimizer=adamw_8bit"] = replace(config, optimizer=few_bits)
@@ -245,13 +234,7 @@ def _needs(config: RunConfig, data: pl.LightningDataModule, planner: Planner) ->
         others[f"'model.adapters={{{words}}}'"] = replace(config, model=model.with_arguments(adapters=lora))
     if lower := LOWER_PRECISION.get(trainer.precision):
         others[f"trainer.precision={lower}"] = replace(config, trainer=trainer.with_arguments(precision=lower))
-    usual, needs = _need(config, data, planner), {}
-    for words, changed in others.items():
-        with suppress(UserError, Unplannable, ValueError):
-            need = _need(changed, data, planner_of(changed, data, planner.device))
-            if need < usual:
-                needs[words] = need
-    return needs
+    return others
 
 
 def _words(config: RunConfig, limit: Limit) -> str:

@@ -12,24 +12,29 @@ import sys
 import time
 import warnings
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from holotrain.commands.console import console, quieten
 from holotrain.commands.failures import machine_failures
 from holotrain.commands.run_folder import Run, alone_in, continued
 from holotrain.commands.summary import ended
-from holotrain.config.build_trainer import check_processes, data_shard_of, process_group_options, processes_of
+from holotrain.config.build_trainer import check_device, device_kind, model_parallel_size
 from holotrain.config.command_options import FitConfig, RunConfig
+from holotrain.config.objects import ObjectConfig
 from holotrain.config.structured import structured, to_container
 from holotrain.data.sampler import set_data_shard
-from holotrain.errors import UserError
+from holotrain.errors import UserError, files_named
+from holotrain.numeric import counted
 from holotrain.parallel.processes import Processes, destroy_group, started_processes
 from holotrain.parallel.rank import ProcessRank
+from holotrain.parallel.stages import equal_parts
 
 MULTIPROCESS_COMMANDS = ("fit", "validate", "test")
 """The commands that support several processes."""
@@ -38,8 +43,8 @@ GRACE = 3.0
 """Seconds that a process lives on after its error. The main process says the same, and ends it before that."""
 
 
-def run_job(command: str, config: RunConfig, run: Run, processes: Processes | None = None) -> int:
-    """Runs one job, in one process or in several. Returns the exit status.
+def run_job(config: RunConfig, run: Run, processes: Processes | None = None) -> int:
+    """Runs one job of the command line or of a call in Python, in one process or in several. Returns the exit status.
 
     Args:
         processes: those of a launcher (torchrun, srun), whose main process this is; None: they are started for this job.
@@ -47,27 +52,112 @@ def run_job(command: str, config: RunConfig, run: Run, processes: Processes | No
     Raises:
         UserError: a mistake, in any of the processes; or a run of another program is in the folder.
     """
-    with alone_in(run.folder):
+    with files_named(), alone_in(run.folder):
         if isinstance(config, FitConfig):
             config = continued(config, run)
             if config.resume and (message := ended(config.trainer, run.folder)):
                 console.print(message)
                 return 0
-        if command not in MULTIPROCESS_COMMANDS:
-            if processes is not None:
-                raise UserError(f"{command} runs in one process; start it without a launcher")
-            return _run_command(command, config, run)
-        check_processes(config, processes.process if processes else None)
-        with ExitStack() as stack:
-            if processes is None and (size := processes_of(config.trainer)) > 1:
-                processes = stack.enter_context(started_processes(command, size, run.hint))
-            if processes is not None:
-                values = vars(run) | {"folder": str(run.folder)}
-                processes.send_job({"command": command, "config": to_container(config), "run": values})
-                return _run_member(processes, command, config, run)
-        if config.trainer.strategy != "single":
-            console.print(f"trainer={config.trainer.strategy}: using one process for one device; set trainer.devices for more")
-        return _run_command(command, config, run)
+        if run.command in MULTIPROCESS_COMMANDS:
+            return _run_on_devices(config, run, processes)
+        if processes is not None:
+            raise UserError(f"{run.command} runs in one process; start it without a launcher")
+        return _run_command(config, run)
+
+
+def _run_on_devices(config: RunConfig, run: Run, processes: Processes | None) -> int:
+    trainer = config.trainer
+    check_processes(config, processes.process if processes else None)
+    if processes is not None:
+        return _run_main(config, run, processes)
+    if (size := processes_of(trainer)) > 1:
+        with started_processes(run.command, size, run.hint) as processes:
+            return _run_main(config, run, processes)
+    if trainer.strategy != "single":
+        console.print(f"trainer={trainer.strategy}: using one process for one device; set trainer.devices for more")
+    return _run_command(config, run)
+
+
+def _run_main(config: RunConfig, run: Run, processes: Processes) -> int:
+    """Runs a job in this process, the main one, and in the others."""
+    processes.send_job({"config": to_container(config), "run": vars(run) | {"folder": str(run.folder)}})
+    return _run_member(config, run, processes)
+
+
+def processes_of(config: ObjectConfig) -> int:
+    """The number of processes to start on this machine."""
+    if config.strategy == "single":
+        return 1
+    if config.devices != "auto":
+        return config.devices
+    return torch.cuda.device_count() if device_kind(config.accelerator) == "cuda" else 1
+
+
+def check_processes(config: RunConfig, process: ProcessRank | None) -> None:
+    """Raises a UserError if there are too few devices, they cannot communicate, or the launcher, whose rank and size are
+    ``process``, started another number of processes."""
+    trainer = config.trainer
+    if trainer.strategy == "single":
+        if process is not None:
+            raise UserError(
+                f"started as {process.size} processes, but trainer=default uses one; use trainer=ddp, fsdp, tp or pipeline"
+            )
+        return
+    check_device(trainer)
+    kind, named = device_kind(trainer.accelerator), f"trainer.devices={trainer.devices}"
+    if kind == "mps":
+        raise UserError(f"trainer={trainer.strategy}: not supported on Apple GPUs; use trainer.accelerator=cpu")
+    if trainer.backend == "nccl" and kind != "cuda":
+        raise UserError("trainer.backend=nccl: needs NVIDIA GPUs, and this run is on the CPU; use gloo")
+    if trainer.signals and (kind != "cuda" or trainer.precision != "bf16-mixed"):
+        raise UserError("trainer.signals: needs NVIDIA GPUs and trainer.precision=bf16-mixed; set it to false")
+    bounded = [name for name in ("nccl_max_ctas", "nccl_high_priority") if getattr(trainer, name)]
+    if bounded and (kind != "cuda" or trainer.backend == "gloo"):
+        raise UserError(f"trainer.{bounded[0]}: needs NVIDIA GPUs and trainer.backend=nccl")
+    if not dist.is_available() or (kind == "cuda" and trainer.backend != "gloo" and not dist.is_nccl_available()):
+        raise UserError(f"trainer={trainer.strategy}: this build of torch has no distributed support; use trainer=default")
+    count = processes_of(trainer) if process is None else process.local_size
+    if process is None and (trainer.num_nodes or 1) > 1:
+        raise UserError(f"trainer.num_nodes={trainer.num_nodes}: start it with torchrun or srun on every machine")
+    if process is not None and (trainer.devices not in ("auto", count) or trainer.num_nodes not in (None, process.nodes)):
+        machines = f" on each of {process.nodes} machines" if process.nodes > 1 else ""
+        raise UserError(f"{named}: the launcher started {counted(count, 'process')}{machines}; use trainer.devices=auto")
+    size = process.size if process else count
+    for option in ("tensor_parallel", "pipeline_stages"):
+        if size % (group_size := getattr(trainer, option) or 1):
+            raise UserError(f"trainer.{option}={group_size}: the number of processes, {size}, is not a multiple of it")
+    if trainer.strategy == "pipeline" and trainer.pipeline_schedule == "1f1b":
+        _check_microbatches(config, trainer.pipeline_stages or size)
+    if kind == "cuda" and count > (gpus := torch.cuda.device_count()):
+        raise UserError(f"{named}: this machine has {counted(gpus, 'GPU')}; use at most as many, or trainer.accelerator=cpu")
+
+
+def _check_microbatches(config: RunConfig, stages: int) -> None:
+    """Refuses batches that give fewer microbatches than there are stages, which 1F1B needs."""
+    microbatches, batch = config.trainer.microbatches or 2 * stages, getattr(config.data, "batch_size", None)
+    if microbatches < stages:
+        raise UserError(f"trainer.microbatches={microbatches}: 1f1b needs at least one for each of {stages} stages")
+    if isinstance(batch, int) and equal_parts(batch, microbatches) < stages:
+        raise UserError(
+            f"data.batch_size={batch}: {stages} stages need at least as many microbatches of equal size; "
+            f"use {-(-batch // stages) * stages}"
+        )
+
+
+def process_group_options(config: ObjectConfig, process: ProcessRank) -> dict[str, Any]:
+    """Arguments of ``torch.distributed.init_process_group``. With CUDA, NCCL is told its device."""
+    is_cuda = device_kind(config.accelerator) == "cuda"
+    backend = config.backend if config.backend != "auto" else "nccl" if is_cuda else "gloo"
+    timeout = timedelta(seconds=config.timeout)
+    options = None
+    if config.nccl_max_ctas is not None or config.nccl_high_priority:
+        # The groups of a device mesh are split from the group of all processes and take these options over.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=config.nccl_high_priority)
+        options._timeout = timeout  # torch warns of another one than that of the group
+        if config.nccl_max_ctas is not None:
+            options.config.min_ctas, options.config.max_ctas = 1, config.nccl_max_ctas
+    device = torch.device("cuda", process.local_rank) if is_cuda else None
+    return {"backend": backend, "timeout": timeout, "pg_options": options, "device_id": device}
 
 
 def follow(process: ProcessRank) -> int:
@@ -80,8 +170,7 @@ def follow(process: ProcessRank) -> int:
         processes = Processes(process)
         while (job := processes.receive_job()) is not None:
             run = Run(**job["run"] | {"folder": Path(job["run"]["folder"]), "started": time.monotonic()})
-            config = structured(job["command"], job["config"])
-            status = max(status, _run_member(processes, job["command"], config, run))
+            status = max(status, _run_member(structured(run.command, job["config"]), run, processes))
     except KeyboardInterrupt:  # a terminal sends it to all processes
         return 128 + signal.SIGINT
     except Exception as error:
@@ -94,7 +183,7 @@ def follow(process: ProcessRank) -> int:
     return status
 
 
-def _run_member(processes: Processes, command: str, config: RunConfig, run: Run) -> int:
+def _run_member(config: RunConfig, run: Run, processes: Processes) -> int:
     """Runs a job in this process, one of several."""
     options = process_group_options(config.trainer, processes.process)
     if options["device_id"] is not None:
@@ -103,10 +192,12 @@ def _run_member(processes: Processes, command: str, config: RunConfig, run: Run)
     os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "1")
     for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
         os.environ[name] = f"{run.folder}/flight_recorder_"
-    set_data_shard(*data_shard_of(config.trainer, processes.process))
+    process = processes.process
+    group = model_parallel_size(config.trainer, process)
+    set_data_shard(process.rank // group, process.size // group)  # the processes that share a model read the same data
     try:
         with processes.group(**options):
-            return _run_command(command, config, replace(run, process=processes.process))
+            return _run_command(config, replace(run, process=process))
     finally:
         set_data_shard()
 
@@ -142,10 +233,10 @@ def matmul_precision(precision: str) -> Generator[None]:
             part.fp32_precision = value
 
 
-def _run_command(command: str, config: RunConfig, run: Run) -> int:
+def _run_command(config: RunConfig, run: Run) -> int:
     try:
         with matmul_precision(config.trainer.float32_matmul_precision), machine_failures(run):
-            module = "evaluation" if command in ("validate", "test") else command
+            module = "evaluation" if run.command in ("validate", "test") else run.command
             return importlib.import_module(f"holotrain.commands.{module}").run(config, run)
     except SystemExit as end:
         if isinstance(end.__context__, KeyboardInterrupt):  # Lightning (2.6) ends Python on Ctrl-C, with status 1

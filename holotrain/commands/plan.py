@@ -13,7 +13,7 @@ from rich.table import Table
 from holotrain.commands.checkpoint import tokenizer_for
 from holotrain.commands.console import console, plain
 from holotrain.commands.memory_limits import chosen, described, proposals
-from holotrain.commands.planners import budget_of, longest_context, planner_of, smallest_batch, variants_of
+from holotrain.commands.planners import PlannedTraining, budget_of, smallest_batch
 from holotrain.commands.run_folder import Run
 from holotrain.commands.writing import write_whole
 from holotrain.config.annotations import read_fields
@@ -73,13 +73,7 @@ def planned(
     Raises:
         UserError: the training step cannot be planned.
     """
-    device = config.device
-    if device == "auto" and config.trainer.accelerator == "mps":
-        raise UserError("plan: Apple GPUs are not supported; use device=cpu or device=cuda")
-    if device == "auto":
-        device = "cpu" if config.trainer.accelerator == "cpu" else "cuda"
-    if device == "cpu" and config.trainer.precision == "16-mixed":
-        raise UserError("trainer.precision=16-mixed: not supported on the CPU; use bf16-mixed or device=cuda")
+    device = _device_of(config)
     known = tokenizer_for(config, Path(config.ckpt_path) if config.ckpt_path else None)
     data = build_data(smallest_batch(config) if config.batch_is_open else config, known)
     data.prepare_data()
@@ -93,20 +87,30 @@ def planned(
         if config.backward.open:
             raise
         budget = None  # the memory of the device is not known
+    needed, less = [], {}
     try:
-        planner = planner_of(config, data, device)
-        variants = variants_of(config, data, planner, inexact=True, begin=begin)
-        plan = make_plan(planner, budget, begin, variants)
-        if budget is not None:
-            longest = longest_context(config, data, planner, plan.variant, plan.schedule, budget, begin)
-            plan = replace(plan, limits=plan.limits + ([] if longest is None else [longest]))
-        needed, less = [], {}
+        training = PlannedTraining(config, data, device, inexact=True, begin=begin)
+        plan = make_plan(training.planner, budget, begin, training.variants)
+        if budget is not None and (longest := training.longest_context(plan.variant, plan.schedule, budget)):
+            plan = replace(plan, limits=[*plan.limits, longest])
         if budget is not None and not plan.fits:
             begin("what would fit")
-            needed, less = proposals(config, data, planner, variants, budget, plan.limits)
+            needed, less = proposals(training, budget, plan.limits)
     except Unplannable as error:
         raise UserError(f"plan: {error}") from error
     return config, plan, needed, less
+
+
+def _device_of(config: PlanConfig) -> str:
+    """The device of the plan, which this machine need not have."""
+    device = config.device
+    if device == "auto" and config.trainer.accelerator == "mps":
+        raise UserError("plan: Apple GPUs are not supported; use device=cpu or device=cuda")
+    if device == "auto":
+        device = "cpu" if config.trainer.accelerator == "cpu" else "cuda"
+    if device == "cpu" and config.trainer.precision == "16-mixed":
+        raise UserError("trainer.precision=16-mixed: not supported on the CPU; use bf16-mixed or device=cuda")
+    return device
 
 
 def row(folder: Path) -> dict[str, Any] | None:
@@ -122,6 +126,30 @@ def row(folder: Path) -> dict[str, Any] | None:
 
 
 def _show(config: PlanConfig, run: Run, plan: Plan, needed: list[str]) -> None:
+    plain(width=max(console.width, 160)).print(_table(config, run, plan))  # one line per row
+    say = console.print
+    say("*: the backward of this configuration; peak in: the phase of the step in which memory peaks; head: logits and loss")
+    if plan.device == "cuda" and config.device == "auto" and not torch.cuda.is_available():
+        say("no GPU was found here; to plan for this machine, give device=cpu")
+    if plan.configured.scratch:
+        need = in_words(plan.configured.bound, up=True)
+        say(
+            "scratch: what operations and libraries hold within themselves, at most; peak and scratch together, "
+            f"{need} under backward={plan.backward}, must fit"
+        )
+    if plan.between_blocks is not None:
+        say(f"between blocks under backward={plan.backward}: {plan.between_blocks}")
+    if plan.choice is not None and plan.budget is not None:
+        say(f"backward=auto (by FLOPs; fit measures times): {described(plan.choice, plan.budget, plan.options)}")
+    for limit in plan.limits:
+        found = f"up to {'' if limit.exact else 'about '}{limit.value}" if limit.value else "none fits"
+        say(f"{limit.option}={limit.configured}: {found} under backward={plan.backward}")
+    if needed:
+        say(f"it fits with {', or with '.join(needed)}")
+
+
+def _table(config: PlanConfig, run: Run, plan: Plan) -> Table:
+    """A row for each backward."""
     model = run.choices.get("model", (config.model or config.task).name)
     place = "a GPU" if plan.device == "cuda" else "the CPU"
     within = f", {in_words(plan.budget)}" if plan.budget else ""
@@ -140,23 +168,4 @@ def _show(config: PlanConfig, run: Run, plan: Plan, needed: list[str]) -> None:
         style = "bold" if name == plan.backward else ""
         name = f"{name} *" if name == plan.backward else name.replace(" model.reversible=", ", ").replace(" backward.", ", ")
         table.add_row(name, footprint.phase, *(f"{figure / size:.3f}" for figure in figures), fits, style=style)
-    plain(width=max(console.width, 160)).print(table)  # one line per row
-    console.print(
-        "*: the backward of this configuration; peak in: the phase of the step in which memory peaks; head: logits and loss"
-    )
-    if plan.device == "cuda" and config.device == "auto" and not torch.cuda.is_available():
-        console.print("no GPU was found here; to plan for this machine, give device=cpu")
-    if plan.configured.scratch:
-        console.print(
-            f"scratch: what operations and libraries hold within themselves, at most; peak and scratch together, "
-            f"{in_words(plan.configured.bound, up=True)} under backward={plan.backward}, must fit"
-        )
-    if plan.between_blocks is not None:
-        console.print(f"between blocks under backward={plan.backward}: {plan.between_blocks}")
-    if plan.choice is not None and plan.budget is not None:
-        console.print(f"backward=auto (by FLOPs; fit measures times): {described(plan.choice, plan.budget, plan.options)}")
-    for limit in plan.limits:
-        found = f"up to {'' if limit.exact else 'about '}{limit.value}" if limit.value else "none fits"
-        console.print(f"{limit.option}={limit.configured}: {found} under backward={plan.backward}")
-    if needed:
-        console.print(f"it fits with {', or with '.join(needed)}")
+    return table

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from holotrain.config.build import build_model, build_task, data_properties, synthesis_of
 from holotrain.config.build_trainer import autocast_of
 from holotrain.config.command_options import Config, RunConfig
-from holotrain.config.option_groups import AUTO, LANGUAGE_MODELS, MASKED_LM, PLAIN, SCHEDULES, BackwardConfig, is_a, takes
+from holotrain.config.objects import ObjectConfig
+from holotrain.config.option_groups import AUTO, LANGUAGE_MODELS, MASKED_LM, BackwardConfig, is_a, takes
 from holotrain.data.example import batch_unit, example_batch, first_batch, samples_in
 from holotrain.data.text.module import TextDataModule
 from holotrain.errors import UserError
@@ -26,16 +27,14 @@ from holotrain.models.layers.blocks import ResidualSequence
 from holotrain.numeric import parse_bytes
 from holotrain.planning import Planner
 from holotrain.planning.fake_tensors import Unplannable
-from holotrain.planning.memory_plan import Limit, largest
+from holotrain.planning.memory_plan import Limit, largest, smallest
 from holotrain.planning.planner import Backward, Size, Variant, free_memory
 from holotrain.planning.training_step import TrainingStep
+from holotrain.schedules import OF_REVERSIBLE, PLAIN, SCHEDULES
 from holotrain.tasks.task import model_of, optimizer_of, training_loss
 
 NO_OPTION = "batch"
 """What the size of batches is called if the data module has no option for it."""
-
-Begin = Callable[[str], object]
-"""Called with what is planned next."""
 
 
 def planner_of(config: RunConfig, data: pl.LightningDataModule, device: str) -> Planner:
@@ -70,43 +69,98 @@ TILE, BITS, CONTEXT_UNIT = 512, "4bit", 64
 """Tile size and bits of the variants, and the step in which a context grows."""
 
 
-def variants_of(
-    config: RunConfig, data: pl.LightningDataModule, planner: Planner, inexact: bool, begin: Begin = lambda what: None
-) -> list[Variant]:
-    """Variants of a training that need less memory, the fastest first: MLPs in tiles, where that saves something; reversible
-    blocks; both.
+class PlannedTraining:
+    """A training and variants of it that need less memory, without allocating anything.
 
     Args:
-        inexact: also those that change gradients or the model; they may be chosen with ``backward.inexact``.
+        data, device: see :func:`planner_of`.
+        inexact: also variants that change gradients or the model, which may be chosen with ``backward.inexact``; None: if they
+            may be chosen.
+        begin: called with what is planned next.
     """
-    found: list[Variant] = []
 
-    def add(tile: int | None, bits: str | None) -> None:
-        may_be_chosen = bits is None or config.backward.inexact
+    def __init__(
+        self,
+        config: RunConfig,
+        data: pl.LightningDataModule,
+        device: str,
+        inexact: bool | None = None,
+        begin: Callable[[str], object] = lambda what: None,
+    ) -> None:
+        self.config, self.data, self.begin = config, data, begin
+        self.inexact = config.backward.inexact if inexact is None else inexact
+        self.planner = planner_of(config, data, device)
+
+    def changed(self, config: RunConfig) -> PlannedTraining:
+        """The training of another configuration on these data."""
+        return PlannedTraining(config, self.data, self.planner.device)
+
+    @cached_property
+    def variants(self) -> list[Variant]:
+        """The fastest first: MLPs in tiles, where that saves something; reversible blocks; both."""
+        backward, model = self.config.backward, self.config.model
+        found: list[Variant] = []
+        if backward.tile is None and model is not None:
+            self._add_variant(found, TILE, None)
+        if self.inexact and takes(model, "reversible") and model.reversible is None:
+            self._add_variant(found, None, BITS)
+            if backward.tile is None and any(each.bits for each in found):
+                self._add_variant(found, TILE, BITS)
+        return found
+
+    def _add_variant(self, found: list[Variant], tile: int | None, bits: str | None) -> None:
         try:
-            varied = with_variant(config, tile, bits)
-            other = replace(planner_of(varied, data, planner.device), updates=planner.updates)
-            row = next((name for name in ("reversible", PLAIN[1]) if name in other.schedules), None)
+            varied = planner_of(with_variant(self.config, tile, bits), self.data, self.planner.device)
+            varied = replace(varied, updates=self.planner.updates)
+            row = next((name for name in ("reversible", PLAIN[1]) if name in varied.schedules), None)
             if row is None:
                 return
-            begin(f"backward={row} {Variant(other, row, tile, bits).options}")
-            needed = other.footprint(row).bound
-            whole = next((each.planner for each in found if each.bits == bits and each.tile is None), planner)
-            if tile is not None and needed >= whole.footprint(row).bound:
+            self.begin(f"backward={row} {Variant(varied, row, tile, bits).options}")
+            need = varied.footprint(row).bound
+            whole = next((each.planner for each in found if each.bits == bits and each.tile is None), self.planner)
+            if tile is not None and need >= whole.footprint(row).bound:
                 return
         except (UserError, Unplannable, ValueError):  # the model cannot be in tiles, or its blocks cannot be coupled
             return
-        found.append(Variant(other, row, tile, bits, may_be_chosen))
-        if inexact and tile is not None and "checkpoint8" in other.schedules and row == PLAIN[1]:
-            found.append(Variant(other, "checkpoint8", tile, bits, may_be_chosen=False))
+        found.append(Variant(varied, row, tile, bits, may_be_chosen=bits is None or self.config.backward.inexact))
+        if self.inexact and tile is not None and row == PLAIN[1]:
+            rounding = [name for name in varied.schedules if not SCHEDULES[name].exact]
+            found.extend(Variant(varied, name, tile, bits, may_be_chosen=False) for name in rounding)
 
-    if config.backward.tile is None and config.model is not None:
-        add(TILE, None)
-    if inexact and takes(config.model, "reversible") and config.model.reversible is None:
-        add(None, BITS)
-        if config.backward.tile is None and any(each.bits for each in found):
-            add(TILE, BITS)
-    return found
+    @cached_property
+    def smallest(self) -> tuple[Variant | None, int]:
+        """The variant that needs least of those that may be chosen, None: the training itself; and the bytes that it needs."""
+        return smallest(self.planner, self.variants)
+
+    @property
+    def need(self) -> int:
+        """Bytes that the training needs with its schedules; if ``backward=auto`` chooses them, at least."""
+        backward = self.planner.backward
+        return self.smallest[1] if backward is None else self.planner.footprint(backward).bound
+
+    def longest_context(self, variant: Variant | None, backward: Backward, budget: int) -> Limit | None:
+        """The longest sequence, in steps of 64 tokens, with which the training, or a variant of it, fits; None: no option sets
+        one length for all."""
+        config, data, planner = self.config, self.data, self.planner
+        if not isinstance(data, TextDataModule) or data.layout != "packed" or not is_a(config.model, *LANGUAGE_MODELS):
+            return None
+        if variant is not None:
+            config, planner = with_variant(config, variant.tile, variant.bits), variant.planner
+        with torch.device("meta"):
+            most = getattr(build_model(config, data_properties(data)), "longest", None)
+
+        def bound(context: int) -> int:
+            if context == data.context:
+                return planner.footprint(backward).bound
+            self.begin(f"data.context={context}")
+            other = copy.copy(data)
+            other.context = context
+            make = partial(_task, config, other), partial(_step, config, other, planner.device, None)
+            return replace(planner, make_model=make[0], make_step=make[1]).footprint(backward).bound
+
+        unit = min(CONTEXT_UNIT, data.context)
+        most = None if most is None else most // unit * unit
+        return Limit("data.context", data.context, largest(bound, budget, data.context // unit * unit, unit, most))
 
 
 def with_variant(config: Config, tile: int | None, bits: str | None) -> Config:
@@ -118,44 +172,12 @@ def with_variant(config: Config, tile: int | None, bits: str | None) -> Config:
     return replace(config, backward=backward, model=model)
 
 
-def longest_context(
-    config: RunConfig,
-    data: pl.LightningDataModule,
-    planner: Planner,
-    variant: Variant | None,
-    backward: Backward,
-    budget: int,
-    begin: Begin = lambda what: None,
-) -> Limit | None:
-    """The longest sequence, in steps of 64 tokens, with which a training, or a variant of it, fits; None: no option sets one
-    length for all."""
-    if not isinstance(data, TextDataModule) or data.layout != "packed" or not is_a(config.model, *LANGUAGE_MODELS):
-        return None
-    if variant is not None:
-        config, planner = with_variant(config, variant.tile, variant.bits), variant.planner
-    with torch.device("meta"):
-        most = getattr(build_model(config, data_properties(data)), "longest", None)
-
-    def bound(context: int) -> int:
-        if context == data.context:
-            return planner.footprint(backward).bound
-        begin(f"data.context={context}")
-        other = copy.copy(data)
-        other.context = context
-        make = partial(_task, config, other), partial(_step, config, other, planner.device, None)
-        return replace(planner, make_model=make[0], make_step=make[1]).footprint(backward).bound
-
-    unit = min(CONTEXT_UNIT, data.context)
-    most = None if most is None else most // unit * unit
-    return Limit("data.context", data.context, largest(bound, budget, data.context // unit * unit, unit, most))
-
-
 def _schedules(config: RunConfig, data: pl.LightningDataModule, device: str) -> tuple[tuple[str, ...], str, int]:
     """The schedules to plan that all blocks of the model can have, the one that they have when the model is built, and the
     number of blocks that are in no sequence."""
     if config.model is None:
         return PLAIN[:1], PLAIN[0], 0
-    plain = PLAIN if device == "cuda" else PLAIN[:-1]  # on a CPU offload is checkpoint
+    plain = tuple(name for name in PLAIN if device == "cuda" or not SCHEDULES[name].gpu)
     with torch.device("meta"):
         model = build_model(replace(config, backward=BackwardConfig()), data_properties(data))
         runs = sequences(model)
@@ -166,9 +188,8 @@ def _schedules(config: RunConfig, data: pl.LightningDataModule, device: str) -> 
                 return PLAIN[:1], PLAIN[0], 0
             return plain, PLAIN[0], len(listed_blocks(model))
     own = runs[0].backward if isinstance(runs[0].backward, str) else PLAIN[0]
-    if any(isinstance(run, ResidualSequence) for run in runs):
-        return plain, own, 0
-    return (*PLAIN[:2], *SCHEDULES[len(PLAIN) :]), own, 0  # what rebuilds needs less than the other ways to keep inputs
+    schedules = plain if any(isinstance(run, ResidualSequence) for run in runs) else OF_REVERSIBLE
+    return schedules, own, 0
 
 
 def _depth(config: RunConfig) -> Size | None:
@@ -208,21 +229,15 @@ def _step(
     batch = move_data_to_device(batch, process)
     model = model_of(task)
     own = {*map(id, model.buffers())}
-    others = [buffer for buffer in task.buffers() if id(buffer) not in own]
-    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    held: dict[str, Iterable[Tensor]] = {"batch": leaves, "buffers": others}
+    held: dict[str, Iterable[Tensor]] = {
+        "batch": [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)],
+        "buffers": [buffer for buffer in task.buffers() if id(buffer) not in own],
+    }
     if config.average is not None:
         held["average"] = [torch.empty_like(tensor) for tensor in model.state_dict().values()]
+    rewrite = None
     if config.synthesis is not None:
-        synthesis = synthesis_of(config.synthesis, task)
-        split, on_gpu = synthesis.options.split == "cpu", device == "cuda"
-        # With a split a GPU holds only the updates that wait.
-        held["hologram"] = list(map(torch.empty_like, synthesis.parameters)) if split and on_gpu else synthesis.state_tensors
-        rewrites = split != on_gpu
-
-    def copied() -> list[Tensor]:  # on a GPU, and on a CPU with a split, synthesis works on a copy of all gradients
-        return [torch.empty_like(parameter.grad) for parameter in task.parameters() if parameter.grad is not None]
-
+        held["hologram"], rewrite = _hologram(config.synthesis, task, device == "cuda")
     return TrainingStep(
         model=model,
         loss=lambda: training_loss(task, batch),
@@ -231,10 +246,25 @@ def _step(
         batches=config.trainer.accumulate_grad_batches,
         clip=config.trainer.gradient_clip_val,
         clip_value=config.trainer.gradient_clip_algorithm == "value",
-        rewrite=copied if config.synthesis is not None and rewrites else None,
+        rewrite=rewrite,
         held=held,
         sequences=sequences(model),
     )
+
+
+def _hologram(
+    chosen: ObjectConfig, task: pl.LightningModule, on_gpu: bool
+) -> tuple[list[Tensor], Callable[[], list[Tensor]] | None]:
+    """What synthesis holds on the device, and the copies that it makes of the gradients."""
+    synthesis = synthesis_of(chosen, task)
+    split = synthesis.options.split == "cpu"
+
+    def copied() -> list[Tensor]:  # on a GPU, and on a CPU with a split, synthesis works on a copy of all gradients
+        return [torch.empty_like(parameter.grad) for parameter in task.parameters() if parameter.grad is not None]
+
+    # With a split a GPU holds only the updates that wait.
+    held = [*map(torch.empty_like, synthesis.parameters)] if split and on_gpu else list(synthesis.state_tensors)
+    return held, copied if split != on_gpu else None
 
 
 def smallest_batch(config: Config) -> Config:

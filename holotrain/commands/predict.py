@@ -19,9 +19,9 @@ from holotrain.config.build_trainer import build_trainer, check_device
 from holotrain.config.command_options import PredictConfig, RunConfig
 from holotrain.config.option_groups import CAUSAL_LM, IMAGES, TEXT, is_a
 from holotrain.data.decoding import MEGAPIXELS
-from holotrain.data.image_folder import ImageFiles, image_files
+from holotrain.data.image_folder import NamedImageFiles, image_files
 from holotrain.data.limits import EXPANSION
-from holotrain.data.text.sources import LooseFiles, text_files
+from holotrain.data.text.sources import text_files
 from holotrain.data.tokenizers import tokenizer_from_json
 from holotrain.errors import UserError
 from holotrain.tasks.task import model_of
@@ -46,12 +46,12 @@ def run(config: PredictConfig, run: Run) -> int:
         described, loader = description(config, data), data.predict_dataloader()
     screen.show_start(config, run, model_of(task), path)
     in_int8(model_of(task), config.int8)
-    own = getattr(loader, "dataset", None)
-    read = PathsRead() if isinstance(own, ImageFiles) else None
+    named_files = files or isinstance(getattr(loader, "dataset", None), NamedImageFiles)
+    read = NamesRead() if named_files else None
     trainer = build_trainer(config.trainer, run.folder, [read] if read else [], False)
     with lightning_refusals("predict"):
         batches = trainer.predict(task, dataloaders=loader)
-    names = read.paths if read else map(str, own.paths) if isinstance(own, LooseFiles) else count()
+    names = read.names if read else count()
     named = list(zip(names, _samples(batches or []), strict=False))  # limit_predict_batches may leave names unused
     left_out = sum(name == "" for name, _ in named)
     if left_out and left_out == len(named):
@@ -91,16 +91,16 @@ def _files_loader(config: RunConfig, described: dict[str, Any], path: Path) -> D
     return image_files(path, facts["channels"], size, described["statistics"], batch_size, num_workers=workers, megapixels=most)
 
 
-class PathsRead(pl.Callback):
-    """The path of each image of the batches; empty where its file cannot be read."""
+class NamesRead(pl.Callback):
+    """The file of each sample of the batches; empty where an image cannot be read."""
 
     def __init__(self) -> None:
-        self.paths: list[str] = []
+        self.names: list[str] = []
 
     def on_predict_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self.paths += batch[1]
+        self.names += batch["names"] if isinstance(batch, dict) else batch[1]
 
 
 def _samples(batches: list[Any]) -> list[dict[str, Any]]:

@@ -116,8 +116,11 @@ HELD: set[Path] = set()
 @contextmanager
 def alone_in(folder: Path) -> Generator[None]:
     """Makes a folder, keeps other runs out of it, and removes it if nothing was written. If this process dies, the system lets
-    others in. Raises a UserError if another run is in it, or what a run writes to would be elsewhere."""
-    folder.mkdir(parents=True, exist_ok=True)
+    others in. Raises a UserError if it cannot be made, another run is in it, or what a run writes to would be elsewhere."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {error.filename or folder}: {error.strerror or error}") from error
     refuse_links(folder, WRITTEN_IN_PLACE)
     path, place = folder / LOCK, folder.resolve()
     refused = UserError(f"{folder}: another run is writing into it; wait until it ends, or name another folder")

@@ -12,11 +12,12 @@ from holotrain.commands.console import console
 from holotrain.commands.memory_limits import runs_of
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import SUMMARY, Summary
-from holotrain.config.build_trainer import data_shard_of, device_name, model_parallel_size, unsharded_layers
+from holotrain.config.build_trainer import device_name, model_parallel_size
 from holotrain.config.command_options import RunConfig
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import COMPATIBLE, ERROR_DIFFUSION, is_a
 from holotrain.data.text.module import TextDataModule
+from holotrain.models.division import division
 from holotrain.numeric import counted
 from holotrain.parallel.rank import ProcessRank
 from holotrain.reversible.stack import kept_between_blocks
@@ -66,12 +67,12 @@ def _processes(config: RunConfig, process: ProcessRank, model: nn.Module) -> str
         words[0] += f" in {process.size // group} groups of {group}" if group < process.size else ""
     if trainer.strategy == "tp" and group > 1:
         words.append("no overlap" if trainer.overlap is None else f"overlapped row groups: {trainer.overlap}")
+        if whole := division(model, group).whole:
+            words.append(f"not sharded: {', '.join(whole)}")
     if trainer.compression != "none":
         words.append(f"gradient compression: {trainer.compression}")
     if trainer.sharded_checkpoints:
         words.append("sharded checkpoints")
-    if whole := unsharded_layers(trainer, process, model):
-        words.append(f"not sharded: {', '.join(whole)}")
     return "; ".join(words)
 
 
@@ -111,7 +112,7 @@ def _backward(config: RunConfig) -> str | None:
 
 def _batches(config: RunConfig, process: ProcessRank | None) -> str:
     option, size = config.batch_option
-    if process is not None and (shares := data_shard_of(config.trainer, process)[1]) > 1:
+    if process is not None and (shares := process.size // model_parallel_size(config.trainer, process)) > 1:
         size = f"{shares} x {size}"
     if size is None:  # what data of others say of themselves
         return "batches of its own size"

@@ -14,6 +14,6 @@ checkpointed     what a checkpoint says of its run, checked, and which classes i
 start            from words, and the checkpoint that they name, to a checked configuration
 jobs             the jobs of a sweep
 build            builds data, models, tasks, optimizers, schedules and syntheses
-build_trainer    builds trainers and strategies, and checks devices
+build_trainer    builds trainers and strategies, and checks the device
 build_callbacks  builds the callbacks and the loggers of a run
 """

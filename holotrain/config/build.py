@@ -29,6 +29,7 @@ from holotrain.models.external import ExternalModel
 from holotrain.models.pretrained import load_pretrained
 from holotrain.optimizers.stepping import InBackward
 from holotrain.reversible.in_place import checks_in
+from holotrain.schedules import ON_MISMATCH
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.targets import TARGET, instantiate, is_of, needed
 from holotrain.tasks.optimizer_functions import decay_groups
@@ -174,7 +175,7 @@ def task_of(model: nn.Module | None, config: RunConfig, described: dict[str, Any
         known |= {"token_bytes": torch.from_numpy(tokenizer.byte_lengths), "mask_id": tokenizer.mask_id}
     chosen = replace(config.task, arguments=with_data_properties("task", config.task, described["facts"]))
     task = make("task", chosen, pl.LightningModule, **known)
-    if config.backward.on_mismatch != groups.ON_MISMATCH[0]:
+    if config.backward.on_mismatch != ON_MISMATCH[0]:
         for checks in checks_in(task):
             checks.on_mismatch = config.backward.on_mismatch
     return task
@@ -272,19 +273,14 @@ def check_values(config: RunConfig) -> None:
     facts = {"vocab": 2**10, "context": data.context} if isinstance(data, TextDataModule) else data_properties(data)
     if not text or is_a(config.task, groups.SEQUENCE_CLASSIFIER):
         facts.setdefault("classes", 2)
-    model = _on_meta(config, facts)
+    with torch.device("meta"):  # without memory for its weights
+        model = build_model(config, facts)
     if config.synthesis is not None:
         model.to_empty(device="cpu")  # it does not cover parameters without memory, which is only reserved here
     described = {"facts": facts} | ({"tokenizer": ByteTokenizer().to_json()} if text else {})
     task = task_of(model, config, described)
     if config.synthesis is not None:
         synthesis_of(config.synthesis, task).remove()
-
-
-def _on_meta(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
-    """The model, without memory for its weights."""
-    with torch.device("meta"):
-        return build_model(config, facts)
 
 
 def description(config: RunConfig, data: pl.LightningDataModule) -> dict[str, Any]:

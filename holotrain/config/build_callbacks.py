@@ -37,8 +37,11 @@ def build_fit_callbacks(
     at the validation. A synthesis rewrites gradients, so it comes after all that measure them. Lightning moves those that save
     checkpoints to the end, in this order, so that last.ckpt holds the state of all others.
     """
-    chosen = {name: each for name, each in config.callbacks.items() if _has_its_metric(each, config)}
-    made = [_made(name, each, **_known(name, each, config, folder, task, data)) for name, each in chosen.items()]
+    made: list[pl.Callback] = []
+    for name, chosen in config.callbacks.items():
+        if _has_its_metric(chosen, config):
+            known = _known(name, chosen, config, folder, task, data)
+            made.append(make(f"callbacks.{name}", chosen, pl.Callback, **known))
     if config.trainer.enable_progress_bar is False:
         made = [callback for callback in made if not isinstance(callback, ProgressBar | EpochLog)]
     made.sort(key=lambda callback: isinstance(callback, WeightAveraging))
@@ -55,12 +58,7 @@ def build_fit_callbacks(
 def build_matrices(config: RunConfig) -> list[ConfusionMatrix]:
     """The confusion matrices among the configured callbacks, for an evaluation."""
     ours = f"{ConfusionMatrix.__module__}.{ConfusionMatrix.__name__}"
-    made = (_made(name, each) for name, each in config.callbacks.items() if is_a(each, ours))
-    return [each for each in made if isinstance(each, ConfusionMatrix)]
-
-
-def _made(name: str, chosen: ObjectConfig, **known: Any) -> pl.Callback:
-    return make(f"callbacks.{name}", chosen, pl.Callback, **known)
+    return [make(f"callbacks.{name}", each, ConfusionMatrix) for name, each in config.callbacks.items() if is_a(each, ours)]
 
 
 def _known(

@@ -1,4 +1,4 @@
-"""Builds Lightning's Trainer with its strategy, and checks the devices and processes of a run."""
+"""Builds Lightning's Trainer with its strategy, and checks the device of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
@@ -28,7 +27,7 @@ from holotrain.models.division import TensorParallelError, division
 from holotrain.numeric import counted
 from holotrain.overlap.tuner import Tuner
 from holotrain.parallel.rank import ProcessRank
-from holotrain.parallel.stages import Pipeline, check_stages, equal_parts
+from holotrain.parallel.stages import Pipeline, check_stages
 from holotrain.parallel.strategies import DataParallel, Sharding, overlapped
 from holotrain.targets import TARGET, first_line, instantiate
 
@@ -77,98 +76,10 @@ def check_training_device(config: RunConfig) -> None:
             raise UserError(f"{group}.cuda_graph: needs an NVIDIA GPU; set it to false")
 
 
-def processes_of(config: ObjectConfig) -> int:
-    """The number of processes to start on this machine."""
-    if config.strategy == "single":
-        return 1
-    if config.devices != "auto":
-        return config.devices
-    return torch.cuda.device_count() if device_kind(config.accelerator) == "cuda" else 1
-
-
-def check_processes(config: RunConfig, process: ProcessRank | None) -> None:
-    """Raises a UserError if there are too few devices, they cannot communicate, or the launcher, whose rank and size are
-    ``process``, started another number of processes."""
-    trainer = config.trainer
-    if trainer.strategy == "single":
-        if process is not None:
-            raise UserError(
-                f"started as {process.size} processes, but trainer=default uses one; use trainer=ddp, fsdp, tp or pipeline"
-            )
-        return
-    check_device(trainer)
-    kind, named = device_kind(trainer.accelerator), f"trainer.devices={trainer.devices}"
-    if kind == "mps":
-        raise UserError(f"trainer={trainer.strategy}: not supported on Apple GPUs; use trainer.accelerator=cpu")
-    if trainer.backend == "nccl" and kind != "cuda":
-        raise UserError("trainer.backend=nccl: needs NVIDIA GPUs, and this run is on the CPU; use gloo")
-    if trainer.signals and (kind != "cuda" or trainer.precision != "bf16-mixed"):
-        raise UserError("trainer.signals: needs NVIDIA GPUs and trainer.precision=bf16-mixed; set it to false")
-    bounded = [name for name in ("nccl_max_ctas", "nccl_high_priority") if getattr(trainer, name)]
-    if bounded and (kind != "cuda" or trainer.backend == "gloo"):
-        raise UserError(f"trainer.{bounded[0]}: needs NVIDIA GPUs and trainer.backend=nccl")
-    if not dist.is_available() or (kind == "cuda" and trainer.backend != "gloo" and not dist.is_nccl_available()):
-        raise UserError(f"trainer={trainer.strategy}: this build of torch has no distributed support; use trainer=default")
-    count = processes_of(trainer) if process is None else process.local_size
-    if process is None and (trainer.num_nodes or 1) > 1:
-        raise UserError(f"trainer.num_nodes={trainer.num_nodes}: start it with torchrun or srun on every machine")
-    if process is not None and (trainer.devices not in ("auto", count) or trainer.num_nodes not in (None, process.nodes)):
-        machines = f" on each of {process.nodes} machines" if process.nodes > 1 else ""
-        raise UserError(f"{named}: the launcher started {counted(count, 'process')}{machines}; use trainer.devices=auto")
-    size = process.size if process else count
-    for option in ("tensor_parallel", "pipeline_stages"):
-        if size % (group_size := getattr(trainer, option) or 1):
-            raise UserError(f"trainer.{option}={group_size}: the number of processes, {size}, is not a multiple of it")
-    if trainer.strategy == "pipeline" and trainer.pipeline_schedule == "1f1b":
-        _check_microbatches(config, trainer.pipeline_stages or size)
-    if kind == "cuda" and count > (gpus := torch.cuda.device_count()):
-        raise UserError(f"{named}: this machine has {counted(gpus, 'GPU')}; use at most as many, or trainer.accelerator=cpu")
-
-
-def _check_microbatches(config: RunConfig, stages: int) -> None:
-    """Refuses batches that give fewer microbatches than there are stages, which 1F1B needs."""
-    microbatches, batch = config.trainer.microbatches or 2 * stages, getattr(config.data, "batch_size", None)
-    if microbatches < stages:
-        raise UserError(f"trainer.microbatches={microbatches}: 1f1b needs at least one for each of {stages} stages")
-    if isinstance(batch, int) and equal_parts(batch, microbatches) < stages:
-        raise UserError(
-            f"data.batch_size={batch}: {stages} stages need at least as many microbatches of equal size; "
-            f"use {-(-batch // stages) * stages}"
-        )
-
-
-def process_group_options(config: ObjectConfig, process: ProcessRank) -> dict[str, Any]:
-    """Arguments of ``torch.distributed.init_process_group``. With CUDA, NCCL is told its device."""
-    is_cuda = device_kind(config.accelerator) == "cuda"
-    backend = config.backend if config.backend != "auto" else "nccl" if is_cuda else "gloo"
-    timeout = timedelta(seconds=config.timeout)
-    options = None
-    if config.nccl_max_ctas is not None or config.nccl_high_priority:
-        # The groups of a device mesh are split from the group of all processes and take these options over.
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=config.nccl_high_priority)
-        options._timeout = timeout  # torch warns of another one than that of the group
-        if config.nccl_max_ctas is not None:
-            options.config.min_ctas, options.config.max_ctas = 1, config.nccl_max_ctas
-    device = torch.device("cuda", process.local_rank) if is_cuda else None
-    return {"backend": backend, "timeout": timeout, "pg_options": options, "device_id": device}
-
-
-def data_shard_of(config: ObjectConfig, process: ProcessRank) -> tuple[int, int]:
-    """Which shard of the data this process reads, and the number of shards."""
-    group = model_parallel_size(config, process)
-    return process.rank // group, process.size // group
-
-
 def model_parallel_size(config: ObjectConfig, process: ProcessRank) -> int:
     """The number of processes that share a model, by layers (tp) or by blocks (pipeline), and read the same data."""
     size = {"tp": config.tensor_parallel or process.size, "pipeline": config.pipeline_stages or process.size}
     return size.get(config.strategy, 1)
-
-
-def unsharded_layers(config: ObjectConfig, process: ProcessRank, model: nn.Module) -> list[str]:
-    """The layers that tensor parallelism does not shard, each with the reason."""
-    ranks = model_parallel_size(config, process) if config.strategy == "tp" else 1
-    return division(model, ranks).whole if ranks > 1 else []
 
 
 def check_division(config: ObjectConfig, process: ProcessRank | None, model: nn.Module) -> None:

@@ -6,9 +6,8 @@ A checkpoint is a file that anybody may have written, so all of it is checked be
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ from yaml import YAMLError
 
 from holotrain.config.annotations import checked
 from holotrain.config.command_options import RunConfig
-from holotrain.config.composition import config_folder
+from holotrain.config.composition import config_folder, models
 from holotrain.config.objects import PYTHON_OBJECT
-from holotrain.config.option_groups import CLASSIFIER, IMAGES, TEXT, is_a
+from holotrain.config.option_groups import CLASSIFIER, GROUPS, IMAGES, TEXT, is_a
 from holotrain.config.signatures import signature
 from holotrain.config.structured import structured, to_container
 from holotrain.errors import UserError, as_user_error, did_you_mean
@@ -204,8 +203,8 @@ def require_trusted(
         UserError: it names a class that nobody vouches for.
     """
     given = (word.lstrip("+").partition("=") for word in words)
-    on_command_line = {(key.removesuffix(f".{TARGET}"), name) for key, _, name in given if key.endswith(f".{TARGET}")}
-    named_in = cache(lambda group: {*on_command_line, *_named_in_files(config_dir, group)})
+    named = {(key.removesuffix(f".{TARGET}"), name) for key, _, name in given if key.endswith(f".{TARGET}")}
+    named |= _named_in_files(config_dir)
     for where, target in targets(config):
         if not isinstance(target, str):
             raise UserError(f"ckpt_path: {path} is damaged: the name of the class in {where} is not a string")
@@ -213,7 +212,7 @@ def require_trusted(
         if package == "holotrain" and target != PYTHON_OBJECT and not is_defined_in(target, [package]):
             raise UserError(f"ckpt_path: {path} is of another version of holotrain: there is no {target!r}, its {where}")
         trusted = _only_computes(where, target) or is_defined_in(target, packages)
-        if trusted or (where, target) in named_in(where.partition(".")[0]):
+        if trusted or (where, target) in named:
             continue
         if target == PYTHON_OBJECT:
             raise UserError(
@@ -245,13 +244,18 @@ OF_ANY_GROUP = ("experiment", "debug", "sweep", "task")
 """Groups whose files change others."""
 
 
-def _named_in_files(config_dir: str | None, group: str) -> Iterator[tuple[str, str]]:
-    for folder, name in itertools.product(filter(None, (config_folder(), config_dir)), (group, *OF_ANY_GROUP)):
-        for path in Path(folder, name).rglob("*.yaml"):
+def _named_in_files(config_dir: str | None) -> set[tuple[str, str]]:
+    """The classes that ``conf`` and the user's folder name, each with its place in a configuration."""
+    found = {("model", node[TARGET]) for node in models().values()}
+    for folder, group in itertools.product(filter(None, (config_folder(), config_dir)), {*GROUPS, *OF_ANY_GROUP}):
+        places = [""] if group in OF_ANY_GROUP else [group]
+        if group == "task":  # a file there may change other groups, or be a task alone
+            places.append("task")
+        for path in Path(folder, group).rglob("*.yaml"):
             try:
                 node = OmegaConf.to_container(OmegaConf.load(path))
             except (YAMLError, OmegaConfBaseException, OSError):
                 continue  # it vouches for nothing
-            within = ("", name) if name == group else ("",)  # a file of the group task may change others, or be a task alone
-            for place in within if name in OF_ANY_GROUP else (name,):
-                yield from ((where, target) for where, target in targets(node, place) if isinstance(target, str))
+            for place in places:
+                found |= {(where, target) for where, target in targets(node, place) if isinstance(target, str)}
+    return found

@@ -18,6 +18,8 @@ from holotrain.config.option_groups import GROUPS
 from holotrain.config.signatures import defaults_of
 from holotrain.errors import UserError
 from holotrain.folders import run_folder
+from holotrain.schedules import OPTIONS
+from holotrain.targets import TARGET
 
 
 def config_folder() -> str:
@@ -38,8 +40,26 @@ def register(resume: bool = False) -> None:
 
 @cache
 def _store_options() -> None:
+    store = ConfigStore.instance().store
     for command in COMMANDS:
-        ConfigStore.instance().store(name=command, node=options(command, ["_self_", "_common"]))
+        store(name=command, node=options(command, ["_self_", "_common"]))
+    for name, node in models().items():
+        store(name=name, node=node, group="model")
+    for name in OPTIONS:
+        store(name=name, node={"kind": name}, group="backward")
+
+
+@cache
+def models() -> dict[str, dict[str, Any]]:
+    """The options of the group ``model`` that holotrain has: those of ``conf/_models.yaml``, by name."""
+    file: Any = to_plain(OmegaConf.load(Path(config_folder(), "_models.yaml")))
+    found = {name: {TARGET: target} for name, target in file["others"].items()}
+    for family, sizes in file["families"].items():
+        for size, arguments in sizes.items():
+            name = f"{family.lower()}_{size}"
+            found[name] = {TARGET: f"holotrain.models.{family}", **arguments}
+            found[f"rev_{name}"] = {TARGET: f"holotrain.models.Rev{family}", **arguments}
+    return found
 
 
 def options(command: str, parts: list[Any]) -> DictConfig:
@@ -93,8 +113,8 @@ def member_names(group: str, config_dir: str | None = None) -> set[str]:
 
 
 def option_names(config_dir: str | None = None) -> dict[str, list[str]]:
-    """The options of every group, from ``conf`` and the user's folder."""
-    groups: dict[str, set[str]] = {}
+    """The options of every group, from ``conf`` and the user's folder; models and schedules have no files of their own."""
+    groups = {"model": {*models()}, "backward": {*OPTIONS}}
     for path in _files("*/*.yaml", config_dir):
         groups.setdefault(path.parent.name, set()).add(path.stem)
     return {group: sorted(options) for group, options in sorted(groups.items())}

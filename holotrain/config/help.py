@@ -10,6 +10,7 @@ from holotrain.config.composition import composed, option_names, to_plain
 from holotrain.config.option_groups import NAMED_GROUPS, OBJECT_GROUPS, BackwardConfig, schema_of
 from holotrain.config.signatures import REQUIRED, Option, signature
 from holotrain.config.structured import with_defaults
+from holotrain.schedules import OPTIONS
 from holotrain.targets import TARGET
 
 FLAGS = """\
@@ -68,6 +69,7 @@ def _options(command: str, values: dict) -> Iterator[tuple[str, str, str]]:
                 yield from _arguments(name, value, schema_of(name).options(value[TARGET]), schema_of(name).known)
         elif name == "backward":
             del value["kind"]  # which names the option of the group
+            yield from ((name, each, meaning) for each, meaning in OPTIONS.items())
             yield from _arguments(name, value, options_of(BackwardConfig))
         else:
             yield name, _shown(value), option.meaning

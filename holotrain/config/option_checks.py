@@ -12,6 +12,7 @@ from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import is_a, reversible, takes, trainer_options
 from holotrain.errors import UserError, as_user_error
 from holotrain.numeric import require_at_least
+from holotrain.schedules import PLAIN
 
 if TYPE_CHECKING:
     from holotrain.config.command_options import RunConfig
@@ -55,8 +56,8 @@ def _check_error_diffusion(config: RunConfig) -> None:
     if not is_a(config.task, groups.ERROR_DIFFUSION) or config.model is None:
         return
     layers = "an error diffusion network has no"
-    if config.backward.kind not in (None, groups.PLAIN[0]):
-        raise UserError(f"backward={config.backward.kind}: {layers} blocks to recompute; use backward={groups.PLAIN[0]}")
+    if config.backward.kind not in (None, PLAIN[0]):
+        raise UserError(f"backward={config.backward.kind}: {layers} blocks to recompute; use backward={PLAIN[0]}")
     if config.synthesis is not None:
         raise UserError(f"synthesis: {layers} Linear layers, which it needs; use synthesis=none")
     if config.compile:
@@ -116,9 +117,9 @@ def _check_backward(config: RunConfig) -> None:
     backward, model, rebuilds = config.backward, config.model, reversible(config.model)
     if takes(model, "backward"):
         ours = model.target.startswith("holotrain.")  # of models of others it is known when they are built
-        if ours and not rebuilds and backward.kind not in (None, *groups.PLAIN, groups.AUTO):
+        if ours and not rebuilds and backward.kind not in (None, *PLAIN, groups.AUTO):
             raise UserError(
-                f"backward={backward.kind}: {model.name} is not reversible; use backward={groups.PLAIN[0]} or model=rev_..."
+                f"backward={backward.kind}: {model.name} is not reversible; use backward={PLAIN[0]} or model=rev_..."
             )
         for name in [name for name in backward.engine() if not takes(model, name)]:
             why = "is not reversible" if ours else f"has no argument {name}"
@@ -127,7 +128,7 @@ def _check_backward(config: RunConfig) -> None:
         raise UserError("backward.blocks: compiled blocks cannot keep results; remove what follows + or use compile=false")
     if config.compile and backward.keep:
         raise UserError("backward.keep: compiled blocks cannot keep results; use compile=false")
-    checkpointed, trainer = backward.kind in (*groups.PLAIN[1:], groups.AUTO) and not rebuilds, config.trainer
+    checkpointed, trainer = backward.kind in (*PLAIN[1:], groups.AUTO) and not rebuilds, config.trainer
     refused = {
         "cannot capture the checkpointing of a plain model; use backward=autograd": checkpointed,
         "no support for accumulation; use trainer.accumulate_grad_batches=1": trainer.accumulate_grad_batches > 1,

@@ -12,14 +12,10 @@ from holotrain.config.objects import GroupSchema, ObjectConfig
 from holotrain.config.signatures import Signature, signature
 from holotrain.errors import UserError, check_choice
 from holotrain.numeric import require_at_least, require_within
+from holotrain.schedules import AUTO, ON_MISMATCH, OPTIONS, PLAIN, REBUILDING, SCHEDULES
 from holotrain.targets import TARGET
 
-PLAIN = ("autograd", "checkpoint", "checkpoint8", "offload")
-"""Schedules of every model."""
-
-SCHEDULES = (*PLAIN, "reversible", "pareprop")
-AUTO = "auto"
-ON_MISMATCH = ("store", "error")
+REBUILD = f"use backward={' or '.join(REBUILDING)}"
 
 
 @dataclass
@@ -27,8 +23,7 @@ class BackwardConfig:
     """How the backward pass gets its activations: stored, checkpointed or recomputed."""
 
     kind: str | None = None
-    """autograd: store all; checkpoint: store block inputs; checkpoint8: in 8 bits (inexact); offload: in main memory (GPU);
-    reversible, pareprop: recompute; auto: choose to fit memory=; null: as the model's class has it"""
+    """one of SCHEDULES; auto: choose to fit memory=; null: as the model's class has it"""
 
     blocks: Sequence[str] = ()
     """schedules for backward=auto, one per block, such as [pareprop+attention, autograd] (+: keep outputs); []: choose"""
@@ -46,7 +41,7 @@ class BackwardConfig:
     """tokens at a time that layers take which work token by token, such as MLPs; null: all tokens at once"""
 
     inexact: bool = False
-    """backward=auto may also choose checkpoint8 and, for a model of transformers or timm, model.reversible=4bit"""
+    """backward=auto may also choose inexact schedules and, for a model of transformers or timm, model.reversible=4bit"""
 
     on_mismatch: str = "store"
     """what follows if activations are rebuilt wrongly: store: a warning, and block inputs are stored from then on; error"""
@@ -56,20 +51,19 @@ class BackwardConfig:
 
     def __post_init__(self) -> None:
         if self.kind is not None:
-            check_choice("backward.kind", self.kind, (*SCHEDULES, AUTO))
+            check_choice("backward.kind", self.kind, OPTIONS)
         stored = [self.store] if isinstance(self.store, int) else self.store
         require_at_least(0, store=stored)
         if not isinstance(self.exact, bool):
             require_within(1, 52, closed=True, exact=self.exact)
-        if self.tile is not None:
-            require_at_least(1, tile=self.tile)
+        require_at_least(1, tile=self.tile)
         if self.tile is not None and self.kind == "autograd":
             raise UserError("backward.tile: backward=autograd stores every tile; use another backward, such as checkpoint")
         check_choice("backward.on_mismatch", self.on_mismatch, ON_MISMATCH)
         if self.on_mismatch != ON_MISMATCH[0] and self.kind in PLAIN:
-            raise UserError(f"backward.on_mismatch: backward={self.kind} rebuilds nothing; use backward=reversible or pareprop")
+            raise UserError(f"backward.on_mismatch: backward={self.kind} rebuilds nothing; {REBUILD}")
         if stored != [0] and self.kind == "autograd":
-            raise UserError("backward.store: backward=autograd already stores every block; use backward=reversible or pareprop")
+            raise UserError(f"backward.store: backward=autograd already stores every block; {REBUILD}")
         if self.blocks and self.kind != AUTO:
             raise UserError("backward.blocks: needs backward=auto")
         for schedule in self.blocks:
@@ -78,8 +72,8 @@ class BackwardConfig:
             raise UserError("backward.inexact: needs backward=auto")
         if self.kind == AUTO and (stored != [0] or self.keep):
             raise UserError("backward=auto: it chooses what to store; remove backward.store and backward.keep")
-        if self.keep and self.kind not in ("reversible", "pareprop"):
-            raise UserError(f"backward.keep: not supported by backward={self.kind}; use backward=reversible or pareprop")
+        if self.keep and self.kind not in REBUILDING:
+            raise UserError(f"backward.keep: not supported by backward={self.kind}; {REBUILD}")
 
     @property
     def name(self) -> str:

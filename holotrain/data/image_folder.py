@@ -2,11 +2,11 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from PIL import Image
-from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
@@ -17,46 +17,64 @@ from holotrain.errors import UserError
 from holotrain.numeric import require_one_of
 
 
-def read_or_warn(path: Path, on_corrupt: str, megapixels: float, remedy: str) -> Image.Image | None:
-    """The image in a file. If it cannot be read: with ``on_corrupt="skip"`` None, and a warning that names ``remedy``; else a
-    UserError."""
-    try:
-        return read_image(path, megapixels)
-    except UserError as error:
-        if on_corrupt == "error":
-            raise UserError(f"data: {error}; data.on_corrupt=skip leaves such images out") from error
-        warnings.warn(f"{remedy}: {error}", stacklevel=2)
-        return None
-
-
 def image_paths(folder: Path) -> list[Path]:
     """The image files below a folder, sorted by name, without hidden ones, such as the ``._1.jpg`` of macOS."""
     files = (path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS and path.is_file())
     return sorted(path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts))
 
 
-class ImageFiles(Dataset):
-    """Image files as (transformed image, path). With ``on_corrupt="skip"``, a file that cannot be read gives a blank image
-    without a path."""
+def unchanged(image: Image.Image) -> Image.Image:
+    """The image itself: training transforms it with a seed of its own."""
+    return image
 
-    def __init__(
-        self,
-        paths: Sequence[Path],
-        transform: Callable[[Image.Image], Tensor],
-        on_corrupt: str = "skip",
-        megapixels: float = MEGAPIXELS,
-    ) -> None:
-        self.paths, self.transform, self.on_corrupt, self.megapixels = paths, transform, on_corrupt, megapixels
+
+@dataclass(eq=False)
+class ImageFiles(Dataset):
+    """Image files with labels: (transformed image, label).
+
+    With ``on_corrupt="skip"``, files that cannot be read are left out of batches, as evaluation reads them; a batch that would
+    be empty has the next readable image. Where files are read one by one, as in training, the next readable image and its label
+    (after the last, the first) replace them: the length does not change, and resuming still works.
+    """
+
+    samples: Sequence[tuple[Path, Any]]
+    on_corrupt: str = "skip"
+    megapixels: float = MEGAPIXELS
+    transform: Callable[[Image.Image], Any] = unchanged
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self.samples)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, str]:
-        path = self.paths[index]
-        image = read_or_warn(path, self.on_corrupt, self.megapixels, "left out")
-        if image is None:
-            return self.transform(Image.new("RGB", (1, 1))), ""
-        return self.transform(image), str(path)
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        for offset in range(len(self)):
+            sample = self.read((index + offset) % len(self), "replaced by the next image")
+            if sample is not None:
+                return sample
+        raise UserError("data: there is no readable image")
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
+        found = [self.read(index, "left out") for index in indices]
+        return [sample for sample in found if sample is not None] or [self[(indices[-1] + 1) % len(self)]]
+
+    def read(self, index: int, remedy: str) -> tuple[Any, Any] | None:
+        """A sample. If its file cannot be read: a UserError, or None and a warning that names ``remedy``."""
+        path, label = self.samples[index]
+        try:
+            image = read_image(path, self.megapixels)
+        except UserError as error:
+            if self.on_corrupt == "error":
+                raise UserError(f"data: {error}; data.on_corrupt=skip leaves such images out") from error
+            warnings.warn(f"{remedy}: {error}", stacklevel=2)
+            return None
+        return self.transform(image), label
+
+
+class NamedImageFiles(ImageFiles):
+    """Image files with their paths as labels; a blank image without a path stands for one that cannot be read."""
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, str]]:
+        blank = Image.new("RGB", (1, 1))
+        return [self.read(index, "left out") or (self.transform(blank), "") for index in indices]
 
 
 def image_files(
@@ -84,50 +102,8 @@ def image_files(
     if not paths:
         raise UserError(f"images: there is no image in {path}; known extensions are {', '.join(sorted(EXTENSIONS))}")
     transform = v2.Compose([*resized(channels, image_size), *normalised(statistics)])
-    return Loader(ImageFiles(paths, transform, megapixels=megapixels), batch_size=batch_size, **loading)
-
-
-class LabelledFiles(Dataset):
-    """Image files with labels, for training: (image, label). With ``on_corrupt="skip"``, the next readable image and its label
-    (after the last, the first) replace one that cannot be read: the length does not change, and resuming still works."""
-
-    def __init__(self, samples: list[tuple[Path, int]], on_corrupt: str = "error", megapixels: float = MEGAPIXELS) -> None:
-        self.samples, self.on_corrupt, self.megapixels = samples, on_corrupt, megapixels
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        for offset in range(len(self.samples)):
-            path, label = self.samples[(index + offset) % len(self.samples)]
-            image = read_or_warn(path, self.on_corrupt, self.megapixels, "replaced by the next image")
-            if image is not None:
-                return image, label
-        raise UserError("data: there is no readable image")
-
-
-class EvaluatedFiles(Dataset):
-    """Image files with labels, for evaluation: (transformed image, label). Damaged files are left out of their batches; a batch
-    that would be empty has the next readable image.
-    """
-
-    def __init__(self, files: LabelledFiles, transform: Callable[[Image.Image], Tensor]) -> None:
-        self.files, self.transform = files, transform
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, int]]:
-        batch = []
-        for index in indices:
-            path, label = self.files.samples[index]
-            image = read_or_warn(path, self.files.on_corrupt, self.files.megapixels, "left out")
-            if image is not None:
-                batch.append((self.transform(image), label))
-        if not batch:
-            image, label = self.files[(indices[-1] + 1) % len(self)]
-            batch.append((self.transform(image), label))
-        return batch
+    files = NamedImageFiles([(path, str(path)) for path in paths], megapixels=megapixels, transform=transform)
+    return Loader(files, batch_size=batch_size, **loading)
 
 
 class ImageFolder(SizedImages):
@@ -160,19 +136,19 @@ class ImageFolder(SizedImages):
         self._splits = {}
         for part in ("train", "val", "test"):
             folder = "val" if part == "test" and not (self.root / "test").is_dir() else part
-            self._splits[part] = LabelledFiles(self._samples(folder), self.on_corrupt, self.megapixels)
+            self._splits[part] = ImageFiles(self._samples(folder), self.on_corrupt, self.megapixels)
 
     def predict_dataloader(self) -> Loader:
         """The test set in batches (images, paths); in place of a file that is skipped, a blank image without a path."""
-        paths = [path for path, _ in cast(LabelledFiles, self._splits["test"]).samples]
-        files = ImageFiles(paths, self.eval_transform(), self.on_corrupt, self.megapixels)
+        samples = [(path, str(path)) for path, _ in cast(ImageFiles, self._splits["test"]).samples]
+        files = NamedImageFiles(samples, self.on_corrupt, self.megapixels, self.eval_transform())
         return Loader(files, self.batch_size, **self.loading)
 
     def _in_order(self, part: str) -> Loader:
         files = self.split(part)
-        if not isinstance(files, LabelledFiles):  # a subclass has other data
+        if not isinstance(files, ImageFiles):  # a subclass has other data
             return super()._in_order(part)
-        return Loader(EvaluatedFiles(files, self.eval_transform()), self.batch_size, **self.loading)
+        return Loader(replace(files, transform=self.eval_transform()), self.batch_size, **self.loading)
 
     def _classes(self, part: str) -> list[Path]:
         folders = sorted(path for path in (self.root / part).glob("*") if path.is_dir() and not path.name.startswith("."))

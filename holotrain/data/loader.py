@@ -282,9 +282,6 @@ class SeededDataset(TransformedDataset):
 
     def __getitem__(self, index: Key) -> tuple[Any, Any]:
         image, label = self.dataset[index[1]]
-        state = torch.get_rng_state()
-        torch.random.default_generator.manual_seed(mixed_seed(self.seed, *index))
-        try:
+        with torch.random.fork_rng(devices=[]):
+            torch.random.default_generator.manual_seed(mixed_seed(self.seed, *index))
             return self.transform(image), label
-        finally:
-            torch.set_rng_state(state)

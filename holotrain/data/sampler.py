@@ -130,17 +130,23 @@ class FixedBatches(list[list[int]]):
 
     def __init__(self, batches: Sequence[np.ndarray], shard: tuple[int, int] | None = None) -> None:
         rank, parts = shard or data_shard()
-        batches = list(batches)
-        while len(batches) % parts:
-            largest = max(range(len(batches)), key=lambda number: len(batches[number]))
-            if len(batches[largest]) > 1:
-                batches[largest : largest + 1] = np.array_split(batches[largest], 2)
-            elif len(batches) > parts:
-                keep = len(batches) // parts * parts
-                batches[keep - 1 :] = [np.concatenate(batches[keep - 1 :])]
-            else:
-                raise UserError(f"data: {counted(len(batches), 'sample')} cannot be split among {parts} processes")
-        super().__init__(batch.tolist() for batch in batches[rank::parts])
+        sizes = halved([len(batch) for batch in batches], parts)
+        if more := len(sizes) % parts:  # all hold one sample
+            if len(sizes) < parts:
+                raise UserError(f"data: {counted(len(sizes), 'sample')} cannot be split among {parts} processes")
+            sizes[-1 - more :] = [1 + more]
+        ends = np.cumsum(sizes)[:-1]
+        super().__init__(batch.tolist() for batch in np.split(np.concatenate(batches), ends)[rank::parts])
+
+
+def halved(sizes: Sequence[int], parts: int) -> list[int]:
+    """The sizes of batches. The largest is halved until their number can be divided by ``parts``, or all hold one sample."""
+    sizes = list(sizes)
+    while len(sizes) % parts and max(sizes) > 1:
+        largest = sizes.index(max(sizes))
+        half = sizes[largest] // 2
+        sizes[largest : largest + 1] = [half, sizes[largest] - half]
+    return sizes
 
 
 def in_batches(indices: np.ndarray, batch_size: int) -> list[np.ndarray]:

@@ -11,15 +11,21 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
+from tokenizers import ByteLevelBPETokenizer
 from tokenizers import Tokenizer as Encoder
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from holotrain.errors import UserError, check_choice
 from holotrain.files import from_json, read_text
 from holotrain.numeric import require_at_least
 
-ROLES = ("pad", "start", "end", "mask")
-"""The special tokens that tasks need: padding, the start of a document (bos, cls), its end (eos, sep), a masked position."""
+NAMES = {
+    "pad": ("<pad>", "[PAD]", "<|pad|>", "<|padding|>"),
+    "start": ("<s>", "[CLS]", "<bos>", "<|begin_of_text|>", "<|startoftext|>"),
+    "end": ("</s>", "[SEP]", "<eos>", "<|end_of_text|>", "<|endoftext|>"),
+    "mask": ("<mask>", "[MASK]", "<|mask|>"),
+}
+"""The special tokens that tasks need: padding, the start of a document, its end, a masked position; and common names of each.
+The first one is used if a token has to be added."""
 
 
 class Tokenizer(ABC):
@@ -84,8 +90,8 @@ BYTES = 256
 class ByteTokenizer(Tokenizer):
     """Ids 0 to 255 are the bytes of UTF-8; the special tokens follow."""
 
-    vocab_size = BYTES + len(ROLES)
-    specials = {role: BYTES + index for index, role in enumerate(ROLES)}
+    vocab_size = BYTES + len(NAMES)
+    specials = {role: BYTES + index for index, role in enumerate(NAMES)}
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> tuple[np.ndarray, np.ndarray]:
         encoded = [utf8(text) for text in texts]
@@ -103,14 +109,6 @@ class ByteTokenizer(Tokenizer):
     def to_json(self) -> str:
         return json.dumps({"type": "bytes", "specials": self.specials})
 
-
-NAMES = {
-    "pad": ("<pad>", "[PAD]", "<|pad|>", "<|padding|>"),
-    "start": ("<s>", "[CLS]", "<bos>", "<|begin_of_text|>", "<|startoftext|>"),
-    "end": ("</s>", "[SEP]", "<eos>", "<|end_of_text|>", "<|endoftext|>"),
-    "mask": ("<mask>", "[MASK]", "<|mask|>"),
-}
-"""Common names of special tokens; the first one is used if a token has to be added."""
 
 # Unless this is set, the library warns in every forked process; with "true" it waits there for threads that a fork does not
 # copy. So it has threads here and none in a forked process, whatever the user has set.
@@ -153,16 +151,10 @@ class SubwordTokenizer(Tokenizer):
             vocab_size: number of ids, including special tokens; fewer if the texts do not have enough pairs to merge.
         """
         require_at_least(ByteTokenizer.vocab_size, vocab_size=vocab_size)
-        encoder = Encoder(models.BPE())
-        encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        encoder.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=[names[0] for names in NAMES.values()],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
-        encoder.train_from_iterator((utf8(text).decode() for text in texts), trainer)
+        encoder = ByteLevelBPETokenizer()
+        special = [names[0] for names in NAMES.values()]
+        plain = (utf8(text).decode() for text in texts)
+        encoder.train_from_iterator(plain, vocab_size, min_frequency=0, show_progress=False, special_tokens=special)
         return cls(encoder.to_str())
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> tuple[np.ndarray, np.ndarray]:

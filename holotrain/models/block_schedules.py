@@ -11,10 +11,10 @@ from holotrain.models.mvit import Transition
 from holotrain.numeric import counted
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 from holotrain.reversible.in_place import recompute_block
-from holotrain.reversible.kept_inputs import WAYS
 from holotrain.reversible.lists_of_blocks import is_list_of_blocks, outermost
 from holotrain.reversible.stack import ReversibleStack, stack_of
 from holotrain.reversible.tiles import tile_modules, untile_modules
+from holotrain.schedules import PLAIN
 
 Run = ReversibleSequence | ResidualSequence | ReversibleStack
 
@@ -73,8 +73,8 @@ def set_backward(
     name = type(model).__name__
     set_tile(model, tile)
     if not runs:
-        if backward not in ("autograd", *WAYS) or store or keep:
-            raise ValueError(f"{name} has no reversible blocks; only autograd, {', '.join(WAYS)} are possible")
+        if backward not in PLAIN or store or keep:
+            raise ValueError(f"{name} has no reversible blocks; only {', '.join(PLAIN)} are possible")
         depth = len(listed_blocks(model))
         if not depth and backward != "autograd":
             raise ValueError(f"{name} has no ModuleList or Sequential of equal blocks to recompute")

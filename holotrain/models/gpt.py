@@ -16,13 +16,6 @@ from holotrain.models.layers.blocks import AveragedStreams, ResidualSequence, Re
 from holotrain.models.layers.text_layers import TokenEmbedding, initialise, linear_cross_entropy
 from holotrain.numeric import require_one_of
 
-# Small and medium as published; tiny suits bytes of text and two CPU cores.
-GPT_SIZES: dict[str, dict[str, int]] = {
-    "tiny": {"dim": 128, "depth": 4, "heads": 4},
-    "small": {"dim": 768, "depth": 12, "heads": 12},
-    "medium": {"dim": 1024, "depth": 24, "heads": 16},
-}
-
 
 class GPT(nn.Module):
     """The plain causal transformer.
@@ -61,7 +54,7 @@ class GPT(nn.Module):
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         drop_path: float = 0.0,
-        backward: Literal["autograd", "checkpoint", "checkpoint8", "offload"] | Sequence[str] = "autograd",
+        backward: str | Sequence[str] = "autograd",
     ) -> None:
         super().__init__()
         branches = transformer_branches(

@@ -38,15 +38,6 @@ from holotrain.numeric import require_at_least, require_one_of, require_within
 from holotrain.reversible import checkpointed
 from holotrain.reversible.backward_schedules import stores_everything
 
-# Tiny, small and base as published (Li et al., 2022, table 1), and the published Rev-MViT-B; nano suits images of 32 pixels.
-MVIT_SIZES: dict[str, dict[str, Any]] = {
-    "nano": {"dim": 32, "depths": (2, 3, 3), "heads": 1, "kv_stride": 2},
-    "tiny": {"dim": 96, "depths": (1, 2, 5, 2), "heads": 1, "kv_stride": 4},
-    "small": {"dim": 96, "depths": (1, 2, 11, 2), "heads": 1, "kv_stride": 4},
-    "base": {"dim": 96, "depths": (2, 3, 16, 3), "heads": 1, "kv_stride": 4},
-    "paper_base": {"dim": 96, "depths": (1, 2, 11, 2), "heads": 1, "kv_stride": 4, "design": "rev_mvit"},
-}
-
 
 class MViT(nn.Module):
     """The plain MViTv2: no class token, LayerNorm, mean over tokens, linear head.
@@ -86,7 +77,7 @@ class MViT(nn.Module):
         dropout: float = 0.0,
         drop_path: float = 0.0,
         design: Literal["mvitv2", "rev_mvit"] = "mvitv2",
-        backward: Literal["autograd", "checkpoint", "checkpoint8", "offload"] | Sequence[str] = "autograd",
+        backward: str | Sequence[str] = "autograd",
     ) -> None:
         super().__init__()
         if not depths:

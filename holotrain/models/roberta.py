@@ -26,13 +26,6 @@ from holotrain.models.layers.packing import padding_context
 from holotrain.models.layers.text_layers import IGNORED, TokenEmbedding, initialise, linear_cross_entropy
 from holotrain.numeric import require_one_of
 
-# Base and large as published; tiny suits bytes of text and two CPU cores.
-ROBERTA_SIZES: dict[str, dict[str, int]] = {
-    "tiny": {"dim": 128, "depth": 4, "heads": 4},
-    "base": {"dim": 768, "depth": 12, "heads": 12},
-    "large": {"dim": 1024, "depth": 24, "heads": 16},
-}
-
 
 class RoBERTa(nn.Module):
     """The plain encoder.
@@ -73,7 +66,7 @@ class RoBERTa(nn.Module):
         dropout: float = 0.1,
         attention_dropout: float = 0.1,
         drop_path: float = 0.0,
-        backward: Literal["autograd", "checkpoint", "checkpoint8", "offload"] | Sequence[str] = "autograd",
+        backward: str | Sequence[str] = "autograd",
     ) -> None:
         super().__init__()
         branches = transformer_branches(dim, depth, heads, mlp_ratio, dropout, attention_dropout, drop_path, eps=1e-5)

@@ -7,7 +7,7 @@ Shapes: B batch, S x S the feature map, N windows of T = window^2 tokens, C chan
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +26,6 @@ from holotrain.models.layers.blocks import (
 )
 from holotrain.models.layers.patches import PatchMap, PatchMerging, initialise
 from holotrain.numeric import require_at_least, require_within
-
-# Tiny to large as published, for 224 pixels and patches of 4; nano suits 32 pixels and patches of 2.
-SWIN_SIZES: dict[str, dict[str, Any]] = {
-    "nano": {"dim": 32, "depths": (2, 2, 2), "heads": (1, 2, 4), "window": 4},
-    "tiny": {"dim": 96, "depths": (2, 2, 6, 2), "heads": (3, 6, 12, 24), "window": 7},
-    "small": {"dim": 96, "depths": (2, 2, 18, 2), "heads": (3, 6, 12, 24), "window": 7},
-    "base": {"dim": 128, "depths": (2, 2, 18, 2), "heads": (4, 8, 16, 32), "window": 7},
-    "large": {"dim": 192, "depths": (2, 2, 18, 2), "heads": (6, 12, 24, 48), "window": 7},
-}
 
 
 class Swin(nn.Module):
@@ -76,7 +67,7 @@ class Swin(nn.Module):
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         drop_path: float = 0.0,
-        backward: Literal["autograd", "checkpoint", "checkpoint8", "offload"] | Sequence[str] = "autograd",
+        backward: str | Sequence[str] = "autograd",
     ) -> None:
         super().__init__()
         if not depths or len(depths) != len(heads):

@@ -15,14 +15,6 @@ from holotrain.models.layers.blocks import LayerScale, Reversible, TwoStreamFusi
 from holotrain.models.layers.patches import PatchEmbedding, initialise
 from holotrain.numeric import require_at_least, require_one_of
 
-# Small, base and large as published (Dosovitskiy et al., 2021; Touvron et al., 2021); tiny suits digits and CIFAR.
-VIT_SIZES: dict[str, dict[str, int]] = {
-    "tiny": {"dim": 96, "depth": 6, "heads": 3},
-    "small": {"dim": 384, "depth": 12, "heads": 6},
-    "base": {"dim": 768, "depth": 12, "heads": 12},
-    "large": {"dim": 1024, "depth": 24, "heads": 16},
-}
-
 
 class ViT(nn.Module):
     """The plain vision transformer: mean over tokens (or the class token), LayerNorm, linear head.
@@ -64,7 +56,7 @@ class ViT(nn.Module):
         attention_dropout: float = 0.0,
         drop_path: float = 0.0,
         layer_scale: float | None = None,
-        backward: Literal["autograd", "checkpoint", "checkpoint8", "offload"] | Sequence[str] = "autograd",
+        backward: str | Sequence[str] = "autograd",
     ) -> None:
         super().__init__()
         branches = transformer_branches(dim, depth, heads, mlp_ratio, dropout, attention_dropout, drop_path)

@@ -37,18 +37,19 @@ FOREVER = timedelta(days=365)
 
 
 class Processes:
-    """The processes that a launcher started. They meet in torch's store.
+    """The processes of a run, which meet in a store of torch.
 
     Args:
         process: rank of this process.
+        store: None: the one that the launcher (torchrun, srun) names in environment variables.
     """
 
-    def __init__(self, process: ProcessRank) -> None:
+    def __init__(self, process: ProcessRank, store: dist.Store | None = None) -> None:
         self.process, self._jobs = process, 0
-        self._store = next(rendezvous("env://"))[0]
+        self._store = next(rendezvous("env://"))[0] if store is None else store
 
     def send_job(self, job: Any) -> None:
-        """Sends the next job, as JSON, from the main process to all others."""
+        """Sends the next job, as JSON, from the main process to all others; None: there is none."""
         self._begin_job()
         self.store.set("job", json.dumps(job))
 
@@ -61,16 +62,16 @@ class Processes:
         except RuntimeError:
             return None
 
+    def _begin_job(self) -> None:
+        self._jobs += 1
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives a restart
+        self.store = dist.PrefixStore(f"holotrain/{attempt}/{self._jobs}", self._store)
+
     def close(self) -> None:
         """Releases the other processes, whether or not they received a job, and destroys the process group."""
         with suppress(RuntimeError):
             self.send_job(None)
         destroy_group()
-
-    def _begin_job(self) -> None:
-        self._jobs += 1
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives a restart
-        self.store = dist.PrefixStore(f"holotrain/{attempt}/{self._jobs}", self._store)
 
     @contextmanager
     def group(self, **options: Any) -> Generator[None]:
@@ -126,25 +127,23 @@ def started_processes(command: str, size: int, hint: Callable[[], str]) -> Gener
     """
     # torch alone would let the store listen on every address.
     listener = socket.create_server((LOOPBACK, 0))
-    port, threads = listener.getsockname()[1], torch.get_num_threads()
-    variables = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "RANK": "0", "LOCAL_RANK": "0"}
-    # As in torchrun's processes, rank 0 does not host the store.
-    variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    port, threads, children = listener.getsockname()[1], torch.get_num_threads(), []
+    variables = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "RANK": "0", "LOCAL_RANK": "0"}
+    variables |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     # Modules are found as here; without PYTHONSAFEPATH those of the working directory would come first.
     variables |= {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONSAFEPATH": "1"}
     if sys.platform == "linux":
         variables["GLOO_SOCKET_IFNAME"] = "lo"
-    children: list[subprocess.Popen] = []
     # `datasets` (4.4) puts a copy in place of os.environ when it reads in several processes.
     with patch.object(os, "environ", os.environ), patch.dict(os.environ, variables):
-        _store = dist.TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+        store = dist.TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
         _set_num_threads_if_needed(size)
         for rank in map(str, range(1, size)):
             program = [sys.executable, "-m", "holotrain", command]
             children.append(subprocess.Popen(program, env=os.environ | {"RANK": rank, "LOCAL_RANK": rank}))
         observed = children.copy()
         threading.Thread(target=_end_if_unnoticed, args=[observed], daemon=True).start()
-        processes = Processes(ProcessRank(0, size, 0, size))
+        processes = Processes(ProcessRank(0, size, 0, size), store)
         try:
             yield processes
             observed.clear()
@@ -157,8 +156,8 @@ def started_processes(command: str, size: int, hint: Callable[[], str]) -> Gener
         except Exception as error:
             time.sleep(0.5)  # a process's connections are closed before it has ended
             for rank, child in enumerate(children, 1):
-                if (child.poll() or 0) < 0:
-                    death = f"rank {rank} (process {child.pid}) was killed by {signal.Signals(-child.returncode).name}"
+                if (status := child.poll() or 0) < 0:
+                    death = f"rank {rank} (process {child.pid}) was killed by {signal.Signals(-status).name}"
                     raise MachineFailure(f"{death}{hint()}") from error
             raise
         finally:

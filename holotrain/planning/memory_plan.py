@@ -20,6 +20,7 @@ from holotrain.planning.planner import Backward, Planner, Variant
 from holotrain.planning.tracker import Footprint
 from holotrain.reversible.backward_schedules import KEEPABLE
 from holotrain.reversible.stack import kept_between_blocks
+from holotrain.schedules import AUTO, PLAIN, REBUILDING, SCHEDULES
 
 
 def largest(
@@ -237,9 +238,8 @@ def choose_batch(planner: Planner, budget: int, least: int = 1, most: int | None
 
 def least_memory(planner: Planner) -> str:
     """The schedule that needs the least memory."""
-    inexact = ["checkpoint8"] if planner.inexact else []
-    names = ("reversible", "offload", *inexact, "checkpoint", "autograd")
-    return next(name for name in names if name in planner.schedules)
+    names = [name for name, each in SCHEDULES.items() if not each.ahead and (each.exact or planner.inexact)]
+    return next(name for name in reversed(names) if name in planner.schedules)
 
 
 def smallest(planner: Planner, variants: Sequence[Variant]) -> tuple[Variant | None, int]:
@@ -252,16 +252,16 @@ def smallest(planner: Planner, variants: Sequence[Variant]) -> tuple[Variant | N
 
 
 def _candidates(planner: Planner) -> list[str]:
-    """On a CPU ``pareprop`` is ``reversible``; on a GPU it takes less time, or more, and more memory.
-
-    Those that make gradients inexact are not among them.
-    """
-    recomputing = ["reversible", "pareprop"] if planner.device == "cuda" else ["reversible"]
+    """Those that make gradients inexact are not among them, nor on a CPU those for a GPU."""
     names = []
-    for name in recomputing:
-        if name in planner.schedules:
-            names += [name, *(f"{name}+{result}" for result in KEEPABLE if planner.keeps_results)]
-    return names + [name for name in ("autograd", "checkpoint", "offload") if name in planner.schedules]
+    for name in (*REBUILDING, *PLAIN):
+        schedule = SCHEDULES[name]
+        if name not in planner.schedules or not schedule.exact or (schedule.gpu and planner.device != "cuda"):
+            continue
+        names.append(name)
+        if schedule.kind == "rebuilt" and planner.keeps_results:
+            names += [f"{name}+{result}" for result in KEEPABLE]
+    return names
 
 
 def _seconds(planner: Planner, names: list[str]) -> list[dict[str, float]]:
@@ -269,10 +269,6 @@ def _seconds(planner: Planner, names: list[str]) -> list[dict[str, float]]:
     with torch.random.fork_rng():
         step = planner.make_step(planner.make_model(names[0], None).to(planner.device), planner.batch.value)
         return [seconds(visit, names, step.autocast) for visit in visits_of(step)]
-
-
-AUTO = "auto"
-"""Name in a plan of schedules that were chosen or given for each block."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from holotrain.planning.fake_tensors import assume_mask_share, fake_parameters, 
 from holotrain.planning.tracker import Footprint
 from holotrain.planning.training_step import TrainingStep, Update, simulate_step, simulate_update
 from holotrain.reversible.side_stream import assuming_a_side_stream
+from holotrain.schedules import OF_REVERSIBLE
 
 MEMINFO = Path("/proc/meminfo")
 CONTAINER = Path("/sys/fs/cgroup")
@@ -94,7 +95,7 @@ class Planner:
     device: str
     batch: Size
     depth: Size | None = None
-    schedules: Sequence[str] = ("autograd", "checkpoint", "reversible", "pareprop")
+    schedules: Sequence[str] = OF_REVERSIBLE
     backward: Backward | None = None
     keeps_results: bool = True
     selected: float | None = None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,35 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from holotrain.numeric import counted
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """What one block does.
-
-    Args:
-        kind: ``"stored"`` keeps every activation, ``"checkpointed"`` the inputs of f and g, ``"rebuilt"`` nothing: its input is
-            computed from its output.
-        input: of a checkpointed block: how its inputs are kept, as :data:`~holotrain.reversible.kept_inputs.WAYS` names it.
-        ahead: a rebuilt block is recomputed while the gradients of the block behind it are computed.
-        keep: results that a rebuilt block keeps all the same, as in :class:`~holotrain.reversible.backward_schedules.Kept`.
-    """
-
-    kind: Literal["stored", "checkpointed", "rebuilt"]
-    input: str = "checkpoint"
-    ahead: bool = False
-    keep: tuple[str, ...] = ()
-
-
-SCHEDULES = {
-    "autograd": Schedule("stored"),
-    "checkpoint": Schedule("checkpointed"),
-    "checkpoint8": Schedule("checkpointed", "checkpoint8"),
-    "offload": Schedule("checkpointed", "offload"),
-    "reversible": Schedule("rebuilt"),
-    "pareprop": Schedule("rebuilt", ahead=True),
-}
-"""The schedules by name."""
+from holotrain.schedules import REBUILDING, SCHEDULES, Schedule
 
 
 def schedule_of(schedule: str) -> Schedule:
@@ -59,7 +31,7 @@ def schedule_of(schedule: str) -> Schedule:
     if name not in SCHEDULES:
         raise ValueError(f"backward must be one of {', '.join(SCHEDULES)}, not {name!r}")
     if keep and SCHEDULES[name].kind != "rebuilt":
-        raise ValueError(f"backward={schedule!r}: {name} cannot keep results; reversible and pareprop can")
+        raise ValueError(f"backward={schedule!r}: {name} cannot keep results; {' and '.join(REBUILDING)} can")
     return _keeping(SCHEDULES[name], keep)
 
 

@@ -15,18 +15,16 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from holotrain.reversible.backward_schedules import SCHEDULES, Schedule
 from holotrain.reversible.context import backward_id
 from holotrain.reversible.grid import Grid
 from holotrain.reversible.reads import is_tensor_parallel
+from holotrain.schedules import ON_MISMATCH, SCHEDULES, Schedule
 
 SAMPLES = 4096
 """Number of entries of a stream that are sampled, approximately."""
 
 BOUND = 0.05
 """Relative error of a stream that is rebuilt without a grid, above which its blocks no longer rebuild."""
-
-ON_MISMATCH = ("store", "error")
 
 
 class RebuildChecks:

@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from holotrain.numeric import counted
 from holotrain.reversible.block import ReversibleBlock
 from holotrain.reversible.checks import RebuildChecks
-from holotrain.reversible.kept_inputs import WAYS
 from holotrain.reversible.lists_of_blocks import named_blocks
 from holotrain.reversible.recomputation import checkpointed
 from holotrain.reversible.replaced_forward import ReplacedForward, call_of
@@ -20,6 +19,7 @@ from holotrain.reversible.stack import ReversibleStack, stacks_in
 from holotrain.reversible.tiled_loss import TiledLoss
 from holotrain.reversible.tiles import Tiled, take_in_tiles
 from holotrain.reversible.tokenwise import require_tile
+from holotrain.schedules import PLAIN
 
 Split = Callable[[nn.Module], tuple[nn.Module, nn.Module]]
 
@@ -128,21 +128,18 @@ def _replace(modules: dict[str, nn.Module], name: str, streams: AveragedStreams)
     setattr(modules[parent], last, nn.ModuleList([streams]) if isinstance(modules[name], nn.ModuleList) else streams)
 
 
-STORED = "autograd"
-
-
 class RecomputedForward(ReplacedForward):
     """The ``forward`` of a block that runs again in the backward.
 
     Attributes:
-        backward: ``"autograd"``, or one of :data:`~holotrain.reversible.kept_inputs.WAYS`. It may be changed between calls.
+        backward: one of :data:`~holotrain.schedules.PLAIN`. It may be changed between calls.
     """
 
     KEY, WHAT = "_recomputed_forward", "recomputed blocks"
-    backward = STORED
+    backward = "autograd"
 
     def train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
-        if self.backward == STORED:
+        if self.backward == "autograd":
             return self.pass_on(arguments, keywords)
         x, run, rest = call_of(self.own(), arguments, keywords, again=True)
         if not isinstance(x, Tensor):
@@ -169,7 +166,7 @@ def recompute_block(block: nn.Module, backward: str) -> None:
     """Has a block recomputed in the backward, or stores its activations again (``"autograd"``), in place."""
     require_way(backward)
     forward = RecomputedForward.of(block)
-    if backward == STORED:
+    if backward == "autograd":
         if forward is not None:
             forward.remove()
         return
@@ -178,8 +175,8 @@ def recompute_block(block: nn.Module, backward: str) -> None:
 
 
 def require_way(backward: str) -> None:
-    if backward not in (STORED, *WAYS):
-        raise ValueError(f"backward must be one of {', '.join((STORED, *WAYS))}, not {backward!r}")
+    if backward not in PLAIN:
+        raise ValueError(f"backward must be one of {', '.join(PLAIN)}, not {backward!r}")
 
 
 def recompute(
@@ -200,13 +197,8 @@ def recompute(
     Args:
         model: any module.
         blocks: as :func:`~holotrain.reversible.make_reversible` takes them: names of lists of blocks, or parts of lists.
-        backward: how each block's input is kept, one name or one for each block:
-
-            - ``"checkpoint"``: as it is;
-            - ``"checkpoint8"``: rounded to 8 bits. The forward does not change; the gradients are those of the rounded inputs;
-            - ``"offload"``: copied to main memory while the block computes, and fetched ahead of its turn in the backward. On a
-              CPU, and where memory cannot be pinned, it is ``"checkpoint"``;
-            - ``"autograd"``: the block stores all its activations.
+        backward: how each block's input is kept, one name of :data:`~holotrain.schedules.PLAIN` or one for each block. Where
+            it is inexact, the forward does not change; the gradients are those of the rounded inputs.
         tile: as :func:`~holotrain.reversible.make_reversible` takes it.
 
     Returns:

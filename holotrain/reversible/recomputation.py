@@ -345,8 +345,7 @@ def checkpointed(
 
     Args:
         name: in a trace; None: the module's class.
-        backward: how ``x`` is kept: ``"checkpoint"``, ``"checkpoint8"`` or ``"offload"``, as
-            :func:`~holotrain.reversible.recompute` takes them.
+        backward: how ``x`` is kept, one of :data:`~holotrain.reversible.kept_inputs.WAYS`.
         forward: what to call instead of the module, without the module's hooks.
     """
     if torch.compiler.is_compiling():  # the compiler checkpoints by rules of its own

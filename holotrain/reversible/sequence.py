@@ -12,7 +12,7 @@ from torch.nn.modules.module import _has_any_global_hook  # private: nothing pub
 from torch.utils._pytree import tree_leaves
 
 from holotrain.numeric import counted
-from holotrain.reversible.backward_schedules import SCHEDULES, Schedule, Shorthand
+from holotrain.reversible.backward_schedules import Shorthand
 from holotrain.reversible.block import Coupling, ReversibleBlock
 from holotrain.reversible.checks import RebuildChecks
 from holotrain.reversible.context import backward_id, has_no_data, in_trace
@@ -22,6 +22,7 @@ from holotrain.reversible.reads import is_compiled
 from holotrain.reversible.recomputation import checkpointed
 from holotrain.reversible.tape import Recorder
 from holotrain.reversible.tokenwise import require_tile
+from holotrain.schedules import SCHEDULES, Schedule
 
 Keywords = dict | Sequence[dict] | None
 """Keyword arguments of f or g: the same for every block, or one dict for each."""
@@ -32,18 +33,15 @@ class ReversibleSequence(nn.Module):
 
     Args:
         blocks: the blocks, first to last.
-        backward: ``"autograd"`` stores everything (the reference), ``"checkpoint"`` stores the inputs of f and g and recomputes
-            the rest, ``"reversible"`` stores nothing between blocks and rebuilds each block's input from its output,
-            ``"pareprop"`` does so on a second CUDA stream beside the gradients of the next block (arXiv 2306.09342)
-            and on a CPU the same as ``"reversible"``. A list has one schedule per block; a rebuilt block may add what it
-            keeps: ``"reversible+attention"``.
+        backward: one of :data:`~holotrain.schedules.SCHEDULES`, or a list with one for each block, where a rebuilt block may
+            add what it keeps: ``"reversible+attention"``.
         store: blocks that store their activations under any schedule: the number of last blocks, or their indices.
         exact: rounds the input streams and the outputs of f and g to a fixed-point grid, so that streams are rebuilt bit for
             bit at any depth. True chooses the grid from the streams, again where they outgrow it, and saves it in the
             ``state_dict``. A number k chooses multiples of 2^-k, with magnitudes below 2^(24-k) (fp64: 2^(53-k)).
         keep: results that are stored and not recomputed: ``"attention"`` (the output of scaled_dot_product_attention),
-            ``"matmul"`` (also the outputs of all matrix products) or names of operators such as ``"aten.mm.default"``. For
-            ``"reversible"`` and ``"pareprop"``.
+            ``"matmul"`` (also the outputs of all matrix products) or names of operators such as ``"aten.mm.default"``. Of
+            blocks that are rebuilt.
         on_mismatch: what follows if a stream is rebuilt wrongly, for which every backward looks. ``"store"``: a warning, and
             from the next step on blocks keep their inputs (checkpointing); ``"error"``: a RuntimeError.
 

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from holotrain.numeric import counted
-from holotrain.reversible.backward_schedules import Schedule, Shorthand
+from holotrain.reversible.backward_schedules import Shorthand
 from holotrain.reversible.checks import RebuildChecks
 from holotrain.reversible.context import backward_id
 from holotrain.reversible.grid import FixedPointGrid
 from holotrain.reversible.replaced_forward import ReplacedForward, name_of_stream, stream_in
 from holotrain.reversible.stack_pass import StackPass
 from holotrain.reversible.two_step import TwoStep, bits_in_words, tapered, weights
+from holotrain.schedules import Schedule
 
 
 class ReversibleStack:

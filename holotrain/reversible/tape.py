@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from holotrain.reversible.backward_schedules import Casts, Schedule
+from holotrain.reversible.backward_schedules import Casts
 from holotrain.reversible.block import Coupling
 from holotrain.reversible.checks import RebuildChecks, StreamCheck
 from holotrain.reversible.context import backward_id, graph_is_retained, has_no_data
@@ -28,6 +28,7 @@ from holotrain.reversible.recomputation import Branch, from_stored
 from holotrain.reversible.replay import Call
 from holotrain.reversible.side_stream import SameStream, SideStream, side_of
 from holotrain.reversible.tokenwise import drops_samples, tiles_of
+from holotrain.schedules import Schedule
 
 _no_room: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Branches that found no memory to run ahead, and how many elements a stream had then."""

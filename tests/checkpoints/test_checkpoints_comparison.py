@@ -22,15 +22,6 @@ TORCHS = {
 }
 
 
-class NeedsMore(torch.optim.Adam):
-    """An optimizer of a user, of which no other can be made."""
-
-    def __init__(self, parameters, depth):
-        super().__init__(parameters)
-        for group in self.param_groups:
-            group["depth"] = depth
-
-
 def combined(parameters, **options):
     matrices = [each for each in parameters if each.ndim == 2]
     others = [each for each in parameters if each.ndim != 2]
@@ -53,7 +44,6 @@ OPTIMIZERS = TORCHS | {
     "AdamW, fused": partial(torch.optim.AdamW, fused=True),
     "AdamW with tensors": lambda parameters, lr: torch.optim.AdamW(parameters, lr=torch.tensor(lr), foreach=False),
     "RMSprop with all": partial(torch.optim.RMSprop, momentum=0.9, centered=True),
-    "of a user": lambda parameters, lr: NeedsMore(parameters, 3),
     "of a user, with lists": lambda parameters, lr: Preconditioned(parameters, {"lr": lr}),
     "combined": combined,
     "in the backward": lambda parameters, lr: InBackward(combined(parameters)),
@@ -61,10 +51,8 @@ OPTIMIZERS = TORCHS | {
 }
 
 SCHEDULES = {
-    "none": None,
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
     "MultiStepLR": partial(lr_scheduler.MultiStepLR, milestones=[1, 2]),
-    "CosineAnnealingLR": partial(lr_scheduler.CosineAnnealingLR, T_max=3),
     "ReduceLROnPlateau": lr_scheduler.ReduceLROnPlateau,
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [2]),
     "OneCycleLR": partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=5),

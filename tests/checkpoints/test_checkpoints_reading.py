@@ -63,28 +63,52 @@ def test_a_compressed_file_is_not_unpacked(tmp_path):
         read(tmp_path / "x.ckpt")
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {TENSORS: "../sound.ckpt/tensors-1"},
-        {TENSORS: [1]},
-        {TENSORS: torch.ones(2, 2)},
-        {TENSORS: None},
-        {"state_dict": {"w": torch.empty(10**13, device="meta")}},
-        {"state_dict": {"w": torch.empty(60, device="meta"), "v": torch.empty(60, device="meta")}},
-    ],
-    ids=["another folder", "list", "tensor", "none", "10^13 numbers", "twice as many"],
-)
-def test_a_crafted_folder_is_refused(tmp_path, changes):
-    """As several processes write it, without them: 60 numbers."""
-    (tmp_path / "tensors-1").mkdir()
-    header = {"format": "pt", "DCP_SHARDING_INFO": '{"state_dict.w": {"saved_offsets": [0]}}'}
-    save_file({"state_dict.w": torch.arange(60.0)}, tmp_path / "tensors-1" / "1.safetensors", header)
-    sound = {TENSORS: "tensors-1", "state_dict": {"w": torch.empty(60, device="meta")}}
-    torch.save(sound, tmp_path / CHECKPOINT)
-    assert read(tmp_path)["state_dict"]["w"].tolist() == [*range(60)]
-    torch.save(sound | changes, tmp_path / CHECKPOINT)
-    with pytest.raises(ValueError, match=r"^[^\n]*(needs the folder|does not have all tensors)[^\n]*$"):
+def in_parts(folder, begins=([0, 0], [2, 0]), **changes):
+    """A checkpoint as two processes write it, without them: a tensor of (4, 4), half of it each."""
+    (folder / "tensors-1").mkdir()
+    for number, begin in enumerate(begins):
+        header = {"format": "pt", "DCP_SHARDING_INFO": json.dumps({"state_dict.w": {"saved_offsets": begin}})}
+        save_file({"state_dict.w": torch.full((2, 4), float(number))}, folder / f"tensors-1/{number}.safetensors", header)
+    checkpoint = {TENSORS: "tensors-1", "state_dict": {"w": torch.empty(4, 4, device="meta")}}
+    torch.save(checkpoint | changes, folder / CHECKPOINT)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def weight(*shape):
+    return {"state_dict": {"w": torch.empty(shape, device="meta")}}
+
+
+FOLDERS = {
+    "another folder": ({TENSORS: "../sound.ckpt/tensors-1"}, "needs the folder '../sound.ckpt/tensors-1'"),
+    "a list in place of the folder": ({TENSORS: [1]}, "needs the folder"),
+    "none": ({TENSORS: None}, "needs the folder"),
+    "10^13 numbers": (weight(10**13), "does not have all tensors"),
+    "2^50 rows": (weight(2**50, 4), "or is damaged: .*memory"),
+    "more rows": (weight(6, 4), "Size mismatch between saved"),
+    "twice the same half": ({"begins": ([0, 0], [0, 0])}, "does not have all tensors"),
+    "halves that overlap": ({"begins": ([0, 0], [1, 0])}, "does not have all tensors"),
+    "an endless offset": ({"begins": ([0, 0], [float("inf"), 0])}, "does not have all tensors"),
+}
+DAMAGES = {
+    "a part is cut": (lambda folder: cut(folder / "tensors-1/1.safetensors"), "does not have all tensors"),
+    "the file is cut": (lambda folder: cut(folder / CHECKPOINT), "is not a readable checkpoint"),
+    "no file": (lambda folder: (folder / CHECKPOINT).unlink(), "is missing: the checkpoint is incomplete"),
+}
+
+
+@pytest.mark.parametrize("case", [*FOLDERS, *DAMAGES])
+def test_a_crafted_or_damaged_folder_is_refused(tmp_path, case):
+    """Memory that nobody has written is not read, and none is taken that was not saved."""
+    changes, words = FOLDERS.get(case, ({}, ""))
+    in_parts(tmp_path, **changes)
+    if case in DAMAGES:
+        assert read(tmp_path)["state_dict"]["w"][:, 0].tolist() == [0, 0, 1, 1]
+        damage, words = DAMAGES[case]
+        damage(tmp_path)
+    with pytest.raises(ValueError, match=rf"^[^\n]*{words}[^\n]*$"):
         read(tmp_path)
 
 
@@ -134,11 +158,3 @@ def test_crafted_tensors_are_refused(tmp_path, kind):
 def test_numbers_that_torch_cannot_convert_are_refused(dtype):
     with pytest.raises(ValueError, match=r"^[^\n]+$"):
         load_weights(nn.Linear(2, 2), {"weight": torch.empty(2, 2, dtype=dtype), "bias": torch.ones(2)}, "x")
-
-
-def test_a_sharded_torch_file_is_read_by_its_index(tmp_path):
-    for name in "ab":
-        torch.save({name: WHOLE}, tmp_path / f"{name}.bin")
-    index = {"weight_map": {"a": "a.bin", "b": "b.bin"}}
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    assert [*read_weights(tmp_path)] == ["a", "b"]

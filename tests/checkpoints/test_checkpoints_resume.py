@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+from pathlib import Path
 
 import lightning.pytorch as pl
 import numpy as np
@@ -87,15 +88,13 @@ def every_step(folder):
     return ExactCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
 
 
-@pytest.mark.parametrize(("workers", "batches", "steps"), [(0, 1, EVERY_STEP), (2, 1, [4, 5]), (0, 2, [1, 2, 3, 5])])
-def test_resuming_from_every_step(tmp_path, workers, batches, steps):
-    """``batches``: of a step, whose gradients are accumulated."""
-    options = {"workers": workers, "accumulate_grad_batches": batches}
-    reference = fit([every_step(tmp_path)], **options)
-    assert len(reference[0]) == STEPS == batches * len(list(tmp_path.glob("*.ckpt")))
+@pytest.mark.parametrize(("workers", "steps"), [(0, EVERY_STEP), (2, [4, 5])])
+def test_resuming_from_every_step(tmp_path, workers, steps):
+    reference = fit([every_step(tmp_path)], workers=workers)
+    assert len(reference[0]) == STEPS == len(list(tmp_path.glob("*.ckpt")))
     assert [int(batch[0][0]) for batch in reference[0]] == [0] * 4 + [1] * 4 + [2] * 4  # noise below 1 is on the epoch
     for step in steps:
-        assert_resumed(fit(checkpoint=tmp_path / f"step={step}.ckpt", **options), reference, batches * step)
+        assert_resumed(fit(checkpoint=tmp_path / f"step={step}.ckpt", workers=workers), reference, step)
 
 
 @pytest.mark.parametrize(
@@ -304,20 +303,18 @@ def test_a_killed_training_leaves_as_many_best_files_as_another(tmp_path, monkey
     assert best_in(folder) == best_in(whole) and (folder / "best-of-mine.ckpt").exists()
 
 
-@pytest.mark.parametrize(("before", "now", "kept"), [(3, 2, [8, 12]), (2, 1, [12]), (1, 3, [8, 12])])
-def test_a_resumed_training_keeps_as_many_best_files_as_it_is_told_now(tmp_path, before, now, kept):
-    fit(best_and_last(tmp_path, before), max_steps=8)
-    fit(best_and_last(tmp_path, now), tmp_path / "last.ckpt")
+@pytest.mark.parametrize(
+    ("before", "now", "mode", "kept"),
+    [(3, 2, "max", [8, 12]), (2, 1, "max", [12]), (1, 3, "max", [8, 12]), (1, 1, "min", [4]), (2, 2, "min", [4, 8])],
+)
+def test_a_resumed_training_keeps_as_many_best_files_as_it_is_told_now(tmp_path, before, now, mode, kept):
+    """It knows what was best before: with ``min`` the first validation of all."""
+    fit(best_and_last(tmp_path, before, mode), max_steps=8)
+    best, last = best_and_last(tmp_path, now, mode)
+    fit([best, last], tmp_path / "last.ckpt")
     assert best_in(tmp_path) == [f"best-epoch{step // 4 - 1}-step{step}.ckpt" for step in kept]
-
-
-@pytest.mark.parametrize(("save_top_k", "kept"), [(1, [4]), (2, [4, 8])])
-def test_a_resumed_training_knows_what_was_best_before(tmp_path, save_top_k, kept):
-    callbacks = [best_and_last(tmp_path, save_top_k, "min") for _ in range(2)]
-    fit(callbacks[0], max_steps=8)
-    fit(callbacks[1], tmp_path / "last.ckpt")
-    assert best_in(tmp_path) == [f"best-epoch{step // 4 - 1}-step{step}.ckpt" for step in kept]
-    assert callbacks[1][0].best_model_score == 4 and callbacks[1][0].best_model_path == str(tmp_path / best_in(tmp_path)[0])
+    assert best.best_model_score == (4 if mode == "min" else 12)
+    assert Path(best.best_model_path).name == best_in(tmp_path)[0 if mode == "min" else -1]
 
 
 def test_a_training_that_begins_from_a_best_file_removes_no_later_ones(tmp_path):

@@ -1,13 +1,20 @@
-"""Files that commands write, and the folder that a run has for itself."""
+"""What commands write, print and read again, and the folder that a run has for itself."""
 
 import csv
+import json
 import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
+from rich.status import Status
 
+from holotrain.commands import plan as command
+from holotrain.commands.measured import Measured
+from holotrain.commands.plan import PLAN
 from holotrain.commands.run_folder import alone_in
 from holotrain.commands.writing import write_table
 from holotrain.errors import UserError
@@ -51,3 +58,50 @@ def test_one_run_at_a_time_is_in_a_folder_until_it_ends_or_dies(tmp_path):
     finally:
         process.kill()
         process.stdin.close()
+
+
+TRAINER = SimpleNamespace(callbacks=[], callback_metrics={"val/loss": torch.tensor(0.5)})
+
+
+@pytest.mark.parametrize("kept", [None, [], {"metrics": 3}, {"command": 1, "status": "completed", "step_seconds": "fast"}])
+def test_what_is_no_measurement_is_left_out(kept):
+    measured = Measured(resumed=True)
+    measured.on_load_checkpoint(TRAINER, None, {"measured": kept})
+    assert measured.results(TRAINER) == {"metrics": {"val/loss": 0.5}}
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_only_a_resumed_training_has_the_numbers_of_its_checkpoint(resumed):
+    measured = Measured(resumed)
+    held = {"metrics": {"train/loss": 2.0, "val/loss": 3.0, 4: 5.0}, "step_seconds": 0.1}
+    measured.on_load_checkpoint(TRAINER, None, {"measured": held})
+    before = {"metrics": {"train/loss": 2.0, "val/loss": 0.5}, "step_seconds": 0.1}
+    assert measured.results(TRAINER) == (before if resumed else {"metrics": {"val/loss": 0.5}})
+
+
+def test_a_plan_that_does_not_say_whether_it_fits_is_refused(tmp_path):
+    """What is null fits nowhere in particular: the memory is not known."""
+    found = {"backward": "reversible", "fits": None, "peak_bytes": 5, "largest": {}}
+    (tmp_path / PLAN).write_text(json.dumps(found))
+    assert command.row(tmp_path)["fits"] == ""
+    del found["fits"]
+    (tmp_path / PLAN).write_text(json.dumps(found))
+    with pytest.raises(UserError, match=f"{PLAN} is not the plan of a run: it has no 'fits'"):
+        command.row(tmp_path)
+
+
+@pytest.mark.parametrize("target", [None, "-"])
+def test_what_is_printed_while_data_are_read_is_not_taken_over(monkeypatch, target):
+    """As the display of a terminal does; and none is shown if stdout holds the figures."""
+    shown = []
+
+    def planned(config, say, begin):
+        assert not shown
+        begin("the step")
+        assert bool(shown) == (target is None)
+        raise UserError("seen")
+
+    monkeypatch.setattr(Status, "start", lambda self: shown.append(True))
+    monkeypatch.setattr(command, "planned", planned)
+    with pytest.raises(UserError, match="seen"):
+        command.run(SimpleNamespace(json=target), None)

@@ -7,13 +7,14 @@ from omegaconf import OmegaConf
 
 from holotrain.config import option_groups
 from holotrain.config.annotations import checked
-from holotrain.config.composition import config_folder
+from holotrain.config.composition import config_folder, models
 from holotrain.config.signatures import REQUIRED, UNKNOWN, signature
 from holotrain.errors import UserError
 from holotrain.targets import targets
 
-FILES = [path for group in ("model", "data", "task") for path in Path(config_folder(), group).glob("*.yaml")]
-CONSTRUCTORS = sorted({target for path in FILES for _, target in targets(OmegaConf.to_container(OmegaConf.load(path)))})
+FILES = [path for group in ("data", "task") for path in Path(config_folder(), group).glob("*.yaml")]
+NODES = [*models().values(), *(OmegaConf.to_container(OmegaConf.load(path)) for path in FILES)]
+CONSTRUCTORS = sorted({target for node in NODES for _, target in targets(node)})
 
 
 @pytest.mark.parametrize("target", CONSTRUCTORS)

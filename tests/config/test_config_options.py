@@ -11,24 +11,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from omegaconf import OmegaConf
 
 import holotrain
-from holotrain.callbacks import BestCheckpoint, MemoryMonitor, ThroughputMonitor
-from holotrain.config import option_groups
+from holotrain.callbacks import BestCheckpoint, ThroughputMonitor
+from holotrain.commands.multiprocess import process_group_options
 from holotrain.config.build import build_data, build_task, check_values
 from holotrain.config.build_callbacks import build_fit_callbacks
-from holotrain.config.build_trainer import build_trainer, check_device, check_training_device, process_group_options
+from holotrain.config.build_trainer import build_trainer, check_device, check_training_device
 from holotrain.config.composition import composed, config_folder, option_names, register
 from holotrain.config.option_groups import SEQUENCE_CLASSIFIER, is_a
 from holotrain.config.structured import structured, to_container, without_replaced_options
 from holotrain.data import HubImages
 from holotrain.data.text.module import TextDataModule
 from holotrain.errors import UserError, as_user_error
-from holotrain.models.layers.blocks import ResidualSequence
+from holotrain.optimizers import InBackward
 from holotrain.parallel.rank import ProcessRank
-from holotrain.reversible import backward_schedules, checks
 
 GROUPS = option_names()
 IMAGENET = ["data.root=images", "trainer.accelerator=cpu"]
@@ -125,8 +124,15 @@ def test_every_option_builds(group, option, images, tokens):
 
 def test_every_file_under_conf_is_an_option():
     files = {path.relative_to(config_folder()).as_posix() for path in Path(config_folder()).rglob("*.yaml")}
-    options = {f"{group}/{option}.yaml" for group, names in GROUPS.items() for option in names}
-    assert files == options | {"_common.yaml"}
+    options = {f"{group}/{option}.yaml" for group in GROUPS.keys() - {"model", "backward"} for option in GROUPS[group]}
+    assert files == options | {"_common.yaml", "_models.yaml"}
+
+
+def test_a_users_model_begins_from_one_of_ours(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("defaults: [rev_vit_small]\nheads: 3")
+    model = holotrain.compose("fit", ["model=mine"], tmp_path).model
+    assert (model.target, model.dim, model.heads) == ("holotrain.models.RevViT", 384, 3)
 
 
 def test_options_reach_what_they_describe():
@@ -159,6 +165,26 @@ def test_optimizers_and_schedules_of_torch():
     assert type(schedule) is torch.optim.lr_scheduler.OneCycleLR and schedule.total_steps == 70
 
 
+TOGETHER = """
+import torch
+
+class Together(torch.optim.SGD):
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        return super().step(closure)
+"""
+
+
+def test_steps_in_the_backward_are_for_optimizers_that_step_parameters_alone(tmp_path, monkeypatch):
+    (tmp_path / "together.py").write_text(TOGETHER)
+    monkeypatch.syspath_prepend(tmp_path)
+    on = ["optimizer.in_backward=true", "trainer.gradient_clip_algorithm=value", "trainer.gradient_clip_val=0.01"]
+    task = build_task(config := configuration("fit", *on), build_data(config))
+    assert type(task.make_optimizer(task.model)) is InBackward
+    with pytest.raises(UserError, match=r"optimizer.in_backward: Together steps all parameters together"):
+        check_values(configuration("fit", *on, "optimizer._target_=together.Together", "optimizer.lr=0.1"))
+
+
 TRAINER = inspect.signature(pl.Trainer).parameters
 ELSEWHERE = ("callbacks", "logger", "default_root_dir")
 """Arguments of Lightning's Trainer that are groups, or output_dir."""
@@ -188,20 +214,9 @@ def test_arguments_of_the_trainer_reach_it(tmp_path):
     assert type(trainer._accelerator_connector.cluster_environment).__name__ == "LightningEnvironment"
 
 
-SWA = "callbacks.swa._target_=lightning.pytorch.callbacks.StochasticWeightAveraging"
-
-
 def built(folder, config):
     data = build_data(config)
     return build_fit_callbacks(config, folder, build_task(config, data), data)
-
-
-def test_callbacks_of_others(tmp_path):
-    config = configuration("fit", SWA, "callbacks.swa.swa_lrs=0.1", "callbacks.memory=null")
-    made = built(tmp_path, config)
-    (swa,) = [callback for callback in made if isinstance(callback, StochasticWeightAveraging)]
-    assert swa._swa_lrs == 0.1 and not any(isinstance(callback, MemoryMonitor) for callback in made)
-    assert structured("fit", to_container(config)) == config
 
 
 BOUNDED = """
@@ -361,11 +376,3 @@ def test_nccl_takes_the_sms_and_the_priority_that_it_is_given():
     options = process_group_options(given.trainer, process)["pg_options"]
     assert (options.config.min_ctas, options.config.max_ctas, options.is_high_priority_stream) == (1, 2, True)
     assert options._timeout.total_seconds() == 60
-
-
-def test_lists_that_help_and_checks_repeat_are_those_of_the_parts():
-    """The command line knows them without importing torch."""
-    assert checks.ON_MISMATCH == option_groups.ON_MISMATCH
-    assert tuple(backward_schedules.SCHEDULES) == option_groups.SCHEDULES and option_groups.PLAIN == ResidualSequence.SCHEDULES
-    options = {path.stem for path in Path(config_folder(), "backward").glob("*.yaml")}
-    assert options == {*option_groups.SCHEDULES, option_groups.AUTO}

@@ -73,30 +73,20 @@ def test_rows_that_are_left_out_are_named(saved, tmp_path):
     assert documents_of(data, "val") == ["a", "c"]
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "."])
-def test_files_and_folders_are_read_too(saved, tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    rows = datasets.load_from_disk(str(saved))["train"].select(range(60))
-    if name == "a.csv":
-        rows.to_csv("a.csv")
-    else:
-        rows.to_parquet("a.parquet")
-    data = HubText(name, cache_dir=str(tmp_path / "cache"), val_fraction=0.2, test_fraction=0.2)
-    data.setup()
-    assert sorted(chain(*(documents_of(data, part) for part in ("train", "val", "test")))) == sorted(rows["text"])
-
-
-@pytest.mark.parametrize("name", ["a.tsv", "b.json", "*.json*"])
-def test_files_of_one_kind_are_read_together(tmp_path, name):
-    (tmp_path / "a.tsv").write_text("n\ttext\n" + "".join(f"1\ta, {number}\n" for number in range(30)))
-    (tmp_path / "b.json").write_text(json.dumps([{"text": f"b {number}"} for number in range(30)]))
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": f"c {number}"}) + "\n" for number in range(30)))
+@pytest.mark.parametrize("name", ["a.parquet", "a.tsv", "b.json", "*.json*", "folder"])
+def test_files_and_folders_are_read_too(tmp_path, name):
+    texts = {kind: [f"{kind}, {number}" for number in range(30)] for kind in "abc"}
+    (tmp_path / "folder").mkdir()
+    for path in ("a.parquet", "folder/a.parquet"):
+        datasets.Dataset.from_dict({"text": texts["a"]}).to_parquet(tmp_path / path)
+    (tmp_path / "a.tsv").write_text("n\ttext\n" + "".join(f"1\t{text}\n" for text in texts["a"]))
+    (tmp_path / "b.json").write_text(json.dumps([{"text": text} for text in texts["b"]]))
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts["c"]))
     data = HubText(str(tmp_path / name), cache_dir=str(tmp_path / "cache"), val_fraction=0.3, test_fraction=0.3)
     data.setup()
-    assert sum(data.counts[part]["documents"] for part in data.counts) == (60 if "*" in name else 30)
-    with pytest.raises(
-        UserError, match=r"^data\.name: .* matches files of several kinds, \.jsonl and \.tsv; name one of them$"
-    ):
+    expected = texts["b"] + texts["c"] if "*" in name else texts["b" if name == "b.json" else "a"]
+    assert sorted(chain(*(documents_of(data, part) for part in ("train", "val", "test")))) == sorted(expected)
+    with pytest.raises(UserError, match=r"^data\.name: .* matches files of several kinds, .*\.tsv; name one of them$"):
         HubText(str(tmp_path / "*.*"), cache_dir=str(tmp_path / "cache")).setup()
 
 

@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,11 +11,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
+from covering import long
 from data_files import write_folder
 from forked import Forked
-from left_by_runs import only, rows, scalars, summary
+from left_by_runs import only, rows, scalars, summary, weights
 from shown_runs import Logged
 from small_run import SMALL
+
+from holotrain.schedules import OF_REVERSIBLE
 
 QUICK = [*SMALL, "test=false", "logger=none", "callbacks.progress=null"]
 
@@ -52,7 +54,7 @@ def test_a_run_shows_and_leaves_what_it_should(holotrain):
 def test_the_same_losses_from_every_schedule(holotrain):
     """With dropout, drop-path and MixUp on, through two epochs or more."""
     losses = {}
-    for backward in ("autograd", "checkpoint", "reversible", "pareprop"):
+    for backward in OF_REVERSIBLE:
         holotrain.done(
             "fit", *SMALL, "test=false", "logger=csv", "callbacks.progress=null", f"backward={backward}",
             "trainer.precision=64-true", "model.dropout=0.1", "model.drop_path=0.1", "data.mixup_alpha=0.2",
@@ -211,14 +213,6 @@ def test_help_lists_commands_groups_and_options(holotrain):
     assert re.findall(r"\n  (\S+)=\.\.\. .* \(needed\)\n", out) == ["data.root"] and out.count("(needed)") == 1
 
 
-def test_the_module_starts_and_prints_its_configuration(tmp_path):
-    process = subprocess.run(
-        [sys.executable, "-m", "holotrain", "fit", "seed=7", "--cfg", "job"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert (process.returncode, process.stderr) == (0, "")
-    assert yaml.safe_load(process.stdout)["seed"] == 7
-
-
 STARVED = """
 import ctypes, resource, sys
 M_MMAP_THRESHOLD = -3
@@ -250,3 +244,17 @@ def test_out_of_memory_keeps_the_checkpoint_and_says_what_needs_less(holotrain, 
     assert (left["status"], left["steps"]) == ("out of memory", 4) and "val/loss" in left["metrics"]
     holotrain.done("fit", "resume=true", f"hydra.run.dir={folder}", "backward=reversible")
     assert summary(folder)["steps"] == 6
+
+
+@pytest.mark.parametrize(("depth", "epochs", "accuracy"), [(1, 10, 0.97), long(17, 40, 0.95)])
+def test_error_diffusion_learns_ten_digits(holotrain, depth, epochs, accuracy):
+    holotrain.done(
+        "fit", "task=error_diffusion", "trainer.accelerator=cpu", f"model.depth={depth}", f"trainer.max_epochs={epochs}"
+    )
+    folder = only(Path("runs/fit"))
+    assert summary(folder)["metrics"]["test/accuracy"] >= accuracy
+    assert all((tensor >= 0).all() for name, tensor in weights(folder / "checkpoints/last.ckpt").items() if "model." in name)
+    found = scalars(folder)
+    assert set(found["error_diffusion/sign_violations"]) == {0.0}
+    assert all(-1 <= value <= 1 for value in found["error_diffusion/alignment"])
+    assert len(found["error_diffusion/dead_cells"]) == len(found["error_diffusion/alignment"]) == 40 * epochs // 20

@@ -2,10 +2,7 @@
 
 import csv
 import json
-import os
 import signal
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import pytest
 import torch
 import torch.distributed
 from compared import assert_close, assert_equal
+from data_files import write_letters
 from forked import Forked
 from gloo_pair import by_forks, statuses_of
 from left_by_runs import only, summary, weights
@@ -50,13 +48,6 @@ def losses(folder: Path, tag: str = "train/loss") -> list[float]:
     return [float(row[tag]) for log in logs for row in csv.DictReader(log.open()) if row[tag]]
 
 
-def write_text(folder: Path) -> None:
-    folder.mkdir()
-    for number in range(4):
-        text = "".join(chr(97 + (i * i * (number + 3) + i // 7) % 26) for i in range(6000))
-        (folder / f"{number}.txt").write_text(text)
-
-
 KINDS = {"images": IMAGES, "text": TEXT}
 QUICK = [("images", "ddp", "reversible"), ("text", "fsdp", "pareprop")]
 """Done by default. Every pair is done in a slow test."""
@@ -87,7 +78,7 @@ WORK = {
 
 def done_by_two_ranks(folder: Path, commands: dict[str, list[str]], expected: list[int]) -> None:
     """Has all command lines done by two processes in ``folder``; each leaves there what it saw and said."""
-    write_text(folder / "text")
+    write_letters(folder / "text")
     work = []
     for name, words in commands.items():
         run = "hydra.sweep.dir" if "-m" in words else "hydra.run.dir"
@@ -129,7 +120,7 @@ def assert_losses_of_one_process(holotrain, folder: Path, cases: list, kind: str
     jobs = {(s, b): folder / f"did_{kind}_{s}_{b}" for of, s, b in cases if of == kind}
     assert {where: (summary(job)["strategy"], summary(job)["backward"]) for where, job in jobs.items()} == {w: w for w in jobs}
     if kind == "text":
-        write_text(Path("text"))
+        write_letters(Path("text"))
     alone = {
         batch: alone_in(holotrain, str(batch), *KINDS[kind], *SHARED, "backward=autograd", f"data.batch_size={batch}")
         for batch in (8, 16)
@@ -240,26 +231,16 @@ def test_processes_of_srun_train_and_print_a_mistake_once(left):
     assert not (folder / "did_mistaken").exists()
 
 
-def by_torchrun(processes: int, *words: str) -> tuple[int, list[str]]:
-    """Lets torchrun start a command line: its exit status, and what each process says on stderr."""
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-r", "3", "--log-dir", "logs"]
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    done = subprocess.run([sys.executable, "-m", *torchrun, "-m", "holotrain", *words], env=env, capture_output=True)
-    said = sorted(Path("logs").glob("*/attempt_0/*/stderr.log"), key=lambda path: int(path.parent.name))
-    return done.returncode, [path.read_text() for path in said]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("started", "pair"),
-    [(by_torchrun, ["tp", "trainer.tensor_parallel=2"]), (by_forks, ["pipeline", "trainer.pipeline_stages=2"])],
+    ("strategy", "pairs"), [("tp", "trainer.tensor_parallel=2"), ("pipeline", "trainer.pipeline_stages=2")]
 )
-def test_two_pairs_of_processes_share_a_model(holotrain, started, pair):
+def test_two_pairs_of_processes_share_a_model(holotrain, strategy, pairs):
     """FSDP2 between two pairs of processes, each of which is tensor parallel within; averages between two pipelines."""
-    write_text(Path("text"))
+    write_letters(Path("text"))
     words = [*TEXT, *SHARED, *FEW, "trainer.max_steps=3", "trainer.accumulate_grad_batches=1"]
-    pairs = [f"trainer={pair[0]}", "trainer.devices=4", *pair[1:], "backward=pareprop"]
-    assert started(4, "fit", *words, *pairs) == (0, [""] * 4)
+    several = [f"trainer={strategy}", "trainer.devices=4", pairs, "backward=pareprop"]
+    assert by_forks(4, "fit", *words, *several) == (0, [""] * 4)
     run = only(Path("runs/fit"))
     assert summary(run)["processes"] == 4
     alone = alone_in(holotrain, "alone", *words, "data.batch_size=16", "backward=autograd")

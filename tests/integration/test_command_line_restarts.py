@@ -1,4 +1,4 @@
-"""What becomes of a training in several processes when something happens to one of them."""
+"""What becomes of a training in several processes when something happens to one of them, or its data are others."""
 
 import os
 import re
@@ -11,9 +11,11 @@ import psutil
 import pytest
 import torch.distributed
 from covering import slow
+from data_files import write_letters
 from forked import COMMAND_LINE, Forked
-from gloo_pair import by_forks
+from gloo_pair import by_forks, free_port, statuses_of
 from left_by_runs import assert_same_weights, summary, weights
+from small_run import SMALL
 
 from holotrain.parallel.processes import started_processes
 
@@ -90,3 +92,39 @@ def test_processes_meet_on_this_machine_alone_and_import_nothing_from_the_workin
         connections = psutil.Process().net_connections("tcp")
         listening = {c.laddr.ip for c in connections if c.status == "LISTEN" and c.laddr.port == port}
     assert listening == {"127.0.0.1"} and not Path("imported").exists() and os.environ == before
+
+
+TEXT = [
+    *SMALL, "trainer=ddp", "trainer.timeout=60", "logger=none", "callbacks.progress=null", "test=false", "task=causal_lm",
+    "model=rev_gpt_tiny", "data=text_files", "data.files=[data/*.txt]", "data.context=16", "data.cache_dir=cache",
+]  # fmt: skip
+
+
+def assert_refused(folder: Path, message: str) -> None:
+    """Two processes, each in a folder of its own, with the folder of the run in common: both print one line, which is about
+    rank 1."""
+    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    errors = [folder / f"errors_{rank}" for rank in (0, 1)]
+
+    def start(rank: int) -> Forked:
+        own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        words = ("fit", *TEXT, f"hydra.run.dir={folder / 'run'}")
+        return Forked(COMMAND_LINE, *words, folder=folder / str(rank), env=own, errors=errors[rank])
+
+    assert statuses_of(2, start) == [2, 2], [path.read_text() for path in errors]
+    for text in (path.read_text() for path in errors):
+        assert text.startswith("holotrain: ") and text.count("\n") == 1 and "rank 1" in text and message in text, text
+    assert not (folder / "run/checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_processes_with_different_texts_are_refused(tmp_path):
+    for rank in (0, 1):
+        write_letters(tmp_path / f"{rank}/data", shift=rank)
+    assert_refused(tmp_path, "data: rank 1 has other data than rank 0; content of train: ")
+
+
+def test_a_mistake_in_the_data_of_one_process_ends_both(tmp_path):
+    write_letters(tmp_path / "0/data")
+    (tmp_path / "1").mkdir()
+    assert_refused(tmp_path, "data.files: ")

@@ -6,19 +6,15 @@ import pytest
 import torch
 from compared import assert_equal
 from covering import chosen
-from small_models import FAMILIES, example, text_batch
+from small_models import FAMILIES, ODD_WINDOWS, example, text_batch
 
 from holotrain import models
 from holotrain.models import RevMViT, RevSwin
+from holotrain.schedules import OF_REVERSIBLE
 
 VIT = {"classes": 7, "dim": 24, "depth": 5, "heads": 3, "attention_dropout": 0.1, "drop_path": 0.2}
 PIXELS = {"image_size": 8, "patch_size": 2, "channels": 1} | VIT
 COLORS = {"image_size": 32, "patch_size": 4, "channels": 3} | VIT
-# Five blocks in two stages, of odd and even depth, on maps of 6 and 3 tokens: shifted windows, windows that do not fill the
-# map, a window as large as the map.
-WINDOWS = {
-    "image_size": 12, "patch_size": 2, "channels": 1, "classes": 5, "dim": 8, "depths": (3, 2), "heads": (1, 2), "window": 4,
-}  # fmt: skip
 POOLED = {"image_size": 32, "channels": 3, "classes": 7, "dim": 8, "heads": 2}
 TEXT = {"vocab": 50, "context": 12, "dim": 16, "heads": 2, "attention_dropout": 0.1}
 
@@ -26,7 +22,7 @@ MODELS = {
     **{f"vit {pool}": ("RevViT", PIXELS | {"pool": pool}, 1, (0, 4)) for pool in ("mean", "class")},
     **{f"vit {pool}, colors": ("RevViT", COLORS | {"pool": pool}, 1, (0, 4)) for pool in ("mean", "class")},
     "vit, scales": ("RevViT", PIXELS | {"layer_scale": 0.3}, 1, (0, 4)),
-    "swin": ("RevSwin", WINDOWS | {"attention_dropout": 0.2, "drop_path": 0.3}, 3, (0, 4)),
+    "swin": ("RevSwin", ODD_WINDOWS | {"attention_dropout": 0.2, "drop_path": 0.3}, 3, (0, 4)),
     # Reversible blocks: 1, 1, 4, 1 and 2, 2, 3 and 1, 1, 4.
     "mvit, 4 stages": ("RevMViT", POOLED | {"depths": (1, 2, 5, 2), "drop_path": 0.3}, 2, (0, 3)),
     "mvit, 3 stages": ("RevMViT", POOLED | {"depths": (2, 3, 4), "drop_path": 0.3}, 2, (0, 3)),
@@ -45,9 +41,7 @@ MODELS = {
 """Class, arguments, and two ways to say which blocks are stored: how many of the last, and which."""
 
 ENGINES = {
-    "checkpoint": lambda last, some: {"backward": "checkpoint"},
-    "reversible": lambda last, some: {"backward": "reversible"},
-    "pareprop": lambda last, some: {"backward": "pareprop"},
+    **{name: lambda last, some, name=name: {"backward": name} for name in OF_REVERSIBLE[1:]},
     "the last stored": lambda last, some: {"backward": "reversible", "store": last},
     "some stored": lambda last, some: {"backward": "pareprop", "store": some},
     "attention kept": lambda last, some: {"backward": "reversible", "keep": ("attention",)},
@@ -122,7 +116,7 @@ def test_plain_checkpointing_changes_nothing(family, options):
 @pytest.mark.parametrize(
     ("model_class", "arguments"),
     [
-        (RevSwin, WINDOWS | {"exact": True}),
+        (RevSwin, ODD_WINDOWS | {"exact": True}),
         (RevMViT, POOLED | {"depths": (2, 3, 4), "exact": False}),
         (RevMViT, POOLED | {"depths": (2, 3, 4), "exact": True}),
     ],

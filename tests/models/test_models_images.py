@@ -3,17 +3,13 @@
 import pytest
 import torch
 from compared import assert_equal
-from small_models import IMAGE
+from small_models import IMAGE, ODD_WINDOWS
 from torch import nn
 
 from holotrain.models import MViT, RevMViT, RevSwin, RevViT, Swin, ViT
 from holotrain.models.layers.blocks import AttentionBranch, DropPath, MLPBranch, ResidualBlock
 from holotrain.models.mvit import Transition
 
-# Five blocks in two stages, on maps of 6 and 3 tokens.
-WINDOWS = {
-    "image_size": 12, "patch_size": 2, "channels": 1, "classes": 5, "dim": 8, "depths": (3, 2), "heads": (1, 2), "window": 4,
-}  # fmt: skip
 POOLED = {"image_size": 32, "channels": 3, "classes": 7, "dim": 8, "heads": 2}
 
 
@@ -40,7 +36,7 @@ def test_the_channels_of_streams_are_in_a_row(network):
     ("model", "rates"),
     [
         (ViT(**IMAGE | {"depth": 4}, drop_path=0.3), [0, 0.1, 0.2, 0.3]),
-        (Swin(**WINDOWS, dropout=0.1, attention_dropout=0.2, drop_path=0.3), [0, 0.075, 0.15, 0.225, 0.3]),
+        (Swin(**ODD_WINDOWS, dropout=0.1, attention_dropout=0.2, drop_path=0.3), [0, 0.075, 0.15, 0.225, 0.3]),
         (MViT(**POOLED, depths=(2, 3), drop_path=0.4), [0, 0.1, 0.2, 0.3, 0.4]),
     ],
     ids=["vit", "swin", "mvit"],
@@ -139,7 +135,7 @@ def test_outputs_of_the_published_design_are_those_of_its_formulas():
 @pytest.mark.parametrize(
     "model",
     [
-        RevSwin(**WINDOWS | {"dim": 64, "heads": (8, 16), "window": 6}),
+        RevSwin(**ODD_WINDOWS | {"dim": 64, "heads": (8, 16), "window": 6}),
         MViT(**POOLED | {"dim": 64, "heads": 1}, depths=(1, 1)),
     ],
     ids=["swin", "mvit"],

@@ -1,12 +1,15 @@
-"""Schedules of models that know nothing of holotrain."""
+"""Schedules of models that know nothing of holotrain, and every family compiled block by block."""
 
 import pytest
 import torch
 from compared import assert_equal
+from small_models import FAMILIES, TRANSFORMERS, example
 from torch import nn
 
-from holotrain.models.block_schedules import set_backward
+from holotrain.models.block_schedules import compile_blocks, set_backward
+from holotrain.models.building import build
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
+from holotrain.schedules import PLAIN
 
 
 class Block(nn.Module):
@@ -56,11 +59,7 @@ def test_equal_blocks_in_a_list_are_checkpointed_and_switched_back():
 @pytest.mark.parametrize(
     ("model", "backward", "words"),
     [
-        (
-            Tower([Block(), Block()]),
-            "reversible",
-            "Tower has no reversible blocks; only autograd, checkpoint, checkpoint8, offload are possible",
-        ),
+        (Tower([Block(), Block()]), "reversible", f"Tower has no reversible blocks; only {', '.join(PLAIN)} are possible"),
         (nn.Linear(2, 2), "checkpoint", "Linear has no ModuleList or Sequential of equal blocks to recompute"),
     ],
 )
@@ -74,3 +73,26 @@ def test_sequences_of_a_model_of_others():
     set_backward(model, "pareprop", store=3, keep=("attention",))
     kinds = [[schedule.kind for schedule in sequence.schedules] for sequence in model]
     assert kinds == [["rebuilt", "stored"], ["stored", "stored"]] and model[0].schedules[0].keep == ("attention",)
+
+
+CASES = [*((name, {}) for name in TRANSFORMERS), ("RoBERTa", {"norm": "post"}), ("RevSwin", {"backward": "pareprop"})]
+QUICK = [("RevViT", {}), ("RoBERTa", {"norm": "post"})]
+MODELS = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
+
+
+@pytest.mark.parametrize(("name", "options"), MODELS, ids=str)
+def test_gradients_are_those_of_the_model_as_it_is(name, options):
+    """With the eager backend: what is traced and where, not what a code generator makes of it."""
+    arguments = FAMILIES[name.removeprefix("Rev")] | {"dropout": 0.0} | options
+    grads, traced = [], []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        torch.compiler.reset()
+        model = build(f"holotrain.models.{name}", arguments).double()
+        if compiled:
+            compile_blocks(model, backend=lambda graph, inputs: traced.append(graph) or graph.forward)
+        model(example(name, dtype=torch.float64)).square().sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert traced, "nothing was compiled"
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-9, atol=1e-12)
+    assert not any("_orig_mod" in name for name in model.state_dict())

@@ -7,22 +7,17 @@ import timm
 import torch
 from covering import slow
 from pytest import approx
+from small_models import sizes_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain import models
-from holotrain.models.gpt import GPT_SIZES
-from holotrain.models.mvit import MVIT_SIZES
-from holotrain.models.roberta import ROBERTA_SIZES
-from holotrain.models.swin import SWIN_SIZES
-from holotrain.models.vit import VIT_SIZES
 
-SIZES = {"ViT": VIT_SIZES, "Swin": SWIN_SIZES, "MViT": MVIT_SIZES, "GPT": GPT_SIZES, "RoBERTa": ROBERTA_SIZES}
 PIXELS, TOKENS = torch.empty(1, 3, 224, 224, device="meta"), torch.zeros(1, 512, dtype=torch.long, device="meta")
 
 
 def of_size(name, size):
     with torch.device("meta"):
-        return getattr(models, name)(**SIZES[name.removeprefix("Rev")][size])
+        return getattr(models, name)(**sizes_of(name.removeprefix("Rev"))[size])
 
 
 def parameter_count(model):

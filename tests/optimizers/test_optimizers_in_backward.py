@@ -17,9 +17,9 @@ from holotrain.optimizers import InBackward
 from holotrain.optimizers.low_bit import low_bit
 from holotrain.optimizers.stepping import CombinedOptimizer
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, recomputation, tape
+from holotrain.schedules import OF_REVERSIBLE
 from holotrain.tasks.sharded_optimizers import ShardedAdafactor
 
-BACKWARDS = ("autograd", "checkpoint", "reversible", "pareprop")
 WIDTH = 8
 
 
@@ -94,7 +94,7 @@ def same(ours, theirs):
     return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 
-CASES = [(name, backward, half) for name in OPTIMIZERS for backward in BACKWARDS for half in (False, True)]
+CASES = [(name, backward, half) for name in OPTIMIZERS for backward in OF_REVERSIBLE for half in (False, True)]
 QUICK = [(name, "reversible", half) for name in ("sgd", "adamw") for half in (False, True)]
 QUICK += [
     ("sgd", "autograd", True),
@@ -219,7 +219,7 @@ class Borrowing(nn.Module):
         return torch.tanh(x @ self.lender.weight.detach())
 
 
-@pytest.mark.parametrize(("backward", "fused"), [*paired(BACKWARDS, [False, True]), ("reversible", True)])
+@pytest.mark.parametrize(("backward", "fused"), [*paired(OF_REVERSIBLE, [False, True]), ("reversible", True)])
 def test_a_weight_that_is_needed_after_its_step_is_refused(backward, fused):
     lender = nn.Linear(WIDTH, WIDTH)
     net = ReversibleSequence(
@@ -233,7 +233,7 @@ def test_a_weight_that_is_needed_after_its_step_is_refused(backward, fused):
     del optimizer
 
 
-@pytest.mark.parametrize("backward", ["checkpoint", "reversible", "pareprop"])
+@pytest.mark.parametrize("backward", OF_REVERSIBLE[1:])
 def test_other_changes_between_forward_and_backward_are_still_refused(backward):
     net = Net(backward)
     optimizer = InBackward(sgd(net))

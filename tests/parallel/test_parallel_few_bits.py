@@ -25,9 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from holotrain.models.checkpoint_files import read
-from holotrain.optimizers.stepping import CombinedOptimizer
 from holotrain.tasks.optimizer_functions import adafactor, adamw_low_bit
-from holotrain.tasks.sharded_optimizers import ShardedMuon
 
 SHAPES = {
     "rows of whole blocks": (64, 256),
@@ -42,16 +40,9 @@ OTHERWISE = "small shares"
 """Has few bits in one process alone: half of it is less than what torchao shortens."""
 
 
-def muon(model: nn.Module, lr: float) -> CombinedOptimizer:
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-    rest = [parameter for parameter in model.parameters() if parameter.ndim != 2]
-    return CombinedOptimizer([torch.optim.AdamW(rest, lr=lr), ShardedMuon(matrices, lr=lr)])
-
-
 OPTIMIZERS = {
     **{f"adamw_{bits}": partial(adamw_low_bit, bits=bits) for bits in ("8bit", "4bit", "fp8")},
     "adafactor": adafactor,
-    "muon": muon,
 }
 
 
@@ -143,7 +134,7 @@ def find(rank: int) -> dict:
 
 @pytest.mark.slow
 def test_two_processes_and_each_checkpoint_continue_as_one_process_does(tmp_path):
-    """To the bit; Adafactor and Muon, whose sums are rounded, within 1e-9."""
+    """To the bit; Adafactor, whose sums are rounded, within 1e-9."""
     assert found_by_processes(Path(__file__), tmp_path) == dict.fromkeys(OPTIMIZERS, 3)
 
 

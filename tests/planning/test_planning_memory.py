@@ -28,11 +28,11 @@ from holotrain.planning.cuda_rules import cuda_rules
 from holotrain.planning.fake_tensors import Unplannable, assume_mask_share, fake_tensors
 from holotrain.planning.tracker import AllocationTracker
 from holotrain.planning.training_step import TrainingStep, peak_of
+from holotrain.schedules import OF_REVERSIBLE
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
-REVERSIBLE = ("autograd", "checkpoint", "reversible", "pareprop")
-PLAIN = REVERSIBLE[:2]
+PLAIN = OF_REVERSIBLE[:2]
 VIT = {"image_size": 32, "patch_size": 4, "dim": 64, "depth": 2, "heads": 2, "classes": 10}
 SWIN = {"image_size": 32, "patch_size": 2, "dim": 32, "depths": (2, 1), "heads": (1, 2), "window": 4, "classes": 10}
 MVIT = {"image_size": 32, "dim": 24, "depths": (1, 2), "heads": 1, "classes": 10}
@@ -70,7 +70,7 @@ no_half = pytest.mark.skipif(
 CASES = [
     pytest.param(*case.values, marks=[*case.marks, no_half] if case.values[2] else case.marks)
     for case in thinned(
-        FAMILIES, REVERSIBLE, (False, True), allowed=lambda of, backward, _: of[:3] == "Rev" or backward in PLAIN, keep=CHOSEN
+        FAMILIES, OF_REVERSIBLE, (False, True), allowed=lambda of, way, _: of[:3] == "Rev" or way in PLAIN, keep=CHOSEN
     )
 ]
 
@@ -223,7 +223,7 @@ def test_a_gpu_has_workspaces_in_its_place_and_rounds_each_storage_up(packing):
     assert exact.peak < rounded.peak < 1.2 * exact.peak
 
 
-@pytest.mark.parametrize("backward", ["reversible", *(slow(other) for other in REVERSIBLE if other != "reversible")])
+@pytest.mark.parametrize("backward", ["reversible", *(slow(other) for other in OF_REVERSIBLE if other != "reversible")])
 def test_a_plan_agrees_with_pytorchs_memory_tracker(backward):
     with fake_tensors():
         planned = simulate_step(training_step("RevViT", backward, fake=True))

@@ -17,6 +17,7 @@ from holotrain.planning.fake_tensors import fake_tensors
 from holotrain.planning.memory_plan import choose_schedules, choose_variant, least_memory
 from holotrain.planning.planner import Variant
 from holotrain.planning.training_step import TrainingStep
+from holotrain.schedules import PLAIN, SCHEDULES
 
 DEPTH = 8
 
@@ -38,7 +39,7 @@ class Network(nn.Module):
 
 def planner_of(device):
     """Of a model of others, with equal blocks in a list."""
-    schedules = ("autograd", "checkpoint", "checkpoint8", *(["offload"] if device == "cuda" else []))
+    schedules = [name for name in PLAIN if device == "cuda" or not SCHEDULES[name].gpu]
     found = planner(Network, {}, batch=16, backward=None, device=device, listed=DEPTH, schedules=schedules)
     make = found.make_model
 
@@ -51,7 +52,7 @@ def planner_of(device):
     return found
 
 
-@pytest.mark.parametrize("backward", ["checkpoint8", "offload"])
+@pytest.mark.parametrize("backward", PLAIN[2:])
 def test_a_plan_is_what_the_tensors_of_a_step_take(backward):
     given = torch.zeros(32, 64, dtype=torch.int64)
 

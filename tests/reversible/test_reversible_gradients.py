@@ -19,6 +19,7 @@ from tracked_memory import TrackedMemory
 
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 from holotrain.reversible.context import recomputing
+from holotrain.schedules import OF_REVERSIBLE
 
 every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 MATRIX = pairwise(*FACTORS.values())
@@ -51,7 +52,7 @@ def random_case(seed):
     """A case of the matrix in which each branch, and each block's schedule, is another one."""
     dice = random.Random(seed)
     case = {name: dice.choice(values) for name, values in FACTORS.items()}
-    schedules = ("autograd", "checkpoint", "reversible", "pareprop", "reversible+attention", "pareprop+matmul")
+    schedules = (*OF_REVERSIBLE, "reversible+attention", "pareprop+matmul")
     depth = dice.randint(1, 9)
     backward = [dice.choice(schedules) for _ in range(depth)]
     engine = {"backward": backward, "store": [number for number in range(depth) if dice.random() < 0.1]}

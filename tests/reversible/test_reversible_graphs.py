@@ -13,6 +13,7 @@ from engine_branches import F64, WIDTH
 from engine_cases import sequence
 
 from holotrain.reversible.graphs import WARM_UPS, GraphedStep
+from holotrain.schedules import OF_REVERSIBLE, REBUILDING
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +47,7 @@ def test_no_capture_forbids_other_threads_what_a_loader_does():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 class TestOnCuda:
-    @pytest.mark.parametrize("backward", ["autograd", "checkpoint", "reversible", "pareprop"])
+    @pytest.mark.parametrize("backward", OF_REVERSIBLE)
     def test_gradients_equal_an_ordinary_steps(self, backward):
         net, loss_of, step = step_of(backward, 0.0)
         for number in range(WARM_UPS + 4):
@@ -61,7 +62,7 @@ class TestOnCuda:
         other = torch.ones(5, WIDTH, dtype=F64, device="cuda")  # another shape: an ordinary step
         assert_close(step(other), loss_of(other))
 
-    @pytest.mark.parametrize("backward", ["reversible", "pareprop"])
+    @pytest.mark.parametrize("backward", REBUILDING)
     def test_dropout_repeats_in_the_recomputation_and_moves_on_between_replays(self, backward):
         net, _, step = step_of(backward, 0.3)
         x = torch.linspace(-1, 1, 3 * WIDTH, dtype=F64, device="cuda").view(3, WIDTH)

@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 from holotrain.reversible import ReversibleBlock, kept_inputs, make_reversible, recompute, undo
 from holotrain.reversible.in_place import RecomputedForward
-from holotrain.reversible.kept_inputs import WAYS, rounded, unrounded
+from holotrain.reversible.kept_inputs import rounded, unrounded
 from holotrain.reversible.sequence import AveragedStreams
 from holotrain.reversible.side_stream import SameStream
 from holotrain.reversible.stack import stack_of
+from holotrain.schedules import PLAIN, SCHEDULES
 
 
 class Block(nn.Module):
@@ -59,17 +60,17 @@ def relative_error(found, true):
 
 
 def test_gradients_are_those_of_autograd():
-    """Of 8 bits they are near, and the loss is the same. One schedule follows the other, and in the end there is none."""
+    """Inexact ones are near, and the loss is the same. One schedule follows the other, and in the end there is none."""
     model, inputs = stack()
     names, plain = list(model.state_dict()), gradients(model, inputs)
-    for backward in ("checkpoint", "offload", "autograd", "checkpoint8"):
+    for backward in PLAIN:
         assert recompute(model, backward=backward) is model
         found = gradients(model, inputs)
-        if backward == "checkpoint8":
+        if SCHEDULES[backward].exact:
+            assert_equal(found, plain)
+        else:
             assert_equal(found[0], plain[0])
             assert 0 < relative_error(found, plain) < 0.02
-        else:
-            assert_equal(found, plain)
     undo(model)
     assert not any(map(RecomputedForward.of, model.modules())) and list(model.state_dict()) == names
     assert all("forward" not in vars(part) for part in model.modules())
@@ -150,10 +151,10 @@ def test_reversible_blocks_have_the_same_schedules(make):
         inputs = {"x": torch.randn(2, 6, 64, dtype=torch.float64)}
     held.backward = "autograd"
     true = gradients(model, inputs)
-    for backward in WAYS:
+    for backward in PLAIN:
         held.backward = backward
         error = relative_error(gradients(model, inputs), true)
-        assert 0 < error < 0.05 if backward == "checkpoint8" else error == 0
+        assert error == 0 if SCHEDULES[backward].exact else 0 < error < 0.05
 
 
 class OfLists(nn.Module):
@@ -177,12 +178,13 @@ class OfLists(nn.Module):
         return streams[0] + streams[1]
 
 
-@pytest.mark.parametrize("backward", WAYS)
+@pytest.mark.parametrize("backward", PLAIN)
 def test_blocks_of_several_streams(backward):
     plain, x = OfLists().double(), {"x": torch.randn(2, 6, 64, dtype=torch.float64)}
     true = gradients(plain, x)
     found = gradients(recompute(plain, "stages", backward=backward), x)
-    assert_close(found, true, rtol=0.2 if backward == "checkpoint8" else 0, atol=0.01 if backward == "checkpoint8" else 0)
+    rtol, atol = (0, 0) if SCHEDULES[backward].exact else (0.2, 0.01)
+    assert_close(found, true, rtol=rtol, atol=atol)
 
 
 def test_a_compiled_model(compiler):
@@ -275,10 +277,10 @@ class TestOnAGpu:
         others = {event.device_resource_id for event in events if "gemm" in event.name.lower()}
         assert copies and others and not copies & others
 
-    @pytest.mark.parametrize("backward", WAYS)
+    @pytest.mark.parametrize("backward", PLAIN)
     def test_bf16_autocast_repeats(self, model, backward):
         model, inputs = model
         with torch.autocast("cuda", torch.bfloat16):
             true = gradients(model, inputs)
             found = gradients(recompute(model, backward=backward), inputs)
-        assert relative_error(found, true) <= (0.02 if backward == "checkpoint8" else 0)
+        assert relative_error(found, true) <= (0 if SCHEDULES[backward].exact else 0.02)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, recompute
 from holotrain.reversible.stack import stack_of
 from holotrain.reversible.tiled_loss import tile_loss
+from holotrain.schedules import SCHEDULES
 
 
 def streams():
@@ -161,7 +162,7 @@ PRE, POST = "register_forward_pre_hook", "register_forward_hook"
 EDITED, REPLACED = "modified by an inplace operation", "replaced the inputs or outputs of a ReversibleBlock"
 SPLIT = {"split": lambda block: (block.norm1, block.norm2)}
 REFUSED = [
-    (options(backward="revresible"), "autograd, checkpoint, checkpoint8, offload, reversible, pareprop"),
+    (options(backward="revresible"), ", ".join(SCHEDULES)),
     (options(backward=None), "or a list of them, not None"),
     (options(store=3), "up to 2"),
     (options(store=-1), "up to 2"),

@@ -16,9 +16,10 @@ from tracked_memory import bytes_of_a_step
 
 from holotrain.models.layers.blocks import DropPath
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
+from holotrain.schedules import OF_REVERSIBLE
 
 B, T, WIDTH, F64 = 2, 11, 8, torch.float64
-RECOMPUTING = ("checkpoint", "reversible", "pareprop")
+RECOMPUTING = OF_REVERSIBLE[1:]
 every_schedule = pytest.mark.parametrize("backward", ["checkpoint", "reversible"])
 
 

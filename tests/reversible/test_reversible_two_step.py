@@ -9,6 +9,7 @@ from torch import nn
 
 from holotrain.reversible.stack import ReversibleStack, stack_of
 from holotrain.reversible.two_step import weights
+from holotrain.schedules import OF_REVERSIBLE
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -76,7 +77,7 @@ def test_the_last_stream_is_the_sum_of_the_updates(bits):
         assert_close(now, updates.sum(0), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("backward", "bits"), paired(["autograd", "checkpoint", "reversible", "pareprop"], [1, 2, 4]))
+@pytest.mark.parametrize(("backward", "bits"), paired(OF_REVERSIBLE, [1, 2, 4]))
 def test_gradients_are_those_of_the_recurrence(backward, bits):
     torch.manual_seed(0)
     blocks = nn.ModuleList(Block(dropout=0.0) for _ in range(7)).double()

@@ -5,17 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from small_models import sizes_of
 from small_trainings import quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
 from holotrain.models import RevViT
-from holotrain.models.vit import VIT_SIZES
 from holotrain.tasks import ImageClassifier, optimizer_functions, schedules
 
 
 def test_norms_biases_and_positions_do_not_decay():
-    model = RevViT(image_size=8, patch_size=2, channels=1, classes=10, **VIT_SIZES["tiny"])
+    model = RevViT(image_size=8, patch_size=2, channels=1, classes=10, **sizes_of("ViT")["tiny"])
     frozen = model.head.weight.requires_grad_(False)
     decayed, exempt = optimizer_functions.decay_groups(model, 0.3)
     assert (decayed["weight_decay"], exempt["weight_decay"]) == (0.3, 0.0)
@@ -81,6 +81,8 @@ def classifier(**options):
 
 
 def test_the_loss_is_smoothed_cross_entropy_of_classes_or_probabilities():
+    with pytest.raises(ValueError, match=r"label_smoothing must be in \[0, 1\), not 1.0"):
+        classifier(label_smoothing=1.0)
     task = classifier(label_smoothing=0.2)
     task._trainer = SimpleNamespace(global_step=0, log_every_n_steps=100, is_last_batch=False, strategy=None)
     images, labels = torch.randn(6, 1, 2, 2), torch.arange(6)

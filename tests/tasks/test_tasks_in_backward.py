@@ -101,11 +101,12 @@ class Scaling(pl.plugins.precision.MixedPrecision):
         ({"plugins": Scaling}, "gradient scaling of 16-mixed"),
         ({"strategy": "ddp"}, "DDPStrategy"),
         ({"callbacks": lambda: [SynthesisCallback()]}, "a synthesis needs gradients"),
+        ({"cuda_graph": True}, "a CUDA graph needs gradients after the backward"),
     ],
 )
 def test_a_trainer_that_needs_the_gradients_is_refused(options, words, monkeypatch):
-    task = task_of(MAKERS["sgd"], True)
     options = {name: value() if callable(value) else value for name, value in options.items()}
+    task = task_of(MAKERS["sgd"], True, cuda_graph=options.pop("cuda_graph", False))
     if "strategy" in options:
         for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
             monkeypatch.setenv(name, value)
@@ -113,8 +114,3 @@ def test_a_trainer_that_needs_the_gradients_is_refused(options, words, monkeypat
         fit(task, **options)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def test_a_cuda_graph_is_refused():
-    with pytest.raises(ValueError, match="a CUDA graph needs gradients after the backward"):
-        fit(task_of(MAKERS["sgd"], True, cuda_graph=True))

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
+from small_models import sizes_of
 from torch import nn
 
 from holotrain.models import RevGPT, RevMViT
-from holotrain.models.mvit import MVIT_SIZES
 from holotrain.optimizers.stepping import CombinedOptimizer
 from holotrain.tasks import optimizer_functions, schedules
 
@@ -18,7 +18,7 @@ SMALL = {"vocab": 20, "context": 8, "dim": 16, "depth": 2, "heads": 2}
     "make",
     [
         lambda: RevGPT(**SMALL, positions="learned"),
-        lambda: RevMViT(image_size=32, classes=3, **MVIT_SIZES["nano"]),
+        lambda: RevMViT(image_size=32, classes=3, **sizes_of("MViT")["nano"]),
     ],
 )
 def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest(make):

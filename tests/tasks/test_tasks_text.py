@@ -46,6 +46,8 @@ def test_eight_of_ten_chosen_words_are_masked_one_is_random_one_stays():
 
 
 def test_neither_padding_nor_special_tokens_are_masked():
+    with pytest.raises(ValueError, match=r"mask_probability must be in \[0.001, 1\), not 0.0"):
+        MaskedLM(RevRoBERTa(**SMALL), token_bytes=BYTES, mask_id=19, mask_probability=0.0)
     task = MaskedLM(RevRoBERTa(**SMALL), token_bytes=BYTES, mask_id=19, mask_probability=0.999)
     tokens = torch.tensor([[16, 3, 4, 17, 18, 18], [16, 5, 6, 7, 8, 17]])
     shown, real, targets = task.inputs({"tokens": tokens, "lengths": torch.tensor([4, 6])})

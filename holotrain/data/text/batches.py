@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from holotrain.data.hub import library_errors
-from holotrain.data.sampler import Key, ResumableBatchSampler, data_shard, in_batches
+from holotrain.data.sampler import Key, ResumableBatchSampler, data_shard, halved
 from holotrain.data.text.tokenise import Batch, Corpus, Rows, Tokens, joined, table
 from holotrain.data.tokenizers import Tokenizer
 from holotrain.errors import UserError
@@ -227,8 +227,8 @@ class BucketBatchSampler(ResumableBatchSampler):
 
     Args:
         lengths: (N,) tokens of each document.
-        batch_size: documents in a batch; or
-        max_tokens: ``(longest in the batch) * (documents) <= max_tokens``.
+        batch_size: documents in a batch, without ``max_tokens``.
+        max_tokens: ``(longest in the batch) * (documents) <= max_tokens``. A longer document raises a UserError.
         bucketing: False puts documents of all lengths into one bucket.
         seed, shard: see :class:`~holotrain.data.sampler.ResumableBatchSampler`.
     """
@@ -236,7 +236,7 @@ class BucketBatchSampler(ResumableBatchSampler):
     def __init__(
         self,
         lengths: np.ndarray,
-        batch_size: int | None = None,
+        batch_size: int = 1,
         max_tokens: int | None = None,
         bucketing: bool = True,
         seed: int = 0,
@@ -266,24 +266,20 @@ class BucketBatchSampler(ResumableBatchSampler):
         for step in torch.randperm(len(self), generator=generator)[start:].tolist():
             yield batches[step * self.world_size + self.rank].tolist()
 
-    def _batch_sizes(self, batch_size: int | None, max_tokens: int | None) -> np.ndarray:
+    def _batch_sizes(self, batch_size: int, max_tokens: int | None) -> np.ndarray:
         """Number of documents in each batch, from the shortest to the longest."""
+        if max_tokens is not None and (most := self.lengths.max()) > max_tokens:
+            raise UserError(f"data.max_tokens: {max_tokens} is out of range; the longest document has {most} tokens")
         members = np.bincount(self._bucket)
         longest = np.zeros(len(members), dtype=np.int64)
         np.maximum.at(longest, self._bucket, self.lengths)
         sizes, left = [], 0
-        for count, capacity in zip(members.tolist(), capacities(longest, batch_size, max_tokens).tolist(), strict=True):
+        for count, width in zip(members.tolist(), longest.tolist(), strict=True):
+            capacity = batch_size if max_tokens is None else max_tokens // max(width, 1)
             full, left = divmod(left + count, capacity)
             sizes += [capacity] * full
-        sizes += [left] if left else []
-        while len(sizes) % self.world_size:
-            largest = max(range(len(sizes)), key=sizes.__getitem__)
-            if sizes[largest] == 1:
-                del sizes[-(len(sizes) % self.world_size) :]
-                break
-            half = sizes[largest] // 2
-            sizes[largest : largest + 1] = [half, sizes[largest] - half]
-        return np.array(sizes, dtype=np.int64)
+        sizes = halved([*sizes, left] if left else sizes, self.world_size)
+        return np.array(sizes[: len(sizes) // self.world_size * self.world_size], dtype=np.int64)
 
 
 def bucket_of(lengths: np.ndarray) -> np.ndarray:
@@ -292,40 +288,6 @@ def bucket_of(lengths: np.ndarray) -> np.ndarray:
     while edges[-1] <= lengths.max():
         edges.append(max(edges[-1] + 1, int(edges[-1] * GROWTH)))
     return np.searchsorted(edges, lengths, side="right") - 1
-
-
-def capacities(longest: np.ndarray, batch_size: int | None, max_tokens: int | None) -> np.ndarray:
-    """How many documents a batch may hold, given the tokens of its longest document.
-
-    Raises:
-        UserError: a document does not fit into ``max_tokens``.
-    """
-    if max_tokens is None:
-        assert batch_size is not None, "batches are bounded by documents or by tokens"
-        return np.full(len(longest), batch_size)
-    if longest.max() > max_tokens:
-        raise UserError(f"data.max_tokens: {max_tokens} is out of range; the longest document has {longest.max()} tokens")
-    return max_tokens // np.maximum(longest, 1)
-
-
-def by_length(lengths: np.ndarray, batch_size: int, max_tokens: int | None) -> list[np.ndarray]:
-    """All documents from the shortest to the longest, for evaluation, as many in a batch as ``batch_size`` or ``max_tokens``
-    allow. The batches are always the same.
-
-    Raises:
-        UserError: a document does not fit into ``max_tokens``.
-    """
-    order = np.argsort(lengths, kind="stable")
-    if max_tokens is None:
-        return in_batches(order, batch_size)
-    capacities(lengths, None, max_tokens)
-    batches = []
-    while len(order):
-        widths = lengths[order[: max_tokens // max(int(lengths[order[0]]), 1)]]
-        count = np.searchsorted(widths * np.arange(1, len(widths) + 1), max_tokens, side="right")
-        batches.append(order[:count])
-        order = order[count:]
-    return batches
 
 
 def padded(lengths: np.ndarray, multiple: int) -> np.ndarray:

@@ -18,7 +18,6 @@ from holotrain.data.text.batches import (
     PackedInOrder,
     PackedStream,
     Pieces,
-    by_length,
     held_out_of,
     padded,
     padding,
@@ -243,7 +242,7 @@ class TextDataModule(LoadingModule):
         return self._evaluation("test")
 
     def predict_dataloader(self) -> Loader:
-        """The test part; documents come with ``index`` (B,), their number in it, because they are sorted by length."""
+        """The test part; documents come with ``index`` (B,), their number in it, for they are grouped by length."""
         return self._evaluation("test", numbered=True)
 
     def _evaluation(self, part: str, numbered: bool = False) -> Loader:
@@ -252,7 +251,8 @@ class TextDataModule(LoadingModule):
             batches = dataset.batches(self.batch_size)
         else:
             dataset = self._pieces(part, numbered)
-            batches = by_length(padded(dataset.lengths, self.multiple), self.batch_size, self.max_tokens)
+            widths = padded(dataset.lengths, self.multiple)
+            batches = BucketBatchSampler(widths, self.batch_size, self.max_tokens, shard=(0, 1)).epoch_batches(0)
         return Loader(dataset, batch_sampler=FixedBatches(batches), **self.loading)
 
     def _pieces(self, part: str, numbered: bool = False) -> Pieces:

@@ -10,6 +10,7 @@ import sysconfig
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -17,14 +18,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset
 
 from holotrain.data import hub
 from holotrain.data.hub import KINDS, FromHub, cached, files_read, rows_without, warn_of_left_out
 from holotrain.data.limits import EXPANSION, Expanding
 from holotrain.data.loader import Loader
 from holotrain.data.text.module import TextDataModule
-from holotrain.data.text.tokenise import Batch, DocumentRules, Rows, as_it_is, fraction_of
+from holotrain.data.text.tokenise import Batch, DocumentRules, Rows, fraction_of
 from holotrain.data.tokenizers import Tokenizer
 from holotrain.errors import UserError
 from holotrain.numeric import counted, require_at_least, require_one_of
@@ -276,21 +276,6 @@ class HubText(FromHub, TextInColumns):
         return [Rows.checked(each, rules if part == "train" else replace(rules, part=part)) for part, each in found.items()]
 
 
-class LooseFiles(Dataset):
-    """Rows of token ids, padded to the longest of their batch: ``tokens`` (B, T), ``lengths`` (B,), ``names`` a list of B."""
-
-    def __init__(self, rows: Sequence[np.ndarray], names: Sequence[str], pad_id: int) -> None:
-        self.rows, self.paths, self.pad_id = rows, list(names), pad_id
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitems__(self, keys: Sequence[int]) -> Batch:
-        rows = [torch.from_numpy(self.rows[key]) for key in keys]
-        tokens = pad_sequence(rows, batch_first=True, padding_value=self.pad_id)
-        return {"tokens": tokens, "lengths": torch.tensor([*map(len, rows)]), "names": [self.paths[key] for key in keys]}
-
-
 def texts_at(path: Path, text: str, expansion: float = EXPANSION) -> list[tuple[str, str]]:
     """Name and text of the file at a path, or of all files below it; for files of rows, of each row that is not blank."""
     if not path.exists():
@@ -334,14 +319,19 @@ def text_files(
     Raises:
         UserError: there is no text at ``path``, or it cannot be read.
     """
-    end, rows, names = tokenizer.end_id, [], []
+    end, rows = tokenizer.end_id, []
     for name, written in texts_at(path, text, expansion):
         ids = tokenizer.encode(written)
         if packed:
             whole = np.concatenate([[end], ids, [end]])
-            cuts = [whole[first : first + context + 1] for first in range(0, len(whole) - 1, context)]
+            rows += [(name, whole[first : first + context + 1]) for first in range(0, len(whole) - 1, context)]
         else:
-            cuts = [np.concatenate([[tokenizer.start_id], ids[: context - 2], [end]])]
-        rows += cuts
-        names += [name] * len(cuts)
-    return Loader(LooseFiles(rows, names, tokenizer.pad_id), batch_size, collate_fn=as_it_is, **loading)
+            rows.append((name, np.concatenate([[tokenizer.start_id], ids[: context - 2], [end]])))
+    collate = partial(padded_rows, tokenizer.pad_id)
+    return Loader(rows, batch_size, collate_fn=collate, **loading)  # ty: ignore[invalid-argument-type]: a list is one
+
+
+def padded_rows(pad_id: int, rows: Sequence[tuple[str, np.ndarray]]) -> Batch:
+    """Names and token ids, padded to the longest: ``tokens`` (B, T), ``lengths`` (B,), ``names`` a list of B."""
+    tokens = pad_sequence([torch.from_numpy(ids) for _, ids in rows], batch_first=True, padding_value=pad_id)
+    return {"tokens": tokens, "lengths": torch.tensor([len(ids) for _, ids in rows]), "names": [name for name, _ in rows]}

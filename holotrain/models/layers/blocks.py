@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,8 @@ from holotrain.numeric import require_at_least, require_within
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, checkpointed
 from holotrain.reversible.backward_schedules import schedules_of
 from holotrain.reversible.context import in_trace
-from holotrain.reversible.kept_inputs import WAYS
 from holotrain.reversible.sequence import AveragedStreams
+from holotrain.schedules import PLAIN
 
 
 class DropPath(nn.Module):
@@ -186,15 +186,12 @@ class ResidualSequence(nn.Module):
 
     Args:
         blocks: the blocks, first to last.
-        backward: ``"autograd"`` stores all activations, ``"checkpoint"`` only those between blocks, ``"checkpoint8"`` these in
-            8 bits, ``"offload"`` none on a GPU; or a list with one for each block. It is a plain attribute and may be changed
-            between calls.
+        backward: one of :data:`~holotrain.schedules.PLAIN`, or a list with one for each block. It is a plain attribute and may
+            be changed between calls.
 
     Raises:
         ValueError: another ``backward``, because these blocks cannot be rebuilt from their output.
     """
-
-    SCHEDULES = ("autograd", *WAYS)
 
     def __init__(self, blocks: Iterable[nn.Module], backward: str | Sequence[str] = "autograd") -> None:
         super().__init__()
@@ -208,8 +205,8 @@ class ResidualSequence(nn.Module):
     @backward.setter
     def backward(self, backward: str | Sequence[str]) -> None:
         for name in [backward] if isinstance(backward, str) else backward:
-            if name not in self.SCHEDULES:
-                raise ValueError(f"a model that is not reversible takes backward {', '.join(self.SCHEDULES)}, not {name!r}")
+            if name not in PLAIN:
+                raise ValueError(f"a model that is not reversible takes backward {', '.join(PLAIN)}, not {name!r}")
         self.schedules = schedules_of(backward, len(self.blocks))
         self._backward = backward
 
@@ -298,8 +295,7 @@ class Reversible:
     def __init__(
         self,
         *,
-        backward: Literal["autograd", "checkpoint", "checkpoint8", "offload", "reversible", "pareprop"]
-        | Sequence[str] = "reversible",
+        backward: str | Sequence[str] = "reversible",
         store: int | Collection[int] = 0,
         exact: bool | int = False,
         keep: str | Collection[str] = (),
