@@ -99,7 +99,7 @@ class BestCheckpoint(ExactCheckpoint):
         dirpath: folder of the files
         monitor: metric that selects the best checkpoint; null: the first that the task names; if it names none, none is kept
         mode: max or min: whether a higher or a lower metric is better; null: that of the task's metric, else min
-        save_top_k: number of best checkpoints to keep, in addition to last.ckpt
+        save_top_k: number of best checkpoints to keep, in addition to last.ckpt; -1: one of each validation
         every_n_train_steps: save last.ckpt every n optimizer steps too; None: only after each epoch
     """
 
@@ -111,7 +111,9 @@ class BestCheckpoint(ExactCheckpoint):
         save_top_k: int = 1,
         every_n_train_steps: int | None = None,
     ) -> None:
-        require_at_least(1, save_top_k=save_top_k, every_n_train_steps=every_n_train_steps)
+        if save_top_k != -1:
+            require_at_least(1, save_top_k=save_top_k)
+        require_at_least(1, every_n_train_steps=every_n_train_steps)
         super().__init__(
             dirpath,
             filename="best-epoch{epoch}-step{step}",  # without =, which Hydra needs quoted

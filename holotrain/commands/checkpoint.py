@@ -32,6 +32,7 @@ class KeepConfiguration(pl.Callback):
 
     def __init__(self, config: RunConfig, choices: dict[str, str], description: dict[str, Any]) -> None:
         self.run_metadata = checkpointed.run_metadata(config, choices, description)
+        checkpointed.require_readable(self.run_metadata)
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint[checkpointed.KEY] = self.run_metadata

@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 import yaml
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.tensorboard.summary import hparams
@@ -22,7 +22,7 @@ from holotrain.commands import screen
 from holotrain.commands.checkpoint import KeepConfiguration, check_classes, check_continuable, check_same, chosen_before
 from holotrain.commands.evaluation import check_not_empty, evaluate, lightning_refusals, shared_data
 from holotrain.commands.failures import OutOfMemory, SameFolder, as_out_of_memory
-from holotrain.commands.measured import Measured
+from holotrain.commands.measured import HELPS, Measured
 from holotrain.commands.memory_limits import chosen, explained
 from holotrain.commands.planners import smallest_batch
 from holotrain.commands.run_folder import Run
@@ -160,6 +160,9 @@ class Training:
                 self.trainer.fit(self.task, datamodule=self.data, ckpt_path=start, weights_only=True)
             with as_out_of_memory():
                 self._test()
+            if self.measured.diverged:
+                self.status = "diverged"
+                self.message = f"holotrain: the training has diverged: {self.measured.diverged}; {HELPS}"
         except Interrupted as signal:
             self.status, self.exit_status = "interrupted", 128 + signal.signum
             self.message = f"{signal}\n{self.run.how_to_resume}"
@@ -207,11 +210,16 @@ class Training:
         results |= {"checkpoint": str(checkpoint) if checkpoint else None, "between_blocks": kept_between_blocks(model)}
         results |= {"epochs": self.trainer.current_epoch, "steps": self.trainer.global_step}
         results["planned_step_bytes"] = self.planned
+        results["early_stopping_patience"] = self._patience_that_ended_it()
         summary = write_summary(self.run, self.config, model, self.status, **results)
         finish(self.loggers, completed=self.status == "completed")
         screen.show_end(summary, self.run.folder)
         if self.message:
             print(self.message, file=sys.stderr)
+
+    def _patience_that_ended_it(self) -> int | None:
+        stopping = (each for each in self.trainer.callbacks if isinstance(each, EarlyStopping))  # ty: ignore[not-iterable]
+        return next((each.patience for each in stopping if each.wait_count >= each.patience), None)
 
     def _checkpoint(self) -> Path | None:
         """The best checkpoint, else the last one, else None."""

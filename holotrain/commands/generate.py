@@ -106,7 +106,7 @@ def prompts(config: GenerateConfig) -> list[str]:
         raise UserError(f"prompts: cannot read {path} ({getattr(error, 'strerror', None) or error})") from error
     if not lines:
         raise UserError(f"prompts: {path} has no prompts")
-    if path.suffix == ".jsonl":
+    if path.suffix.lower() == ".jsonl":
         for index, (number, line) in enumerate(lines):
             try:
                 lines[index] = number, from_json(line)["prompt"]

@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from holotrain.callbacks import MemoryMonitor, ThroughputMonitor
@@ -16,6 +17,10 @@ OF_THROUGHPUT = ("samples_per_second", "tokens_per_second", "step_seconds")
 OF_MEMORY = ("peak_memory_bytes", "step_peak_bytes")
 
 
+HELPS = "a smaller optimizer.lr, a longer scheduler.warmup or trainer.precision=bf16-mixed instead of 16-mixed may help"
+"""What to do about a loss that is not finite."""
+
+
 class Measured(pl.Callback):
     """Keeps in checkpoints what a training has measured. The summary of a resumed one is whole, even if no step was left. Logs
     the best value so far of the metric that selects the best checkpoint, as ``best/val/...``.
@@ -23,11 +28,15 @@ class Measured(pl.Callback):
     Args:
         resumed: the training goes on with the numbers of the checkpoint; otherwise it begins without any.
         monitor: selects the best checkpoint. Its state is saved in checkpoints, so a resumed training goes on from there.
+
+    Attributes:
+        diverged: which loss is not finite, and since when; None: all were finite at the end of the last epoch.
     """
 
     def __init__(self, resumed: bool, monitor: ModelCheckpoint | None = None) -> None:
         self.resumed, self.monitor = resumed, monitor
         self.best: float | None = None
+        self.diverged: str | None = None
         self._before: dict[str, Any] = {}
 
     def results(self, trainer: pl.Trainer) -> dict[str, Any]:
@@ -49,6 +58,15 @@ class Measured(pl.Callback):
         if self.resumed and isinstance(kept := checkpoint.get(KEY), dict):
             figures = {name: value for name, value in _numbers(kept).items() if name in (*OF_THROUGHPUT, *OF_MEMORY)}
             self._before = figures | {"metrics": _numbers(kept.get("metrics"))}
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        losses = {name: float(trainer.callback_metrics.get(name, 0.0)) for name in ("train/loss", "val/loss")}
+        wrong = next((name for name, value in losses.items() if not math.isfinite(value)), None)
+        if wrong is None:
+            self.diverged = None
+        elif self.diverged is None:
+            self.diverged = f"{wrong} is {losses[wrong]} since epoch {trainer.current_epoch + 1}"
+            rank_zero_warn(f"{self.diverged}; {HELPS}")
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking or self.monitor is None:

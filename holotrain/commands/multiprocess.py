@@ -55,7 +55,7 @@ def run_job(config: RunConfig, run: Run, processes: Processes | None = None) -> 
     with files_named(), alone_in(run.folder):
         if isinstance(config, FitConfig):
             config = continued(config, run)
-            if config.resume and (message := ended(config.trainer, run.folder)):
+            if config.resume and (message := ended(config, run.folder)):
                 console.print(message)
                 return 0
         if run.command in MULTIPROCESS_COMMANDS:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from holotrain.commands.writing import write_whole
 from holotrain.config.annotations import read_fields
-from holotrain.config.objects import ObjectConfig
+from holotrain.config.option_groups import EARLY_STOPPING, is_a
 from holotrain.numeric import counted
 
 if TYPE_CHECKING:  # reading a summary does not import torch and Lightning
     from torch import nn
 
     from holotrain.commands.run_folder import Run
-    from holotrain.config.command_options import RunConfig
+    from holotrain.config.command_options import FitConfig, RunConfig
 
 SUMMARY = "summary.json"
 
@@ -37,7 +37,8 @@ class Summary:
 
     ``monitor`` is the metric that selects the best checkpoint, and ``mode`` its ``max`` or ``min``. ``between_blocks`` says
     what a training kept between blocks that ``make_reversible`` coupled. ``step_peak_bytes`` is what the tensors of a step took
-    on a CPU, ``planned_step_bytes`` what was planned, if something was chosen by a plan.
+    on a CPU, ``planned_step_bytes`` what was planned, if something was chosen by a plan. ``early_stopping_patience`` is that of
+    the EarlyStopping that ended the training.
     """
 
     command: str
@@ -65,6 +66,7 @@ class Summary:
     planned_step_bytes: int | None = None
     between_blocks: str | None = None
     checkpoint: str | None = None
+    early_stopping_patience: int | None = None
 
 
 def write_summary(run: Run, config: RunConfig, model: nn.Module, status: str = "completed", **results: Any) -> Summary:
@@ -95,20 +97,25 @@ def write_summary(run: Run, config: RunConfig, model: nn.Module, status: str = "
 def completed(folder: Path) -> dict[str, Any] | None:
     """The summary of a training in this folder that has reached its end; None: there is none."""
     found = read(folder)
-    return found if found is not None and found["command"] == "fit" and found["status"] == "completed" else None
+    return found if found is not None and found["command"] == "fit" and found["status"] in ("completed", "diverged") else None
 
 
-def ended(trainer: ObjectConfig, folder: Path) -> str | None:
-    """A message if the training of this folder has already reached its limit, else None.
+def ended(config: FitConfig, folder: Path) -> str | None:
+    """A message if the training of this folder has already reached its limit or was stopped early, else None.
 
     Resuming such a training would overwrite its results with those of zero steps.
     """
     found = completed(folder)
     if found is None:
         return None
-    for name, limit in (("epochs", trainer.max_epochs), ("steps", trainer.max_steps)):
+    for name, limit in (("epochs", config.trainer.max_epochs), ("steps", config.trainer.max_steps)):
         if limit > 0 and (found.get(name) or 0) >= limit:
             return f"{folder}: already complete, {found[name]} of {counted(limit, name[:-1])}; nothing to do"
+    patience = found.get("early_stopping_patience")
+    for name, each in config.callbacks.items():
+        if patience is not None and is_a(each, EARLY_STOPPING) and each.patience <= patience:
+            done = counted(found.get("epochs") or 0, "epoch")
+            return f"{folder}: already complete, stopped early after {done}; to train on, raise callbacks.{name}.patience"
     return None
 
 

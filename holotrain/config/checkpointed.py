@@ -65,6 +65,14 @@ def run_metadata(config: RunConfig, choices: dict[str, str], description: dict[s
     return {"config": _kept(config), "choices": choices, "description": description}
 
 
+def require_readable(metadata: dict[str, Any]) -> None:
+    """Raises a UserError, before the first step, if no run could begin from a checkpoint with this ``run_metadata``."""
+    try:
+        _checked_description(metadata["description"], _checked_config(metadata["config"]))
+    except (UserError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"no checkpoint could hold this configuration: {first_line(error)}") from error
+
+
 def _kept(config: RunConfig) -> dict[str, Any]:
     values, names = to_container(config), [field.name for field in fields(RunConfig)]
     return {name: value for name, value in values.items() if name in names and name not in NEVER_KEPT}

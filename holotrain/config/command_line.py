@@ -221,6 +221,9 @@ def _check_overrides(arguments: Arguments) -> None:
             for each in value.list if isinstance(value, ChoiceSweep) else [value]:
                 if isinstance(each, list):
                     raise UserError(f"{word}: {key} takes one option; -m {key}={','.join(map(str, each))} tries each")
+        if key == "hydra.sweeper.params" and isinstance(value, dict):  # which Hydra (1.3) merges into what is null
+            words = " ".join(f"{name}={values}" for name, values in value.items())
+            raise UserError(f"{key}: give each option with its values as a word of its own: -m {words}")
         if arguments.multirun:
             continue
         if override.is_sweep_override():

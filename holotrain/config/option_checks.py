@@ -26,6 +26,21 @@ def check_groups(config: RunConfig) -> None:
     _check_batch(config)
     _check_strategy(config)
     _check_in_backward(config)
+    _check_callbacks(config)
+
+
+SEARCHES = {
+    "lightning.pytorch.callbacks.batch_size_finder.BatchSizeFinder": "data.batch_size=auto plans the largest batch",
+    "lightning.pytorch.callbacks.lr_finder.LearningRateFinder": "-m sweep=learning_rate tries several rates",
+}
+"""Callbacks of Lightning that run trainings of their own before a training, and what does the same here."""
+
+
+def _check_callbacks(config: RunConfig) -> None:
+    for name, each in config.callbacks.items():
+        for target, instead in SEARCHES.items():
+            if is_a(each, target):
+                raise UserError(f"callbacks.{name}: {each.name} does not work here; {instead}")
 
 
 def _check_task(config: RunConfig) -> None:

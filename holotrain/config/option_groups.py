@@ -108,6 +108,7 @@ ADAMW = "holotrain.tasks.optimizer_functions.adamw"
 LOW_BIT = "holotrain.tasks.optimizer_functions.adamw_low_bit"
 LOW_BIT_OPTIONS = ("adamw_8bit", "adamw_4bit", "adamw_fp8")
 
+EARLY_STOPPING = "lightning.pytorch.callbacks.early_stopping.EarlyStopping"
 AVERAGE = "lightning.pytorch.callbacks.weight_averaging.WeightAveraging"
 TRAINER = "lightning.pytorch.trainer.trainer.Trainer"
 

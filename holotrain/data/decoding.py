@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import BinaryIO
 from warnings import catch_warnings
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError, features
 
 from holotrain.errors import UserError
 from holotrain.files import open_regular
 
-FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP", *(["AVIF"] if features.check("avif") else []))
 """Those that Pillow decodes itself. For PostScript, whatever the file is called, it starts Ghostscript."""
 
-EXTENSIONS = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"}
-"""Of the files in a folder that are read as images."""
+EXTENSIONS = {".jpg", ".jpeg", ".jfif", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif", ".avif"}
+"""Of the files in a folder that are read as images; the first frame of an animation."""
 
 UNREADABLE = (OSError, SyntaxError, ValueError)
 """What :func:`decoded` raises for a file that is no image, damaged or too large."""

@@ -273,7 +273,7 @@ class FromHub(Expanding):
 
 def kind_of(name: str, files: Sequence[Path]) -> str:
     """How the files that a glob matches are read. Raises a UserError if they are of several kinds."""
-    kinds = {OF_ROWS.get(suffix, "text"): suffix for suffix in sorted({each.suffix for each in files})}
+    kinds = {OF_ROWS.get(suffix, "text"): suffix for suffix in sorted({each.suffix.lower() for each in files})}
     if len(kinds) > 1:
         raise UserError(f"data.name: {name} matches files of several kinds, {' and '.join(kinds.values())}; name one of them")
     return next(iter(kinds))

@@ -1,5 +1,6 @@
 """Image files: what to do with one that cannot be read, folders of classes, and files that a user names."""
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from holotrain.data.decoding import EXTENSIONS, MEGAPIXELS, read_image
+from holotrain.data.hub import warn_of_left_out
 from holotrain.data.images import SizedImages, Statistics, chosen_classes, normalised, resized
 from holotrain.data.loader import Loader
 from holotrain.errors import UserError
@@ -18,9 +20,18 @@ from holotrain.numeric import require_one_of
 
 
 def image_paths(folder: Path) -> list[Path]:
-    """The image files below a folder, sorted by name, without hidden ones, such as the ``._1.jpg`` of macOS."""
-    files = (path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS and path.is_file())
-    return sorted(path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+    """The image files below a folder, sorted by name, without hidden ones, such as the ``._1.jpg`` of macOS. Links to folders
+    are followed. Warns of files of other types."""
+    found, others = [], []
+    for root, folders, names in os.walk(folder, followlinks=True):
+        above = Path(root).resolve()
+        linked = ((name, (Path(root) / name).resolve()) for name in folders if not name.startswith("."))
+        folders[:] = [name for name, real in linked if not above.is_relative_to(real)]  # else a link to above has no end
+        files = [Path(root, name) for name in names if not name.startswith(".")]
+        found += [path for path in files if path.suffix.lower() in EXTENSIONS and path.is_file()]
+        others += [str(path) for path in files if path.suffix.lower() not in EXTENSIONS]
+    warn_of_left_out("file", f"that {'are' if len(others) > 1 else 'is'} no image by the extension", sorted(others))
+    return sorted(found)
 
 
 def unchanged(image: Image.Image) -> Image.Image:
@@ -158,8 +169,11 @@ class ImageFolder(SizedImages):
 
     def _samples(self, part: str) -> list[tuple[Path, int]]:
         labels = {name: index for index, name in enumerate(self.class_names)}
-        samples = []
-        for folder in self._classes(part):
+        samples, folders = [], self._classes(part)
+        if missing := sorted(labels.keys() - {folder.name for folder in folders}):
+            few = f"{', '.join(missing[:3])}{' and others' if len(missing) > 3 else ''}"
+            warnings.warn(f"data.root: {self.root / part} has no images of class {few}; its metrics miss them", stacklevel=2)
+        for folder in folders:
             if folder.name not in self._known:
                 raise UserError(f"data.root: {folder} is a class that {self.root / 'train'} does not have")
             if folder.name not in labels:

@@ -53,7 +53,7 @@ class TextFile:
 
     @property
     def kind(self) -> str:
-        return KINDS.get(self.path.suffix, "text")
+        return KINDS.get(self.path.suffix.lower(), "text")
 
 
 def matches(option: str, patterns: str | Sequence[str], part: str | None = None) -> list[TextFile]:
@@ -289,7 +289,7 @@ def texts_at(path: Path, text: str, expansion: float = EXPANSION) -> list[tuple[
                 numbered = [(number, one) for number, row in enumerate(rows.batches("test", 1), 1) for one in row]
         except UserError as error:  # whose advice is for data
             raise UserError(f"texts: {str(error).removeprefix('data: ').partition('; data.on_error')[0]}") from error
-        found += [(f"{each}:{number}" if each.suffix in KINDS else str(each), one) for number, one in numbered]
+        found += [(f"{each}:{number}" if each.suffix.lower() in KINDS else str(each), one) for number, one in numbered]
     if not found:
         raise UserError(f"texts: there is no text in {path}")
     return found
