@@ -2,10 +2,12 @@
 
 import csv
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -77,6 +79,19 @@ def test_only_a_resumed_training_has_the_numbers_of_its_checkpoint(resumed):
     measured.on_load_checkpoint(TRAINER, None, {"measured": held})
     before = {"metrics": {"train/loss": 2.0, "val/loss": 0.5}, "step_seconds": 0.1}
     assert measured.results(TRAINER) == (before if resumed else {"metrics": {"val/loss": 0.5}})
+
+
+def test_a_loss_that_is_not_finite_is_named_once_and_forgotten_if_it_recovers():
+    measured, trainer = Measured(resumed=False), SimpleNamespace(current_epoch=0, callback_metrics={})
+    said = []
+    for trainer.current_epoch, loss in enumerate([1.0, math.nan, math.nan, 2.0, math.inf]):
+        trainer.callback_metrics["train/loss"] = torch.tensor(loss)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            measured.on_train_epoch_end(trainer, None)
+        said.append((measured.diverged, len(caught)))
+    nan, inf = "train/loss is nan since epoch 2", "train/loss is inf since epoch 5"
+    assert said == [(None, 0), (nan, 1), (nan, 0), (None, 0), (inf, 1)]
 
 
 def test_a_plan_that_does_not_say_whether_it_fits_is_refused(tmp_path):

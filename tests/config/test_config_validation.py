@@ -33,6 +33,7 @@ def trainer_of(**options) -> ObjectConfig:
         ({"val_check_interval": 400, "max_epochs": 2, "limit_train_batches": 3}, 10, (6, None)),
         ({"val_check_interval": 400, "max_epochs": 2, "limit_train_batches": 0.5}, 10, (10, None)),
         ({"max_epochs": -1, "max_time": "00:01:00:00"}, 10, (1.0, 1)),
+        ({"val_check_interval": 400, "max_epochs": 20, "overfit_batches": 1}, 10, (20, None)),
     ],
 )
 def test_a_training_is_validated_before_it_ends(options, batches, expected):

@@ -3,6 +3,7 @@
 import json
 import random
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -10,6 +11,7 @@ from compared import assert_equal
 from data_files import write_saved_images
 from PIL import Image
 from resumed_loaders import assert_resumes, same, stream
+from small_trainings import quiet_trainer
 
 from holotrain.data import Digits, HubImages, TextFiles
 from holotrain.data.images import ImageDataModule
@@ -156,3 +158,33 @@ def test_a_data_module_without_a_part_has_a_fingerprint():
     data = TwoParts()
     data.setup()
     assert {name.rpartition(" ")[2] for name in data.fingerprint()} == {"classes", "train", "val"}
+
+
+class Seen(pl.LightningModule):
+    """Keeps the training batches of each epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.seen = torch.nn.Parameter(torch.zeros(())), {}
+
+    def training_step(self, batch, batch_idx):
+        self.seen.setdefault(self.current_epoch, []).append(batch)
+        return self.weight
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_overfit_batches_are_the_same_in_every_epoch(ready):
+    module = Seen()
+    trainer = quiet_trainer(overfit_batches=2, max_epochs=3)
+    trainer.fit(module, datamodule=ready())
+    assert len(module.seen[0]) == 2
+    assert same(module.seen[0], module.seen[1]) and same(module.seen[0], module.seen[2])
+
+
+def test_a_stream_cannot_overfit(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    data = TextFiles("a.txt", unit="line", context=16, batch_size=8, streaming=True, epoch_batches=4, **HELD)
+    with pytest.raises(UserError, match="overfit_batches: a stream has no batch twice; set data.streaming=false"):
+        quiet_trainer(overfit_batches=2, max_epochs=1).fit(Seen(), datamodule=data)

@@ -1,6 +1,7 @@
 """Text files in their true formats, the documents in them, which are held out, and what cannot be read."""
 
 import json
+import shutil
 from collections import Counter
 from errno import EIO
 from itertools import chain
@@ -59,7 +60,9 @@ def test_rows_of_files(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=1)
     pyarrow.csv.write_csv(table, tmp_path / "a.csv")
     pyarrow.csv.write_csv(table, tmp_path / "a.tsv", pyarrow.csv.WriteOptions(delimiter="\t"))
-    for name in ("a.jsonl", "a.parquet", "a.csv", "a.tsv"):
+    shutil.copy(tmp_path / "a.jsonl", tmp_path / "B.JSONL")
+    shutil.copy(tmp_path / "a.csv", tmp_path / "B.Csv")
+    for name in ("a.jsonl", "a.parquet", "a.csv", "a.tsv", "B.JSONL", "B.Csv"):
         assert texts_of(tmp_path / name) == [("first\n\nsecond", None), ("é", None)]
         found = texts_of(tmp_path / name, unit="paragraph", label="n")
         assert found == [("first", "1"), ("second", "1"), ("é", "3")]

@@ -35,6 +35,17 @@ TABLES = {
         ("fit model=[vit_tiny,rev_vit_small]", "model takes one option; -m model=vit_tiny,rev_vit_small tries each"),
         ("fit sweep=optuna", "sweep=optuna: it is about a sweep; add -m to run one"),
         ("fit -m 'seed=range(0)'", "-m: the sweep has no job"),
+        ("fit -m 'hydra.sweeper.params={optimizer.lr:\"1e-3,1e-4\"}'", "as a word of its own: -m optimizer.lr=1e-3,1e-4"),
+        # what does something else here
+        (
+            "fit callbacks.find._target_=lightning.pytorch.callbacks.LearningRateFinder",
+            "callbacks.find: LearningRateFinder does not work here; -m sweep=learning_rate tries several rates",
+        ),
+        (
+            "fit callbacks.find._target_=lightning.pytorch.callbacks.BatchSizeFinder",
+            "callbacks.find: BatchSizeFinder does not work here; data.batch_size=auto plans the largest batch",
+        ),
+        ("fit scheduler.monitor=val/loss", "scheduler.monitor: cosine follows no metric; leave it out"),
         # types and ranges
         ("fit trainer.precision=bf16-mixd", "Did you mean 'bf16-mixed'?"),
         ("fit optimizer.lr=nan", "optimizer.lr: nan is not a number"),

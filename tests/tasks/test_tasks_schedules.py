@@ -1,0 +1,105 @@
+"""Schedules of a training that goes on longer than planned, that advance by epoch, or whose number of steps changes."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from small_trainings import quiet_trainer
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader
+
+import holotrain
+from holotrain.config.build import make_scheduler
+from holotrain.tasks.schedules import cosine
+from holotrain.tasks.task import Task
+
+BATCHES = 4
+
+
+class Constant(Task):
+    """A loss that falls in no epoch; keeps the learning rate of each step."""
+
+    monitored = {"val/loss": "min"}
+
+    def __init__(self, scheduler):
+        super().__init__(nn.Linear(1, 1), lambda model: torch.optim.SGD(model.parameters(), lr=1.0), scheduler)
+        self.rates = []
+
+    def inputs(self, batch):
+        return batch
+
+    def loss(self, x):
+        return self.model(x).sum() * 0
+
+    def training_step(self, batch, batch_idx):
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", torch.tensor(1.0), batch_size=1)
+
+
+def rates_of(scheduler, epochs, folder=None, start=None, callbacks=(), batches=BATCHES):
+    """The learning rate of each step, for a schedule, of a training that continues from a checkpoint, if there is one."""
+    task, data = Constant(scheduler), DataLoader(torch.ones(batches, 1), collate_fn=lambda rows: (torch.stack(rows),))
+    saving = [] if folder is None else [ModelCheckpoint(folder, save_last=True)]
+    trainer = quiet_trainer(max_epochs=epochs, callbacks=[*callbacks, *saving], enable_checkpointing=folder is not None)
+    trainer.fit(task, data, data, ckpt_path=start)
+    return task.rates
+
+
+SCHEDULES = {
+    "cosine": lambda optimizer, steps: cosine(optimizer, steps, warmup=0.1),
+    "OneCycleLR": lambda optimizer, steps: OneCycleLR(optimizer, 1.0, total_steps=steps),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_training_that_is_lengthened_follows_the_longer_schedule_from_its_first_step(tmp_path, schedule):
+    whole = rates_of(SCHEDULES[schedule], 4)
+    rates_of(SCHEDULES[schedule], 2, tmp_path)
+    rest = rates_of(SCHEDULES[schedule], 4, start=tmp_path / "last.ckpt")
+    assert rest == pytest.approx(whole[2 * BATCHES :], rel=1e-12) and rest[0] > 0.1
+
+
+def test_steps_are_counted_where_accumulation_changes_by_epoch():
+    def noting(optimizer, steps):
+        counts.append(steps)
+        return cosine(optimizer, steps)
+
+    counts = []
+    rates = rates_of(noting, 4, callbacks=[GradientAccumulationScheduler({0: 1, 2: 3})])
+    assert counts == [2 * BATCHES + 2 * 2]  # in the last epochs 4 batches make 2 steps
+    assert rates[-1] < 0.02
+
+
+def composed_schedule(*words):
+    config = holotrain.compose("fit", [f"scheduler.{word}" for word in words]).scheduler
+    return lambda optimizer, steps: make_scheduler(config, 3, optimizer, steps)
+
+
+def test_a_schedule_by_epoch():
+    of_torch = "_target_=torch.optim.lr_scheduler."
+    steps = rates_of(composed_schedule(f"{of_torch}StepLR", "step_size=1", "gamma=0.5", "interval=epoch"), 3)
+    assert steps == [rate for rate in (1.0, 0.5, 0.25) for _ in range(BATCHES)]
+    halved = rates_of(composed_schedule(f"{of_torch}ReduceLROnPlateau", "patience=0", "factor=0.5"), 3)
+    assert halved == [rate for rate in (1.0, 1.0, 0.5) for _ in range(BATCHES)]
+    cycle = rates_of(composed_schedule(f"{of_torch}OneCycleLR", "max_lr=1.0", "interval=epoch"), 3)
+    assert len(set(cycle)) == 3  # total_steps is the number of epochs
+
+
+def test_a_plateau_continues_where_it_was(tmp_path):
+    plateau = composed_schedule("_target_=torch.optim.lr_scheduler.ReduceLROnPlateau", "patience=1", "factor=0.5")
+    whole = rates_of(plateau, 6)
+    rates_of(plateau, 3, tmp_path)
+    assert rates_of(plateau, 6, start=tmp_path / "last.ckpt") == whole[3 * BATCHES :]
+
+
+def test_a_users_function_may_return_options_of_lightning():
+    def by_epoch(optimizer, steps):
+        return {"scheduler": StepLR(optimizer, 1, 0.5), "interval": "epoch"}
+
+    assert rates_of(by_epoch, 2) == [1.0] * BATCHES + [0.5] * BATCHES
+    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="accuracy"):
+        rates_of(lambda optimizer, steps: {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "accuracy", "strict": True}, 1)
