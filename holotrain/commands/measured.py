@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
@@ -58,6 +58,14 @@ class Measured(pl.Callback):
         if self.resumed and isinstance(kept := checkpoint.get(KEY), dict):
             figures = {name: value for name, value in _numbers(kept).items() if name in (*OF_THROUGHPUT, *OF_MEMORY)}
             self._before = figures | {"metrics": _numbers(kept.get("metrics"))}
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        stopping = (each for each in trainer.callbacks if isinstance(each, EarlyStopping))  # ty: ignore[not-iterable]
+        self._patience = {callback: callback.patience for callback in stopping}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for callback, patience in self._patience.items():
+            callback.patience = patience  # as configured now: Lightning has loaded that of the checkpoint
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         losses = {name: float(trainer.callback_metrics.get(name, 0.0)) for name in ("train/loss", "val/loss")}

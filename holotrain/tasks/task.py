@@ -19,6 +19,9 @@ from holotrain.optimizers.stepping import refuse_in_backward
 from holotrain.reversible.graphs import GraphedStep
 from holotrain.tasks.schedules import continue_schedule
 
+FOLLOWED = "metric_of_plateau"
+"""Where a checkpoint holds the latest value of the metric that ReduceLROnPlateau follows."""
+
 
 class Task(ShowsInherited, pl.LightningModule):
     """Trains a model by back-propagation.
@@ -128,8 +131,21 @@ class Task(ShowsInherited, pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": options}
 
     def on_train_start(self) -> None:
-        if self.make_scheduler is not None and self.trainer.ckpt_path is not None:
-            continue_schedule(self.lr_schedulers(), self._planned_schedule)
+        if self.make_scheduler is None or self.trainer.ckpt_path is None:
+            return
+        schedule: Any = self.lr_schedulers()
+        continue_schedule(schedule, self._planned_schedule)
+        if isinstance(schedule, ReduceLROnPlateau) and schedule.last_epoch < self.trainer.current_epoch:
+            schedule.step(self._followed)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # Lightning (2.6) saves before ReduceLROnPlateau sees the metric of the epoch, and does not show it after a resume.
+        for config in self.trainer.lr_scheduler_configs:
+            if config.reduce_on_plateau and config.monitor in self.trainer.callback_metrics:
+                checkpoint[FOLLOWED] = float(self.trainer.callback_metrics[config.monitor])
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._followed = float(checkpoint.get(FOLLOWED, math.nan))
 
     def teardown(self, stage: str) -> None:
         optimizer = InBackward.among(self.trainer.optimizers)

@@ -168,7 +168,7 @@ class Seen(pl.LightningModule):
         self.weight, self.seen = torch.nn.Parameter(torch.zeros(())), {}
 
     def training_step(self, batch, batch_idx):
-        self.seen.setdefault(self.current_epoch, []).append(batch)
+        self.seen.setdefault(self.current_epoch, []).append(batch["tokens"] if isinstance(batch, dict) else batch)
         return self.weight
 
     def configure_optimizers(self):

@@ -225,7 +225,7 @@ def test_images_behind_links_and_of_all_types_are_found_and_other_files_are_name
     with pytest.warns(UserWarning, match=r"left out 1 file that is no image by the extension: .*d\.heic"):
         data = ready(ImageFolder(str(root), image_size=8))
     names = [path.name for path, label in data.split("train").samples if label == 0]
-    assert names == ["0.png", "1.png", "a.gif", "b.avif", "c.JFIF"]
+    assert names == ["0.png", "1.jpg", "a.gif", "b.avif", "c.JFIF"]
     assert all(image.shape == (3, 8, 8) for images, _ in data.train_dataloader() for image in images)
 
 

@@ -89,11 +89,12 @@ def test_a_schedule_by_epoch():
     assert len(set(cycle)) == 3  # total_steps is the number of epochs
 
 
-def test_a_plateau_continues_where_it_was(tmp_path):
-    plateau = composed_schedule("_target_=torch.optim.lr_scheduler.ReduceLROnPlateau", "patience=1", "factor=0.5")
-    whole = rates_of(plateau, 6)
-    rates_of(plateau, 3, tmp_path)
-    assert rates_of(plateau, 6, start=tmp_path / "last.ckpt") == whole[3 * BATCHES :]
+@pytest.mark.parametrize("words", [("ReduceLROnPlateau", "patience=1"), ("StepLR", "step_size=1", "interval=epoch")])
+def test_a_schedule_by_epoch_continues_where_it_was(tmp_path, words):
+    schedule = composed_schedule(f"_target_=torch.optim.lr_scheduler.{words[0]}", *words[1:])
+    whole = rates_of(schedule, 6)
+    rates_of(schedule, 3, tmp_path)
+    assert rates_of(schedule, 6, start=tmp_path / "last.ckpt") == whole[3 * BATCHES :]
 
 
 def test_a_users_function_may_return_options_of_lightning():
