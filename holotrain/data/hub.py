@@ -246,6 +246,8 @@ class FromHub(Expanding):
 
     def _files(self) -> list[Path]:
         pattern = str(Path(self.name).expanduser())
+        if Path(pattern).is_file():  # its name may look like a pattern, such as a[1].jsonl
+            return [Path(pattern)]
         return [Path(each) for each in sorted(glob(pattern, recursive=True)) if Path(each).is_file()]
 
     def _split(self, split: str, streaming: bool) -> "Dataset | IterableDataset":

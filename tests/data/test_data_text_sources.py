@@ -170,6 +170,13 @@ def test_files_that_patterns_hold_out(tmp_path):
         assert min(file.name for file in matches("files", str(tmp_path / pattern))) == name
 
 
+def test_a_name_that_looks_like_a_pattern_is_that_of_a_file_if_there_is_one(tmp_path):
+    for name in ("a[1].txt", "a1.txt"):
+        write(tmp_path, name, name.encode())
+    assert [file.name for file in matches("files", str(tmp_path / "a[1].txt"))] == ["a[1].txt"]
+    assert [file.name for file in matches("files", str(tmp_path / "a[12].txt"))] == ["a1.txt"]
+
+
 def test_few_files_are_held_out_by_document_and_equal_ones_never_on_both_sides(tmp_path):
     lines = [f"line {number % 150}" for number in range(300)]
     pattern = write(tmp_path, "a.txt", "\n".join(lines).encode())

@@ -63,6 +63,9 @@ def matches(option: str, patterns: str | Sequence[str], part: str | None = None)
         whole = Path(pattern).expanduser()
         if whole.is_dir():
             raise UserError(f"data.{option}: {pattern} is a folder; its files are {whole / '**' / '*.txt'}")
+        if whole.is_file():  # its name may look like a pattern, such as a[1].txt
+            found.append(TextFile(whole, whole.name, part))
+            continue
         fixed = whole.parts[:-1]
         wild = next((index for index, name in enumerate(fixed) if re.search(r"[*?[]", name)), len(fixed))
         root, rest = Path(*whole.parts[:wild]), str(Path(*whole.parts[wild:]))
