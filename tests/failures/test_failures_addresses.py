@@ -163,7 +163,7 @@ def test_a_folder_is_read_as_it_is_whatever_its_card_says():
     Path("in").mkdir()
     Path("in/README.md").write_text(f"---\n{CARD}---\n")
     Path("in/.huggingface.yaml").write_text(CARD)
-    refused(text(HubText, "in"), r"^data\.name: in has no files of \.bmp, \.csv")
+    refused(text(HubText, "in"), r"^data\.name: in has no files of \.avif, \.bmp, \.csv")
     Path("in/a.txt").write_text(LINES)
     read(text(HubText, "in"))
 
