@@ -105,6 +105,7 @@ TIMM = "holotrain.models.external.Timm"
 HUGGING_FACE = "holotrain.models.huggingface.HuggingFace"
 
 ADAMW = "holotrain.tasks.optimizer_functions.adamw"
+MUON = "holotrain.tasks.optimizer_functions.muon"
 LOW_BIT = "holotrain.tasks.optimizer_functions.adamw_low_bit"
 LOW_BIT_OPTIONS = ("adamw_8bit", "adamw_4bit", "adamw_fp8")
 
@@ -312,9 +313,7 @@ OBJECT_GROUPS = {
     ),
     "synthesis": GroupSchema(),
     "optimizer": GroupSchema(("model", "params"), also="holotrain.config.option_groups.optimizer_options"),
-    "scheduler": GroupSchema(
-        ("optimizer", "steps", "total_steps"), also="holotrain.config.option_groups.scheduler_options"
-    ),
+    "scheduler": GroupSchema(("optimizer", "steps", "total_steps"), also="holotrain.config.option_groups.scheduler_options"),
     "trainer": GroupSchema(("callbacks", "logger", "default_root_dir"), also="holotrain.config.option_groups.trainer_options"),
 }
 """The groups that name any class or function, and what the program knows of their parameters."""
