@@ -110,7 +110,7 @@ def validate(
     folder: str | Path | None = None,
     quiet: bool = False,
 ) -> dict[str, float]:
-    """Evaluates a checkpoint on the validation set, as ``holotrain validate`` does.
+    """Evaluates a checkpoint, or pretrained weights, on the validation set, as ``holotrain validate`` does.
 
     Args:
         config: ``compose("validate", ["ckpt_path=..."])``.
@@ -133,7 +133,7 @@ def test(
     folder: str | Path | None = None,
     quiet: bool = False,
 ) -> dict[str, float]:
-    """Evaluates a checkpoint on the test set, as ``holotrain test`` does; see :func:`validate`."""
+    """Evaluates a checkpoint, or pretrained weights, on the test set, as ``holotrain test`` does; see :func:`validate`."""
     _, run = _run("test", config, {"model": model, "data": data, "task": task}, overrides, folder, quiet)
     return _summary(run)["metrics"]
 

@@ -1,4 +1,4 @@
-"""``holotrain validate`` and ``holotrain test``: evaluates a checkpoint, as the end of ``fit`` does too."""
+"""``holotrain validate`` and ``test``: evaluates a checkpoint, as the end of ``fit`` does too, or pretrained weights."""
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -141,19 +141,26 @@ def shared_data(stage: str, config: RunConfig, checkpoint: Path | None, run: Run
 
 
 def prepared(command: str, config: CheckpointConfig, run: Run) -> tuple[pl.LightningDataModule, pl.LightningModule]:
-    """The data, set up for the command, and the task, whose weights are not loaded yet. Raises a UserError if the checkpoint
-    does not fit, or the device or the data are missing."""
-    path = config.checkpoint
+    """The data, set up for the command, and the task. The weights of a checkpoint are not loaded yet, pretrained ones are.
+    Raises a UserError if the checkpoint does not fit, or the device or the data are missing."""
+    path = _start(config)
     check_device(config.trainer)
-    check_same(config, path)
+    if path is not None:
+        check_same(config, path)
     data = shared_data(command, config, path, run)
     if command in SPLITS:
         check_not_empty(data, SPLITS[command])
-    check_classes(config, data, path)
+    if path is not None:
+        check_classes(config, data, path)
     pl.seed_everything(config.seed, verbose=False)
-    task = build_task(config, data)
+    task = build_task(config, data, begin=path is None)
     check_division(config.trainer, run.process, model_of(task))
     return data, task
+
+
+def _start(config: CheckpointConfig) -> Path | None:
+    """The checkpoint; None: the pretrained weights of the configuration are evaluated."""
+    return config.checkpoint if config.ckpt_path else None
 
 
 def run(config: CheckpointConfig, run: Run) -> int:
@@ -162,11 +169,12 @@ def run(config: CheckpointConfig, run: Run) -> int:
     limit = f"limit_{SPLITS[split]}_batches"
     if getattr(config.trainer, limit) == 0:  # may come from the checkpoint's training
         raise UserError(f"trainer.{limit}=0: there is nothing to evaluate; use trainer.{limit}=1.0")
-    path, (data, task) = config.checkpoint, prepared(split, config, run)
+    path, (data, task) = _start(config), prepared(split, config, run)
     screen.show_start(config, run, model_of(task), path, data)
     loggers = build_loggers(config.logger, run.folder)
     metrics = evaluate(config, run, task, data, path, loggers)
     for logger in loggers:
         logger.finalize("success")
-    screen.show_end(write_summary(run, config, model_of(task), checkpoint=str(path), metrics=metrics), run.folder)
+    summary = write_summary(run, config, model_of(task), checkpoint=path and str(path), metrics=metrics)
+    screen.show_end(summary, run.folder)
     return 0

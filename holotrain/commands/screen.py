@@ -1,6 +1,7 @@
 """The start and end screens of the commands."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -14,13 +15,21 @@ from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import SUMMARY, Summary
 from holotrain.config.build_trainer import device_name, model_parallel_size
 from holotrain.config.command_options import RunConfig
+from holotrain.config.fine_tuning import loads_weights
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import COMPATIBLE, ERROR_DIFFUSION, is_a
+from holotrain.data.images import ImageDataModule
 from holotrain.data.text.module import TextDataModule
 from holotrain.models.division import division
 from holotrain.numeric import counted
 from holotrain.parallel.rank import ProcessRank
 from holotrain.reversible.stack import kept_between_blocks
+
+PARTS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
+"""The parts of the data that a command reads while this screen is shown."""
+
+FEW = 50
+"""A validation set of fewer samples has coarse figures: one more that is right is 2 % or more."""
 
 PROFILES = {"profile": "fit-profile.txt", "trace": f"{trace.TRACE}*"}
 PROFILES |= {"operators": trace.OPERATORS, "allocations": trace.ALLOCATIONS}
@@ -38,6 +47,7 @@ def show_start(
     named = run.choices.get("model", config.model.name) if config.model else type(model).__name__
     if is_a(config.model, *COMPATIBLE[ERROR_DIFFUSION][0]):
         named += f", rule {config.model.rule}, depth {config.model.depth}, width {config.model.width}"
+    sizes = {} if data is None else _sizes(data, PARTS.get(run.command, ()))
     products, fits = config.trainer.float32_matmul_precision, run.command == "fit"
     whole = sum(parameter.numel() for parameter in model.parameters())
     learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -47,17 +57,53 @@ def show_start(
         "task": run.choices.get("task", config.task.name),
         "data": f"{run.choices.get('data', config.data.name)}, {_batches(config, run.process)}",
         "text": text,
+        "samples": _samples(sizes),
+        "warning": _warning(sizes),
         "backward": _backward(config),
         "between blocks": kept_between_blocks(model) if fits else None,
         "synthesis": getattr(config.synthesis, "mode", None),
         "optimizer": _optimizer(config, config.optimizer, run) if fits and config.optimizer else None,
         "precision": config.trainer.precision + ("" if products == "highest" else f", products of float32: {products} (TF32)"),
         "device": device_name(config.trainer.accelerator),
+        "weights": None if origin else _pretrained(config, fits),
         "checkpoint": origin,
         "processes": _processes(config, run.process, model) if run.process else None,
         "folder": run.folder,
     }
     console.print(table(f"holotrain {run.command}", rows))
+
+
+def _sizes(data: pl.LightningDataModule, parts: Iterable[str]) -> dict[str, int]:
+    """The number of images, documents or, of packed text, sequences in each part, where the data tell it."""
+    sizes = {}
+    for part in parts:
+        if isinstance(data, TextDataModule) and (counts := data.counts.get(part)):
+            packed = -(-counts["tokens"] // data.context)
+            sizes[part] = packed if data.layout == "packed" else counts["documents"]
+        elif isinstance(data, ImageDataModule):
+            with suppress(AttributeError, KeyError, TypeError):  # a user's class need not have it
+                sizes[part] = len(data.split(part))  # ty: ignore[invalid-argument-type]: torch declares no length
+    return sizes
+
+
+def _samples(sizes: dict[str, int]) -> str | None:
+    return ", ".join(f"{size} to {part}" for part, size in sizes.items()) or None
+
+
+def _warning(sizes: dict[str, int]) -> str | None:
+    """That the figures of a small validation set are coarse."""
+    size = sizes.get("val", FEW)
+    if size >= FEW:
+        return None
+    return f"only {counted(size, 'sample')} to validate with, so val/... is coarse; raise data.val_fraction, or give more"
+
+
+def _pretrained(config: RunConfig, fits: bool) -> str | None:
+    """The pretrained weights that a run without a checkpoint starts from."""
+    if config.model is None or not loads_weights(config.model.plain()):
+        return None
+    source = config.model.arguments.get("pretrained") or config.model.arguments["name"]
+    return f"fine-tuning of {source}" if fits else f"pretrained, {source}"
 
 
 def _processes(config: RunConfig, process: ProcessRank, model: nn.Module) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast
 
 from holotrain.config import option_groups as groups
+from holotrain.config.fine_tuning import loads_weights
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_checks import check_groups, check_trainer
 from holotrain.config.option_groups import BackwardConfig, is_a, model_options
@@ -109,10 +110,13 @@ class RunConfig(Composed):
 class CheckpointConfig(RunConfig):
     """The options of a command that needs a checkpoint."""
 
+    or_pretrained = False  # whether pretrained weights will do, before any training
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.ckpt_path:
-            raise UserError(f"ckpt_path: {self.command} needs a checkpoint; give ckpt_path=best, or the folder of a run")
+        if not self.ckpt_path and not (self.or_pretrained and loads_weights(self.model.plain() if self.model else None)):
+            also = ", or a model with pretrained weights" if self.or_pretrained else ""
+            raise UserError(f"ckpt_path: {self.command} needs a checkpoint; give ckpt_path=best, or the folder of a run{also}")
         if self.batch_is_open:
             raise UserError(f"{self.batch_option[0]}=auto: only fit and plan support auto; give a number")
 
@@ -153,11 +157,15 @@ class FitConfig(RunConfig):
 
 
 class ValidateConfig(CheckpointConfig):
-    """Evaluate a checkpoint on the validation set."""
+    """Evaluate a checkpoint, or pretrained weights, on the validation set."""
+
+    or_pretrained = True
 
 
 class TestConfig(CheckpointConfig):
-    """Evaluate a checkpoint on the test set."""
+    """Evaluate a checkpoint, or pretrained weights, on the test set."""
+
+    or_pretrained = True
 
 
 @dataclass

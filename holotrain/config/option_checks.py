@@ -77,7 +77,7 @@ def _check_error_diffusion(config: RunConfig) -> None:
         raise UserError(f"synthesis: {layers} Linear layers, which it needs; use synthesis=none")
     if config.compile:
         raise UserError(f"compile: {layers} blocks; on a GPU use backward.cuda_graph=true")
-    if getattr(config.optimizer, "target", None) == "holotrain.tasks.optimizer_functions.muon":
+    if getattr(config.optimizer, "target", None) == groups.MUON:
         raise UserError(f"optimizer=muon: {layers} blocks, which it needs; use error_diffusion, sgd or adamw")
     if config.task.clamp_signs and config.model.rule == "kaneko":
         raise UserError("task.clamp_signs: model.rule=kaneko never changes a sign; use rule article or backpropagation")

@@ -105,6 +105,7 @@ TIMM = "holotrain.models.external.Timm"
 HUGGING_FACE = "holotrain.models.huggingface.HuggingFace"
 
 ADAMW = "holotrain.tasks.optimizer_functions.adamw"
+MUON = "holotrain.tasks.optimizer_functions.muon"
 LOW_BIT = "holotrain.tasks.optimizer_functions.adamw_low_bit"
 LOW_BIT_OPTIONS = ("adamw_8bit", "adamw_4bit", "adamw_fp8")
 

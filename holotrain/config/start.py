@@ -23,6 +23,7 @@ from holotrain.config.option_groups import default_backward
 from holotrain.config.structured import checked_config, with_defaults, without_replaced_options
 from holotrain.errors import UserError, did_you_mean
 from holotrain.folders import LAST_CHECKPOINT, checkpoint_path, run_folder
+from holotrain.schedules import AUTO
 from holotrain.targets import TARGET
 
 LOCAL_LOGGERS = ("tensorboard", "csv", "none")
@@ -137,7 +138,9 @@ class Start:
             usual = [default_backward((each["model"] or {}).get(TARGET)) for each in (plain, self.before)]
             if usual[0] != usual[1]:
                 plain["backward"] = {}  # that of the other model
-        return OmegaConf.create(with_defaults(self.arguments.command, plain, overrides))
+        given = {"name", "pretrained"} & (plain["model"] or {}).keys()
+        named = {name: OmegaConf.select(config, f"model.{name}") for name in given}
+        return OmegaConf.create(with_defaults(self.arguments.command, plain, overrides, named))
 
     def _check_left_out(self, group: str, members: dict[str, Any]) -> None:
         """What is null must be a name in a file, or in the checkpoint; the checkpoint may have left it out already."""
@@ -175,6 +178,8 @@ class Start:
                 found.pop(key.removesuffix(f".{TARGET}"), None)
         if config.optimizer is not None and found.get("optimizer") in groups.LOW_BIT_OPTIONS:  # optimizer.bits may differ
             found["optimizer"] = f"adamw_{config.optimizer.bits}"
+        if config.optimizer is not None and found.get("optimizer") == AUTO:
+            found["optimizer"] = config.optimizer.name
         return found
 
 

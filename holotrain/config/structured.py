@@ -10,6 +10,7 @@ from holotrain.config import option_groups as groups
 from holotrain.config.annotations import checked
 from holotrain.config.command_options import COMMANDS, RunConfig, options_of
 from holotrain.config.composition import key_of
+from holotrain.config.fine_tuning import optimizer_for
 from holotrain.config.objects import PYTHON_OBJECT, ObjectConfig
 from holotrain.config.option_groups import BackwardConfig, default_backward, schema_of, takes
 from holotrain.config.signatures import REQUIRED, Option, defaults_of, signature
@@ -51,16 +52,21 @@ def to_container(config: RunConfig) -> dict[str, Any]:
     return found | {group: {name: plain(each) for name, each in found[group].items()} for group in groups.NAMED_GROUPS}
 
 
-def with_defaults(command: str, plain: dict[str, Any], overrides: Iterable[str] = ()) -> dict[str, Any]:
+def with_defaults(
+    command: str, plain: dict[str, Any], overrides: Iterable[str] = (), named: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """A configuration with the defaults of all options that it does not mention. Checks no values.
 
     Args:
         overrides: those of the command line, none of which may be about a group that the task does not take.
+        named: options of the model without interpolations, where they are known: on them other defaults depend.
     """
     options = options_of(COMMANDS[command])
     found = defaults_of(options) | plain
     for group in groups.OBJECT_GROUPS:
         chosen = plain.get(group) or None
+        if group == "optimizer" and isinstance(chosen, dict):
+            chosen = optimizer_for(chosen, found["task"][TARGET], found["model"] and found["model"] | (named or {}))
         if group in groups.OF_THE_TASK and not takes(found["task"][TARGET], group):
             _check_unused(group, found["task"][TARGET], overrides)
             chosen = None

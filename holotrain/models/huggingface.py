@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from holotrain.files import write_json
-from holotrain.models.checkpoint_files import CONFIG, IN_A_FOLDER, read_weights
+from holotrain.models.checkpoint_files import CONFIG, read_weights
 from holotrain.models.external import ExternalModel, external_weights
-from holotrain.models.huggingface_files import TRANSFORMERS, folder_of, network_of, quiet_and_offline
+from holotrain.models.huggingface_files import TRANSFORMERS, folder_of, has_weights, network_of, quiet_and_offline
 from holotrain.models.layers.patches import resized_positions
 from holotrain.models.pretrained import require_floats, take_over
 from holotrain.reversible.tiled_loss import tiled_cross_entropy
@@ -130,10 +130,8 @@ class HuggingFace(ExternalModel):
             loaded = self.load_weights(external_weights(pretrained), pretrained)
         elif pretrained is not None:
             loaded = self._from_folder(Path(pretrained), pretrained)
-        elif Path(self.name).name != CONFIG:
-            folder = folder_of(self.name, self.download)
-            if any((folder / name).is_file() for name in IN_A_FOLDER):
-                loaded = self._from_folder(folder, self.name)
+        elif has_weights(self.name, self.download):
+            loaded = self._from_folder(folder_of(self.name, self.download), self.name)
         messages = [] if loaded is None else [loaded]
         if self.data_vocab is not None and self.vocab_size is not None and self.data_vocab != self.vocab_size:
             added = self.data_vocab - self.vocab_size

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from holotrain.files import read_json, read_text
-from holotrain.models.checkpoint_files import CONFIG
+from holotrain.models.checkpoint_files import CONFIG, IN_A_FOLDER
 from holotrain.models.external import LOADING_ARGUMENTS
 from holotrain.targets import first_line, needed, targets
 
@@ -83,6 +83,14 @@ def folder_of(name: str, download: bool = False) -> Path:
                 "download=true downloads one from the Hub"
             ) from error
         raise ValueError(f"cannot download {name} ({first_line(error)})") from error
+
+
+def has_weights(name: str, download: bool = False) -> bool:
+    """Whether a model of this name has weights. A config.json alone has none. Arguments and errors of :func:`folder_of`."""
+    if Path(name).name == CONFIG:
+        return False
+    folder = folder_of(name, download)
+    return any((folder / file).is_file() for file in IN_A_FOLDER)
 
 
 def network_of(name: str, entries: dict[str, Any] | None = None, download: bool = False) -> dict[str, Any]:

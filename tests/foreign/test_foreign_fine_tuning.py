@@ -1,0 +1,115 @@
+"""Trainings that start from pretrained weights: their defaults, what the first screen says, and the figures before them."""
+
+import re
+from pathlib import Path
+
+import pytest
+from left_by_runs import summary
+
+import holotrain as package
+
+transformers = pytest.importorskip("transformers")
+
+SHORT = [
+    "trainer.max_steps=2",
+    "trainer.max_epochs=-1",
+    "trainer.val_check_interval=null",
+    "callbacks.progress=null",
+    "test=false",
+]
+HERE = ["trainer.accelerator=cpu", "logger=none"]
+TEXT = ["data=text_files", "data.files=texts/*.txt", "data.context=16", "data.batch_size=4", "data.cache_dir=tokens"]
+CAUSAL = ["task=causal_lm", "model=huggingface", "model.name=network"]
+MINE = "# @package _global_\ndefaults:\n  - override /model: huggingface\nmodel:\n  name: ${oc.env:PWD}/network\n"
+WITH_RATE = "optimizer:\n  lr: 3e-3\n"
+
+
+def write_texts(folder: Path) -> None:
+    (folder / "texts").mkdir()
+    for number in range(20):
+        (folder / f"texts/{number}.txt").write_text(f"{number} apples\n" * (number + 1))
+
+
+def network() -> transformers.PreTrainedConfig:
+    return transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=260, n_positions=256)
+
+
+def write_random(folder: Path) -> None:
+    network().save_pretrained(folder)
+
+
+def write_pretrained(folder: Path) -> None:
+    transformers.GPT2LMHeadModel(network()).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "rate"),
+    [
+        (CAUSAL, "adamw", 1e-4),
+        ([*CAUSAL, "optimizer.lr=2e-3"], "adamw", 2e-3),
+        ([*CAUSAL, "optimizer=adamw_8bit"], "adamw_8bit", 1e-4),
+        ([*CAUSAL, "optimizer=muon"], "muon", 1.6e-2),
+        ([*CAUSAL, "optimizer._target_=torch.optim.NAdam"], None, 2e-3),
+        ([*CAUSAL, "model.name=network/config.json"], "muon", 1.6e-2),
+        ([*CAUSAL, "model.name=random"], "muon", 1.6e-2),
+        (["task=causal_lm", "experiment=mine"], "adamw", 1e-4),
+        (["task=causal_lm", "experiment=mine_with_rate"], "adamw", 3e-3),
+        (["task=causal_lm", "model=gpt_tiny"], "muon", 1.6e-2),
+        (["task=masked_lm", "model=roberta_tiny", "model.pretrained=weights"], "adamw", 1e-4),
+        (["task=sequence_classification", "model=roberta_tiny", "model.pretrained=weights"], "adamw", 5e-5),
+        (["model=timm", "model.name=resnet10t", "model.download=true"], "adamw", 1e-4),
+        (["model=timm", "model.name=resnet10t"], "adamw", 1e-3),
+        (["model=vit_tiny", "model.pretrained=weights", "model.trained=head"], "adamw", 1e-3),
+        (["model=vit_tiny", "model.pretrained=weights", "optimizer=sgd"], "sgd", 0.1),
+    ],
+)
+def test_pretrained_weights_are_tuned_gently(tmp_path, monkeypatch, words, name, rate):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PWD", str(tmp_path))
+    write_pretrained(Path("network"))
+    write_random(Path("random"))
+    Path("mine/experiment").mkdir(parents=True)
+    Path("mine/experiment/mine.yaml").write_text(MINE)
+    Path("mine/experiment/mine_with_rate.yaml").write_text(MINE + WITH_RATE)
+    config = package.compose("fit", words, config_dir="mine")
+    assert (config.choices.get("optimizer"), config.optimizer.lr) == (name, rate)
+    assert config.trainer.gradient_clip_val == 1 and 0 < config.scheduler.warmup <= 0.1
+
+
+def test_the_first_screen_says_what_is_tuned(holotrain, tmp_path):
+    write_texts(tmp_path)
+    write_pretrained(Path("network"))
+    status, out, err = holotrain("fit", *SHORT, *HERE, *TEXT, *CAUSAL, "data.val_fraction=0.2", "hydra.run.dir=run")
+    assert status == 0 and "tensors of network" in err
+    shown = " ".join(out.split())
+    assert "weights fine-tuning of network" in shown and "adamw, learning rate 0.0001" in shown
+    blocks = re.search(r"samples \d+ to train, (\d+) to val", shown)[1]
+    assert f"warning only {blocks} samples to validate with" in shown
+    out = holotrain.done("fit", *SHORT, *HERE, "model.dim=16", "model.depth=1", "model.heads=2", "hydra.run.dir=images")
+    assert "1295 to train, 143 to val" in out and "warning" not in out and "fine-tuning" not in out
+    status, out, _ = holotrain("fit", *HERE, "ckpt_path=run", "trainer.max_steps=4", "hydra.run.dir=on")
+    assert status == 0 and "fine-tuning" not in out  # the row of the checkpoint says what it starts from
+
+
+@pytest.mark.parametrize("command", ["validate", "test"])
+def test_pretrained_weights_are_evaluated_before_any_training(holotrain, tmp_path, command):
+    """The figure is that of a checkpoint whose training changed nothing."""
+    write_texts(tmp_path)
+    write_pretrained(Path("network"))
+    words = [*TEXT, *CAUSAL, *HERE]
+    status, out, err = holotrain(command, *words, "hydra.run.dir=before")
+    assert status == 0 and "tensors of network" in err and "pretrained, network" in out
+    assert holotrain("fit", *words, *SHORT, "optimizer.lr=0", "hydra.run.dir=run")[0] == 0
+    holotrain.done(command, "ckpt_path=run", "hydra.run.dir=after")
+    before, after = summary(Path("before")), summary(Path("after"))
+    assert before["metrics"] == after["metrics"] and before["checkpoint"] is None
+    assert package.validate(overrides=words, quiet=True).keys() == {key.replace("test/", "val/") for key in after["metrics"]}
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_random_weights_are_not_evaluated(holotrain, command):
+    write_random(Path("network"))
+    assert holotrain.refused(command, *TEXT, *CAUSAL).startswith(f"holotrain: ckpt_path: {command} needs a checkpoint; give")
+    write_pretrained(Path("network"))
+    if command == "predict":
+        assert "predict needs a checkpoint" in holotrain.refused(command, *TEXT, *CAUSAL)
