@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from holotrain.data.hub import cached
+from holotrain.data.hub import cached, in_order
 from holotrain.data.loader import Loader, LoadingModule, ResumableLoader, StreamLoader, digest, in_places
 from holotrain.data.sampler import FixedBatches
 from holotrain.data.text.batches import (
@@ -291,5 +291,4 @@ def _classes(labels: dict[str, list[str | None]]) -> list[str]:
         raise UserError(f"data.label: class {missing[0]!r} is held out, but no training document has it")
     if len(found) == 1:
         raise UserError(f"data.label: there is only one class, {found.pop()!r}; at least two are needed")
-    numbers = all(label.lstrip("-").isdecimal() for label in found)
-    return sorted(found, key=lambda label: (int(label) if numbers else 0, label))
+    return in_order(found)

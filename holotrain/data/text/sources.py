@@ -24,7 +24,7 @@ from holotrain.data.hub import KINDS, FromHub, cached, files_read, rows_without,
 from holotrain.data.limits import EXPANSION, Expanding
 from holotrain.data.loader import Loader
 from holotrain.data.text.module import TextDataModule
-from holotrain.data.text.tokenise import Batch, DocumentRules, Rows, fraction_of
+from holotrain.data.text.tokenise import Batch, DocumentRules, Row, Rows, fraction_of
 from holotrain.data.tokenizers import Tokenizer
 from holotrain.errors import UserError
 from holotrain.numeric import counted, require_at_least, require_one_of
@@ -109,8 +109,21 @@ def rows_of(
         for dataset, ((part, label), paths) in zip(read.values(), members.items(), strict=True):
             others = f" and {counted(len(paths) - 1, f'other {paths[0].suffix} file')}" if len(paths) > 1 else ""
             of_group = replace(rules, fractions=tuple(shares), part=part, file_label=label)
-            rows.append(Rows.checked(dataset, of_group, f"the rows of {paths[0]}{others}"))
+            named = partial(named_rows, kind, paths, cache, expansion)
+            rows.append(Rows.checked(dataset, of_group, f"the rows of {paths[0]}{others}", named))
     return rows
+
+
+def named_rows(kind: str, paths: Sequence[Path], cache: Path, expansion: float, like: Any) -> Iterator[tuple[str, Row]]:
+    """The rows of files, each with its name, ``FILE:ROW``, with the columns of a data set."""
+    for path in paths:
+        dataset: Any = files_read(kind, {"a": [path]}, cache, True, expansion=expansion)["a"]
+        yield from numbered(str(path), dataset.select_columns(like.column_names))
+
+
+def numbered(name: str, dataset: Any) -> Iterator[tuple[str, Row]]:
+    """The rows of a data set, each with its name, ``NAME:ROW``."""
+    return ((f"{name}:{number}", row) for number, row in enumerate(dataset, 1))
 
 
 def held_out_files(names: Sequence[str], val_fraction: float, test_fraction: float) -> dict[str, str]:
@@ -273,23 +286,31 @@ class HubText(FromHub, TextInColumns):
                 empty = {self.splits[part]: rows_without(each, [self.text_column, self.label]) for part, each in found.items()}
             names = [f"{self.name}:{split}:{row}" for split, rows in empty.items() for row in rows]
             warn_of_left_out("row", "without text or class", names)
-        return [Rows.checked(each, rules if part == "train" else replace(rules, part=part)) for part, each in found.items()]
+        rows = []
+        for part, each in found.items():
+            named = None if self.streaming else partial(numbered, f"{self.name}:{self.splits[part]}")
+            rows.append(Rows.checked(each, rules if part == "train" else replace(rules, part=part), named=named))
+        return rows
 
 
 def texts_at(path: Path, text: str, expansion: float = EXPANSION) -> list[tuple[str, str]]:
     """Name and text of the file at a path, or of all files below it; for files of rows, of each row that is not blank."""
     if not path.exists():
         raise UserError(f"texts: there is no file or folder {path}")
-    found = []
+    found, blank = [], []
     for each in [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file()):
         try:
             with TemporaryDirectory() as cache:  # the library keeps its locks there
                 file = TextFile(each, each.name, "test")
-                (rows,) = rows_of([file], DocumentRules(text=text), Path(cache), streaming=True, expansion=expansion)
-                numbered = [(number, one) for number, row in enumerate(rows.batches("test", 1), 1) for one in row]
+                rules = DocumentRules(text=text, skip=True)
+                (rows,) = rows_of([file], rules, Path(cache), streaming=True, expansion=expansion)
+                of_rows = [*enumerate(rows.batches("test", 1), 1)]
         except UserError as error:  # whose advice is for data
             raise UserError(f"texts: {str(error).removeprefix('data: ').partition('; data.on_error')[0]}") from error
-        found += [(f"{each}:{number}" if each.suffix.lower() in KINDS else str(each), one) for number, one in numbered]
+        in_rows = each.suffix.lower() in KINDS
+        found += [(f"{each}:{number}" if in_rows else str(each), one) for number, row in of_rows for one in row]
+        blank += [f"{each}:{number}" for number, row in of_rows if in_rows and not row]
+    warn_of_left_out("row", "without text", blank)
     if not found:
         raise UserError(f"texts: there is no text in {path}")
     return found

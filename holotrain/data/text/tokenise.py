@@ -3,8 +3,10 @@
 import hashlib
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,10 @@ BETWEEN = {"paragraph": re.compile(r"\n(?:[ \t\r\f\v]*\n)+"), "line": re.compile
 """What separates the documents of a row."""
 
 
+class RefusedRow(UserError):
+    """A row that no document can be made of; the message calls it ``a row``, since only :class:`Rows` know its file."""
+
+
 @dataclass(frozen=True)
 class DocumentRules:
     """How rows become documents.
@@ -71,7 +77,7 @@ class DocumentRules:
                 if self.skip:
                     continue
                 missing = self.text if row is None else self.label
-                raise UserError(f"data: a row has nothing in {missing!r}; data.on_error=skip leaves such rows out")
+                raise RefusedRow(f"data: a row has nothing in {missing!r}; data.on_error=skip leaves such rows out")
             if self.names is not None:
                 label = self.names[label] if label >= 0 else None
             for text in [row] if self.unit == "file" else BETWEEN[self.unit].split(row.rstrip().lstrip("\r\n")):
@@ -84,15 +90,22 @@ class DocumentRules:
         return table(*joined(tokenizer, [text for text, _ in documents]), [label for _, label in documents])
 
 
+Row = Mapping[str, Any]
+
+Named = Callable[[Any], Iterator[tuple[str, Row]]]
+"""A function that reads the rows of a data set again, one by one, each with its name, such as ``FILE:ROW``."""
+
+
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a data set, and how they become documents."""
+    """Rows of a data set, how they become documents, and how they are called."""
 
     dataset: Any
     rules: DocumentRules
+    named: Named | None = None
 
     @classmethod
-    def checked(cls, dataset: Any, rules: DocumentRules, source: str = "the data") -> "Rows":
+    def checked(cls, dataset: Any, rules: DocumentRules, source: str = "the data", named: Named | None = None) -> "Rows":
         """The columns that ``rules`` names, if ``source``, as messages call the data, has them and of these types."""
         from datasets import Value
 
@@ -103,7 +116,7 @@ class Rows:
         if rules.label:
             columns.append(rules.label)
             rules = replace(rules, names=class_names(dataset, rules.label, source))
-        return cls(dataset.select_columns(columns), rules)  # to decode other columns may ask a server
+        return cls(dataset.select_columns(columns), rules, named)  # to decode other columns may ask a server
 
     def may_be_in(self, part: str) -> bool:
         return self.rules.part in (None, part)
@@ -116,7 +129,9 @@ class Rows:
                 batch = next(batches, None)
             if batch is None:
                 return
-            yield [text for text, _ in self.rules.documents(batch, part)]
+            with self._refusals(lambda batch: [*self.rules.documents(batch, part)]):
+                texts = [text for text, _ in self.rules.documents(batch, part)]
+            yield texts
 
     def tokens(self, part: str, tokenizer: Tokenizer, cache: Path, num_proc: int | None) -> Any:
         """The documents of a part as a data set of ``tokens``, an end token after each, and ``label``."""
@@ -124,7 +139,8 @@ class Rows:
         from datasets.fingerprint import Hasher
 
         key = Hasher.hash([FORMAT, self.dataset._fingerprint, asdict(self.rules), part, tokenizer.fingerprint])
-        with library_errors(f"the text or its cache; if {cache} is damaged, delete it"):
+        read_again = partial(self.rules.tokens, part=part, tokenizer=tokenizer)
+        with self._refusals(read_again), library_errors(f"the text or its cache; if {cache} is damaged, delete it"):
             found = self.dataset.map(
                 self.rules.tokens,
                 batched=True,
@@ -139,6 +155,19 @@ class Rows:
             )
             found.data.validate(full=True)  # else a damaged offset is followed out of the file
         return found
+
+    @contextmanager
+    def _refusals(self, read: Callable[[Mapping[str, Sequence[Any]]], Any]) -> Generator[None]:
+        """Names the row that is refused inside, the first that ``read``, of a batch of rows, refuses again."""
+        try:
+            yield
+        except RefusedRow as error:
+            for name, row in self.named(self.dataset) if self.named else ():
+                try:
+                    read({column: [value] for column, value in row.items()})
+                except RefusedRow as refused:
+                    raise UserError(str(refused).replace("a row", name, 1)) from None
+            raise UserError(str(error)) from None
 
 
 def table(tokens: np.ndarray, lengths: np.ndarray, labels: Sequence[str | None]) -> pa.Table:
