@@ -312,9 +312,7 @@ OBJECT_GROUPS = {
     ),
     "synthesis": GroupSchema(),
     "optimizer": GroupSchema(("model", "params"), also="holotrain.config.option_groups.optimizer_options"),
-    "scheduler": GroupSchema(
-        ("optimizer", "steps", "total_steps"), also="holotrain.config.option_groups.scheduler_options"
-    ),
+    "scheduler": GroupSchema(("optimizer", "steps", "total_steps"), also="holotrain.config.option_groups.scheduler_options"),
     "trainer": GroupSchema(("callbacks", "logger", "default_root_dir"), also="holotrain.config.option_groups.trainer_options"),
 }
 """The groups that name any class or function, and what the program knows of their parameters."""

@@ -170,7 +170,9 @@ def files_read(
         return builder.as_dataset()
 
 
-def csv_tables(config: Any, base_files: Sequence[str], files_iterables: Sequence[Iterable[str]]) -> Iterator[tuple[Any, "Table"]]:
+def csv_tables(
+    config: Any, base_files: Sequence[str], files_iterables: Sequence[Iterable[str]]
+) -> Iterator[tuple[Any, "Table"]]:
     """What the library's builder of CSV files yields, but every field is text, as it is written; an empty one is missing.
 
     The library guesses types: it reads ``007`` as 7, and takes ``NA`` and ``null`` for missing.

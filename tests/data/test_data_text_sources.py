@@ -96,7 +96,7 @@ def test_a_refused_row_is_named_by_file_and_row(tmp_path, name, num_proc):
         "b.csv": b"n,text\n1,first\n2,\n3,third\n",
         "b.jsonl": b'{"n": 1, "text": "first"}\n{"n": 2}\n{"n": 3, "text": "third"}\n',
     }
-    write(tmp_path, f"a{name[1:]}", rows[name].replace(b"2,\n", b"2,second\n").replace(b'2}', b'2, "text": "second"}'))
+    write(tmp_path, f"a{name[1:]}", rows[name].replace(b"2,\n", b"2,second\n").replace(b"2}", b'2, "text": "second"}'))
     write(tmp_path, name, rows[name])
     options = {"val_fraction": 0.3, "test_fraction": 0.3, "num_proc": num_proc}
     files = str(tmp_path / f"*{name[1:]}")

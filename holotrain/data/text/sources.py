@@ -20,9 +20,10 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from holotrain.data import hub
-from holotrain.data.hub import KINDS, FromHub, cached, files_read, rows_without, warn_of_left_out
+from holotrain.data.hub import KINDS, FromHub, cached, files_read, warn_of_left_out
 from holotrain.data.limits import EXPANSION, Expanding
 from holotrain.data.loader import Loader
+from holotrain.data.text.answers import AnswerRules
 from holotrain.data.text.module import TextDataModule
 from holotrain.data.text.tokenise import Batch, DocumentRules, Row, Rows, fraction_of
 from holotrain.data.tokenizers import Tokenizer
@@ -138,9 +139,9 @@ def held_out_files(names: Sequence[str], val_fraction: float, test_fraction: flo
 
 
 def searched(
-    files: Sequence[TextFile], cache: Path, columns: Sequence[str | None] = (), expansion: float = EXPANSION
+    files: Sequence[TextFile], cache: Path, rules: DocumentRules | None = None, expansion: float = EXPANSION
 ) -> dict[TextFile, list[int] | None]:
-    """The rows of each file that have nothing in one of the columns; None: the file cannot be read.
+    """The rows of each file that no document can be made of; None: the file cannot be read.
 
     The files are read once for it, until one changes.
     """
@@ -150,24 +151,26 @@ def searched(
 
     def rows() -> Iterator[dict[str, list[int] | None]]:
         for file in readable:
-            found = _search(file, cache, columns, expansion)
+            found = _search(file, cache, rules, expansion)
             if isinstance(found, UserError) and getattr(found.__cause__, "errno", None):
                 raise found  # not the file is damaged, but the disk or the network failed
             yield {"empty": None if isinstance(found, UserError) else found}
 
+    wanted = None if rules is None else (type(rules).__name__, rules.columns)
     times = [(str(file.path.absolute()), file.path.stat().st_mtime_ns) for file in readable]
-    empty = cached(rows, {"empty": List(Value("int64"))}, cache, "empty rows", times, columns, expansion)["empty"][:]
+    empty = cached(rows, {"empty": List(Value("int64"))}, cache, "empty rows", times, wanted, expansion)["empty"][:]
     return dict.fromkeys(files) | dict(zip(readable, empty, strict=True))
 
 
 def _search(
-    file: TextFile, cache: Path, columns: Sequence[str | None] = (), expansion: float = EXPANSION
+    file: TextFile, cache: Path, rules: DocumentRules | None = None, expansion: float = EXPANSION
 ) -> list[int] | UserError:
-    """The rows that have nothing in one of the columns, or why the file cannot be read."""
+    """The rows that no document can be made of, or why the file cannot be read."""
     try:
         with hub.library_errors(str(file.path)):
             if file.kind != "text":
-                return rows_without(files_read(file.kind, {"a": [file.path]}, cache, True, expansion=expansion)["a"], columns)
+                dataset = files_read(file.kind, {"a": [file.path]}, cache, True, expansion=expansion)["a"]
+                return (rules or DocumentRules()).empty_rows(dataset)
             hub.require_uncompressed(file.path)
             with file.path.open(encoding="utf-8-sig") as text:
                 while text.read(2**24):
@@ -216,19 +219,47 @@ class TextInColumns(TextDataModule):
     Args:
         text: column of the text, in files of rows
         label: column of the class; folder (text_files): the name of a file's folder; null: no classes
+        messages: column of chats, lists of {role, content}: each row is a sequence, and the assistant's messages alone are
+            learned; for task=causal_lm
+        completion: column of what is to follow a prompt: each row is a sequence, and its completion alone is learned; for
+            task=causal_lm
+        prompt: column of the prompt, beside a completion
         on_error: what to do with an unreadable file, or a row without text or class: error (end the run) or skip (leave it out)
     """
 
     def __init__(
-        self, text: str = "text", label: str | None = None, on_error: Literal["error", "skip"] = "error", **options: Any
+        self,
+        text: str = "text",
+        label: str | None = None,
+        messages: str | None = None,
+        completion: str | None = None,
+        prompt: str = "prompt",
+        on_error: Literal["error", "skip"] = "error",
+        **options: Any,
     ) -> None:
+        self.answers: dict[str, Any] = {"messages": messages, "completion": completion, "prompt": prompt}
+        given = [name for name in ("messages", "completion") if self.answers[name]]
+        _check_answers(given, options)
         super().__init__(**options)
+        if given:
+            self.layout = "answers"  # a row is a sequence
         require_one_of(("error", "skip"), on_error=on_error)
         self.text_column, self.skip = text, on_error == "skip"
         self.label = label if self.labels else None
 
     def rules(self, label: str | None = None, **options: Any) -> DocumentRules:
-        return super().rules(text=self.text_column, label=label, skip=self.skip, **options)
+        found = super().rules(text=self.text_column, label=label, skip=self.skip, **options)
+        return AnswerRules(**vars(found) | self.answers) if self.layout == "answers" else found
+
+
+def _check_answers(given: list[str], options: dict[str, Any]) -> None:
+    if len(given) > 1:
+        raise ValueError("messages cannot be combined with completion; rows have one of the two")
+    if given and options.get("layout", "packed") != "packed":
+        raise ValueError(f"{given[0]} needs task=causal_lm, which learns answers alone")
+    for name in ("streaming", "unit"):
+        if given and options.get(name):
+            raise ValueError(f"{name} cannot be combined with {given[0]}, of which a row is read whole before the training")
 
 
 class TextFiles(Expanding, TextInColumns):
@@ -266,7 +297,7 @@ class TextFiles(Expanding, TextInColumns):
     def rows(self) -> list[Rows]:
         label, files = None if self.label == "folder" else self.label, self.files()
         if self.skip:
-            found = searched(files, self.cache, [self.text_column, label], self.expansion)
+            found = searched(files, self.cache, self.rules(label=label), self.expansion)
             files = [file for file, empty in found.items() if empty is not None]
             named = sorted((str(file.path), empty) for file, empty in found.items())
             warn_of_left_out("file", "that cannot be read", [name for name, empty in named if empty is None])
@@ -283,7 +314,7 @@ class HubText(FromHub, TextInColumns):
         found = self.opened(self.streaming)
         if self.skip and not self.streaming:
             with hub.library_errors("the text"):
-                empty = {self.splits[part]: rows_without(each, [self.text_column, self.label]) for part, each in found.items()}
+                empty = {self.splits[part]: rules.empty_rows(each) for part, each in found.items()}
             names = [f"{self.name}:{split}:{row}" for split, rows in empty.items() for row in rows]
             warn_of_left_out("row", "without text or class", names)
         rows = []
