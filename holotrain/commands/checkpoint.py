@@ -16,11 +16,11 @@ from holotrain.config.command_options import Config, FitConfig, RunConfig
 from holotrain.config.objects import PYTHON_OBJECT
 from holotrain.config.option_groups import HUGGING_FACE, TEXT, is_a, takes
 from holotrain.config.structured import to_container
-from holotrain.data.tokenizers import tokenizer_text
+from holotrain.data.tokenizers import tokenizer_text, with_template_of
 from holotrain.errors import UserError, as_user_error
 from holotrain.models import building, checkpoint_files, saved
 from holotrain.models.building import allocated
-from holotrain.models.huggingface_files import tokenizer_of
+from holotrain.models.huggingface_files import folder_of, tokenizer_of
 from holotrain.models.int8 import is_quantised, quantise
 from holotrain.numeric import counted
 from holotrain.targets import TARGET, first_line, targets
@@ -104,12 +104,14 @@ def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:
         return None
     if is_a(config.model, HUGGING_FACE):
         with as_user_error("model.name"):
-            return tokenizer_of(config.model.arguments["name"], config.model.download)
+            name, download = config.model.arguments["name"], config.model.download
+            found = tokenizer_of(name, download)
+            return None if found is None else with_template_of(folder_of(name, download), found)
     pretrained = getattr(config.model, "pretrained", None)
     if not pretrained:
         return None
     if (Path(pretrained) / saved.TOKENIZER).is_file():
-        return tokenizer_text(Path(pretrained) / saved.TOKENIZER)
+        return with_template_of(Path(pretrained), tokenizer_text(Path(pretrained) / saved.TOKENIZER))
     try:
         return checkpointed.metadata(Path(pretrained))["description"].get("tokenizer")
     except UserError:  # weights of other programs have no tokenizer

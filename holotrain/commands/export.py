@@ -11,14 +11,18 @@ from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import write_summary
 from holotrain.config import checkpointed
 from holotrain.config.command_options import ExportConfig
-from holotrain.data.tokenizers import tokenizer_from_json
+from holotrain.data.tokenizers import CHAT, plain_json, tokenizer_from_json
 from holotrain.errors import UserError, as_user_error
+from holotrain.files import write_json
 from holotrain.models import saved
 from holotrain.models.adapters import merge_peft
 from holotrain.models.external import ExternalModel
 from holotrain.models.int8 import storage_bytes
 
 PROGRAM, ONNX = "model.pt2", "model.onnx"
+
+SETTINGS = "tokenizer_config.json"
+"""Where transformers expect the chat template of a tokenizer."""
 
 
 def run(config: ExportConfig, run: Run) -> int:
@@ -37,19 +41,23 @@ def run(config: ExportConfig, run: Run) -> int:
     folder = Path(config.to) if config.to else run.folder / "export"
     described = dict(described)
     target, arguments, tokenizer = (described.pop(key, None) for key in ("target", "arguments", "tokenizer"))
+    chat = None
     if tokenizer is not None:
         tokenizer_from_json(tokenizer, str(path))  # what is no tokenizer is not handed on
+        tokenizer, chat = plain_json(tokenizer)
     extra = described | {checkpointed.KEY: checkpointed.metadata(path)}
     try:
-        for program in (PROGRAM, ONNX):  # left by an earlier export
-            (folder / program).unlink(missing_ok=True)
+        for name in (PROGRAM, ONNX, *([] if isinstance(model, ExternalModel) else [SETTINGS])):  # left by an earlier export
+            (folder / name).unlink(missing_ok=True)
         with as_user_error("to"):
             if isinstance(model, ExternalModel):
                 folder.mkdir(parents=True, exist_ok=True)
-                names = model.save(folder, described | {"tokenizer": tokenizer})
+                names = model.save(folder, described | {"tokenizer": tokenizer, "chat": chat})
             else:
                 saved.save(folder, target, arguments, model, extra=extra, tokenizer=tokenizer)
-                names = [saved.WEIGHTS, saved.CONFIG, saved.TOKENIZER]
+                if chat is not None:
+                    write_json(folder / SETTINGS, {CHAT: chat["template"], **chat["tokens"]})
+                names = [saved.WEIGHTS, saved.CONFIG, saved.TOKENIZER, SETTINGS]
         if config.format != "safetensors":
             example = torch.zeros(2, arguments["channels"], arguments["image_size"], arguments["image_size"])
             with as_user_error(f"format={config.format}"):

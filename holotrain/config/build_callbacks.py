@@ -104,7 +104,7 @@ def _metric(name: str, chosen: ObjectConfig, task: pl.LightningModule) -> dict[s
 def _flops(config: RunConfig, data: pl.LightningDataModule) -> dict[str, int]:
     """FLOPs of a sample with and without recomputation; nothing where the shape of samples varies or is not known."""
     text, image_shape = data if isinstance(data, TextDataModule) else None, getattr(data, "image_shape", ())
-    if config.model is None or (not image_shape if text is None else text.layout == "documents"):
+    if config.model is None or (not image_shape if text is None else text.layout != "packed"):
         return {}
     with torch.device("meta"):
         sample = torch.empty(1, *image_shape) if text is None else torch.zeros(1, text.context, dtype=torch.long)

@@ -62,4 +62,4 @@ def samples_in(batch: Any) -> int:
 
 def batch_unit(data: pl.LightningDataModule) -> int:
     """The smallest sensible increment of that size."""
-    return data.longest if isinstance(data, TextDataModule) and data.layout == "documents" and data.max_tokens else 1
+    return data.longest if isinstance(data, TextDataModule) and data.max_tokens else 1

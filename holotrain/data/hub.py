@@ -9,7 +9,7 @@ import sys
 import warnings
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from errno import EDQUOT, ENOSPC, EROFS
 from functools import partial
@@ -29,6 +29,7 @@ from holotrain.numeric import counted
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
+    from pyarrow import Table
 
 KINDS = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv"}
 """How files of rows are read, by their extension; all others are plain text. Of a project, ``.json`` are mostly settings."""
@@ -147,8 +148,9 @@ def files_read(
 
     paths = [path for group in files.values() for path in group]
     others = f" or one of {len(paths) - 1} other files" if len(paths) > 1 else ""
-    if kind == "tsv":
-        kind, options["sep"] = "csv", "\t"
+    if kind in ("csv", "tsv"):
+        options |= {"sep": "\t" if kind == "tsv" else ",", "keep_default_na": False, "na_values": [""]}
+        kind = "csv"
     if kind == "parquet":
         options["batch_size"] = ROWS
     if streaming and kind in ("json", "text"):
@@ -160,11 +162,30 @@ def files_read(
         builder: Any = load_dataset_builder(kind, data_files=named, cache_dir=str(cache), **options)
         refusal = f"data: {paths[0]}{others} becomes larger than data.max_expansion={expansion:g} times its size"
         tables = "_read_metadata" if kind == "imagefolder" else "_generate_tables"
-        setattr(builder, tables, partial(limited, most_of(paths, expansion), refusal, getattr(builder, tables)))
+        own = partial(csv_tables, builder.config) if kind == "csv" else getattr(builder, tables)
+        setattr(builder, tables, partial(limited, most_of(paths, expansion), refusal, own))
         if streaming:
             return {group: resolved(dataset) for group, dataset in builder.as_streaming_dataset().items()}
         builder.download_and_prepare(num_proc=num_proc)
         return builder.as_dataset()
+
+
+def csv_tables(
+    config: Any, base_files: Sequence[str], files_iterables: Sequence[Iterable[str]]
+) -> Iterator[tuple[Any, "Table"]]:
+    """What the library's builder of CSV files yields, but every field is text, as it is written; an empty one is missing.
+
+    The library guesses types: it reads ``007`` as 7, and takes ``NA`` and ``null`` for missing.
+    """
+    import pandas
+    import pyarrow
+    from datasets.builder import Key
+
+    for shard, files in enumerate(files_iterables):
+        for file in files:
+            for number, frame in enumerate(pandas.read_csv(file, dtype=str, iterator=True, **config.pd_read_csv_kwargs)):
+                fields = {name: pyarrow.array(frame[name], pyarrow.string(), from_pandas=True) for name in frame}
+                yield Key(shard, number), pyarrow.table(fields)
 
 
 def require_uncompressed(path: Path) -> None:
@@ -375,6 +396,13 @@ def class_names(dataset: "Dataset | IterableDataset", name: str, source: str = "
     kind = column(dataset, "data.label", name, source)
     if isinstance(kind, ClassLabel):
         return kind.names
-    if not (isinstance(kind, Value) and ("string" in kind.dtype or "int" in kind.dtype)):
+    if not (isinstance(kind, Value) and any(each in kind.dtype for each in ("string", "int", "bool"))):
         raise UserError(f"data.label: column {name!r} holds no labels, but {kind}")
     return None
+
+
+def in_order(labels: Iterable[Any]) -> list[Any]:
+    """Labels in the order of their names; of numbers, if all are numbers."""
+    labels = list(labels)
+    numbers = all(str(label).removeprefix("-").isdecimal() for label in labels)
+    return sorted(labels, key=lambda label: (int(label) if numbers else 0, label))

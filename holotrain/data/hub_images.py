@@ -10,7 +10,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from holotrain.data.decoding import UNREADABLE, decoded, upright
-from holotrain.data.hub import FromHub, class_names, column
+from holotrain.data.hub import FromHub, class_names, column, in_order
 from holotrain.data.images import ChosenClasses, SizedImages
 from holotrain.errors import UserError
 from holotrain.files import open_regular, require_inside
@@ -50,7 +50,7 @@ class HubImages(FromHub, ChosenClasses, SizedImages):
                 raise UserError(f"data.image: column {self.image_column!r} holds no images, but {kind}")
             class_names(each, self.label_column)
         names = class_names(rows["train"], self.label_column)
-        labels = range(len(names)) if names else sorted({*rows["train"].unique(self.label_column)} - {None})
+        labels = range(len(names)) if names else in_order({*rows["train"].unique(self.label_column)} - {None})
         none = (None, -1) if names else (None,)
         numbers = {label: number for number, label in enumerate(labels)} | dict.fromkeys(none, -1)
         names = names or [str(label) for label in labels]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from tokenizers import ByteLevelBPETokenizer
@@ -28,16 +28,23 @@ NAMES = {
 The first one is used if a token has to be added."""
 
 
+CHAT = "chat_template"
+"""The entry of a tokenizer's JSON that holds the chat template of its model: ``{"template": ..., "tokens": {"eos_token":
+...}}``. Other programs expect it in a file of its own."""
+
+
 class Tokenizer(ABC):
     """Text to token ids, and back.
 
     Attributes:
         vocab_size: number of ids, including special tokens.
+        chat: how its model writes messages, see ``CHAT``; None: it has no template.
         specials: the ids of ``pad``, ``start``, ``end`` and ``mask``; text never encodes to one of them.
     """
 
     vocab_size: int
     specials: dict[str, int]
+    chat: dict[str, Any] | None = None
 
     pad_id = property(lambda self: self.specials["pad"])
     start_id = property(lambda self: self.specials["start"])
@@ -132,6 +139,7 @@ class SubwordTokenizer(Tokenizer):
     """
 
     def __init__(self, text: str, where: str = "tokenizer.json") -> None:
+        text, self.chat = plain_json(text, where)
         try:
             self._encoder = Encoder.from_str(text)
         except Exception as error:  # the library raises Exception itself
@@ -182,7 +190,7 @@ class SubwordTokenizer(Tokenizer):
         return lengths
 
     def to_json(self) -> str:
-        return self._encoder.to_str()
+        return self._encoder.to_str() if self.chat is None else with_chat(self._encoder.to_str(), self.chat)
 
     def _special(self, names: Sequence[str], where: str) -> int:
         """The id of the special token with one of these names, which is added if there is none."""
@@ -233,7 +241,47 @@ def known_tokenizer(name: str) -> Tokenizer | None:
     path = Path(name).expanduser()
     if path.suffix != ".json" and not path.exists():
         check_choice("data.tokenizer", name, ["byte", "bpe", "PATH/tokenizer.json"])
-    return tokenizer_from_json(tokenizer_text(path), str(path))
+    return tokenizer_from_json(with_template_of(path.parent, tokenizer_text(path)), str(path))
+
+
+def plain_json(text: str, where: str = "tokenizer.json") -> tuple[str, dict[str, Any] | None]:
+    """A tokenizer.json as other programs read it, and the chat template that was in it."""
+    if f'"{CHAT}"' not in text:
+        return text, None
+    content = json.loads(text)
+    chat = content.pop(CHAT, None)
+    tokens = chat.get("tokens") if isinstance(chat, dict) else None
+    texts = [chat.get("template"), *tokens, *tokens.values()] if isinstance(tokens, dict) else [None]
+    if chat is not None and not all(isinstance(each, str) for each in texts):
+        raise UserError(f"data.tokenizer: the chat template in {where} is damaged")
+    return json.dumps(content), chat
+
+
+def with_chat(text: str, chat: dict[str, Any]) -> str:
+    """A tokenizer.json with a chat template in it."""
+    return json.dumps(json.loads(text) | {CHAT: chat})
+
+
+def with_template_of(folder: Path, text: str) -> str:
+    """A tokenizer.json with the chat template in the folder of its model, if there is one.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    settings, jinja = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    try:
+        said = from_json(read_text(settings)) if settings.is_file() else {}
+        template = read_text(jinja) if jinja.is_file() else said.get(CHAT)
+    except (OSError, ValueError, AttributeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"data.tokenizer: cannot read the chat template in {folder} ({reason})") from error
+    if isinstance(template, list):  # several, each with a name
+        template = next((each.get("template") for each in template if each.get("name") == "default"), None)
+    if not isinstance(template, str):
+        return text
+    tokens = {name: each.get("content") if isinstance(each, dict) else each for name, each in said.items()}
+    named = {name: each for name, each in tokens.items() if name.endswith("_token") and isinstance(each, str)}
+    return with_chat(text, {"template": template, "tokens": named})
 
 
 def tokenizer_text(path: Path) -> str:

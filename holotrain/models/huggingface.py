@@ -29,7 +29,16 @@ LANGUAGE = ("causal_lm", "masked_lm")
 FROM_PADDING = ("camembert", "longformer", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
 """Types of models whose positions start after the number of the padding token, which is 1."""
 
-SAVED = ("config.", "generation_config.", "model.", "model-", "preprocessor_config.", "special_tokens", "tokenizer")
+SAVED = (
+    "chat_template.",
+    "config.",
+    "generation_config.",
+    "model.",
+    "model-",
+    "preprocessor_config.",
+    "special_tokens",
+    "tokenizer",
+)
 """What the names of the files begin with that a model and its tokenizer are saved in."""
 
 POSITIONS = "embeddings.position_embeddings"
@@ -202,7 +211,7 @@ class HuggingFace(ExternalModel):
         with quiet_and_offline(needed(*TRANSFORMERS)):
             self.model.save_pretrained(folder)
         if (tokenizer := described.get("tokenizer")) is not None:
-            _save_tokenizer(folder, tokenizer, self.context)
+            _save_tokenizer(folder, tokenizer, self.context, described.get("chat"))
         if (statistics := described.get("statistics")) is not None:
             size = getattr(self.model.config, "image_size", None)
             processor = {
@@ -284,8 +293,8 @@ def _context(network: Any, wanted: int | None) -> int | None:
     return wanted or limit
 
 
-def _save_tokenizer(folder: Path, text: str, context: int | None) -> None:
-    """Writes AutoTokenizer's files; none for bytes, which it does not know."""
+def _save_tokenizer(folder: Path, text: str, context: int | None, chat: Mapping[str, Any] | None) -> None:
+    """Writes AutoTokenizer's files, with a chat template; none for bytes, which it does not know."""
     from tokenizers import Tokenizer
 
     try:
@@ -303,5 +312,8 @@ def _save_tokenizer(folder: Path, text: str, context: int | None) -> None:
     }
     found = {role: next((name for name in names if name in known), None) for role, names in roles.items()}
     tokens = {role: name for role, name in found.items() if name is not None}
-    limit = {} if context is None else {"model_max_length": context}
-    needed(*TRANSFORMERS).PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens, **limit).save_pretrained(folder)
+    more: dict[str, Any] = {} if context is None else {"model_max_length": context}
+    if chat is not None:
+        tokens |= chat["tokens"]
+        more["chat_template"] = chat["template"]
+    needed(*TRANSFORMERS).PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens, **more).save_pretrained(folder)

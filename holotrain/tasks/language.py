@@ -91,6 +91,7 @@ class CausalLM(LanguageModelling):
     The model takes tokens (B, T) and returns logits (B, T, V); with ``targets`` (B, T) in addition, their mean cross-entropy.
 
     Batches are dictionaries of ``tokens`` (B, T + 1) and optionally ``lengths`` (B,); tokens after a row's length are padding.
+    With ``answers`` (B, T + 1), True for some tokens, these alone are learned and counted.
 
     Logs ``val/loss`` (nats per token), ``val/perplexity`` and ``val/bits_per_byte``, and the same for ``test``. A block is
     read without the text before it, so these are the figures of a context that grows from 0.
@@ -104,6 +105,8 @@ class CausalLM(LanguageModelling):
         if "lengths" in batch:
             place = torch.arange(1, tokens.shape[1], device=tokens.device)
             targets = targets.where(place < batch["lengths"][:, None], IGNORED)
+        if "answers" in batch:
+            targets = targets.where(batch["answers"][:, 1:], IGNORED)
         return tokens[:, :-1], targets
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
@@ -114,7 +117,8 @@ class CausalLM(LanguageModelling):
             F.cross_entropy(self(row[None])[0].float(), wanted, reduction="sum")
             for row, wanted in zip(tokens, targets, strict=True)
         ]
-        return {"bits": torch.stack(nats) / math.log(2), "bytes": self._bytes(targets).sum(1)}
+        found = {"bits": torch.stack(nats) / math.log(2), "bytes": self._bytes(targets).sum(1)}
+        return found | ({"index": batch["index"]} if "index" in batch else {})
 
 
 class MaskedLM(LanguageModelling):

@@ -177,12 +177,15 @@ def test_lightning_finds_the_size_of_a_batch(folder):
 
 
 def test_loose_files_keep_order_and_name_under_lightning(tmp_path):
-    rows = "\n".join(json.dumps({"text": text}) for text in ("z", " ", "", "zz"))
+    rows = "\n".join(json.dumps({"text": text}) for text in ("z", " ", None, "zz"))
     for name, text in (("b.txt", "y" * 50), ("a.txt", "x"), ("c.jsonl", rows)):
         (tmp_path / name).write_text(text)
-    batches = quiet_trainer().predict(Reads(), text_files(tmp_path, ByteTokenizer(), 32, packed=False, batch_size=2))
+    with pytest.warns(UserWarning, match=r"left out 2 rows without text: \S*c\.jsonl:2, \S*c\.jsonl:3"):
+        loader = text_files(tmp_path, ByteTokenizer(), 32, packed=False, batch_size=2)
+    batches = quiet_trainer().predict(Reads(), loader)
     names = [name for batch in batches for name in batch["names"]]
     assert names == [str(tmp_path / name) for name in ("a.txt", "b.txt", "c.jsonl:1", "c.jsonl:4")]
     assert [len(row) - 2 for row in rows_of(batches)] == [1, 30, 1, 2]
-    alone = text_files(tmp_path / "c.jsonl", ByteTokenizer(), 32, packed=False, batch_size=4)
+    with pytest.warns(UserWarning, match="left out 2 rows"):
+        alone = text_files(tmp_path / "c.jsonl", ByteTokenizer(), 32, packed=False, batch_size=4)
     assert next(iter(alone))["names"] == names[2:] and len([*tmp_path.rglob("*")]) == 3  # nothing is written beside them

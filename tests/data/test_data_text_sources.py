@@ -82,6 +82,30 @@ def test_json_files_of_a_project_are_plain_text_and_a_missing_column_names_the_f
     one_line(lambda: module(tmp_path, str(tmp_path / "*.csv"), **options), r"rows of .*b\.csv and 1 other \.csv file have no")
 
 
+def test_a_field_of_a_csv_file_is_text_as_it_is_written(tmp_path):
+    path = Path(write(tmp_path, "a.csv", b"text,flag,n\nNA,True,007\nnull,False,-1\n1.50,True,10\nnan,False,9\n"))
+    assert texts_of(path, label="flag") == [("NA", "True"), ("null", "False"), ("1.50", "True"), ("nan", "False")]
+    assert [label for _, label in texts_of(path, label="n")] == ["007", "-1", "10", "9"]
+    assert texts_of(path, text="flag", label="text")[1] == ("False", "null")
+    assert hub.in_order(["007", "-1", "10", "9"]) == ["-1", "007", "9", "10"]
+    rows = "\n".join(json.dumps({"text": f"row {n}", "k": n % 2 == 0}) for n in range(2))
+    assert texts_of(Path(write(tmp_path, "a.jsonl", rows.encode())), label="k") == [("row 0", "True"), ("row 1", "False")]
+
+
+@pytest.mark.parametrize("name", ["b.csv", "b.jsonl"])
+@pytest.mark.parametrize("num_proc", [None, 2])
+def test_a_refused_row_is_named_by_file_and_row(tmp_path, name, num_proc):
+    rows = {
+        "b.csv": b"n,text\n1,first\n2,\n3,third\n",
+        "b.jsonl": b'{"n": 1, "text": "first"}\n{"n": 2}\n{"n": 3, "text": "third"}\n',
+    }
+    write(tmp_path, f"a{name[1:]}", rows[name].replace(b"2,\n", b"2,second\n").replace(b"2}", b'2, "text": "second"}'))
+    write(tmp_path, name, rows[name])
+    options = {"val_fraction": 0.3, "test_fraction": 0.3, "num_proc": num_proc}
+    files = str(tmp_path / f"*{name[1:]}")
+    one_line(lambda: module(tmp_path, files, **options), rf"data: \S*{name}:2 has nothing in 'text'; data\.on_error=skip")
+
+
 def write(tmp_path, name, content) -> str:
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 sources   files -> rows: which files, the rows in them, which are held out; StdlibText, TextFiles, HubText
 tokenise  rows -> documents -> tokens of a part, in memory-mapped Arrow files
+answers   rows -> sequences of which a causal language model learns the answers alone: chats, prompts with completions
 batches   tokens -> blocks of equal length for causal language models, also while the text is read; or single documents, in
           batches of similar length, for masked language models and classification
 module    the LightningDataModule that takes the steps: options, cache, loaders

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 import torch
 
-from holotrain.data.hub import cached
+from holotrain.data.hub import cached, in_order
 from holotrain.data.loader import Loader, LoadingModule, ResumableLoader, StreamLoader, digest, in_places
 from holotrain.data.sampler import FixedBatches
+from holotrain.data.text.answers import Answers, warn_of_cut
 from holotrain.data.text.batches import (
     BucketBatchSampler,
     PackedBlocks,
@@ -36,8 +37,8 @@ class TextDataModule(LoadingModule):
             documents, batched by length, for masked language models and classification
         labels: read the classes of documents, if there are any; documents without a class are then left out of batches
         context: context length in tokens: of a packed block, or the maximum of a document with its special tokens
-        batch_size: packed blocks (or, if max_tokens is null, documents) per step; auto: the largest that fits into memory, by
-            the plan
+        batch_size: packed blocks, rows with answers or, if max_tokens is null, documents per step; auto: the largest that fits
+            into memory, by the plan
         max_tokens: largest batch of documents, in tokens with padding; replaces batch_size; auto: as for batch_size; null: use
             batch_size
         bucketing: put documents of similar length into a batch; false: random documents
@@ -108,7 +109,8 @@ class TextDataModule(LoadingModule):
             raise ValueError("streaming needs packed text: task=causal_lm")
         if streaming and tokenizer == "bpe" and tokenizer_json is None:
             raise ValueError("streaming needs a tokenizer that is trained: byte, or a tokenizer.json, as exports have")
-        self.layout, self.labels, self.context, self.batch_size, self.chosen_unit = layout, labels, context, batch_size, unit
+        self.layout: str = layout
+        self.labels, self.context, self.batch_size, self.chosen_unit = labels, context, batch_size, unit
         self.max_tokens, self.bucketing, self.multiple = max_tokens, bucketing, pad_to_multiple_of
         self.fractions, self.trained_size = (val_fraction, test_fraction), vocab_size
         self.cache = Path(cache_dir).expanduser()
@@ -130,7 +132,7 @@ class TextDataModule(LoadingModule):
     @property
     def unit(self) -> Literal["file", "paragraph", "line"]:
         """What a document is."""
-        return self.chosen_unit or ("file" if self.layout == "packed" or self.label else "paragraph")
+        return self.chosen_unit or ("file" if self.layout != "documents" or self.label else "paragraph")
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -172,6 +174,8 @@ class TextDataModule(LoadingModule):
         _check(found)
         classes = [] if self.streaming else _classes({part: tokens.unique("label") for part, tokens in found.items()})
         self._corpora = {part: Corpus(tokens, part, classes) for part, tokens in found.items()}
+        if self.layout == "answers":
+            warn_of_cut([self._answers(part) for part in PARTS], self.context)
 
     def _tokens(self, rows: list[Rows], part: str) -> Any:
         from datasets import concatenate_datasets
@@ -255,8 +259,13 @@ class TextDataModule(LoadingModule):
             batches = BucketBatchSampler(widths, self.batch_size, self.max_tokens, shard=(0, 1)).epoch_batches(0)
         return Loader(dataset, batch_sampler=FixedBatches(batches), **self.loading)
 
-    def _pieces(self, part: str, numbered: bool = False) -> Pieces:
+    def _pieces(self, part: str, numbered: bool = False) -> Pieces | Answers:
+        if self.layout == "answers":
+            return self._answers(part, numbered)
         return Pieces(self.part(part), self.tokenizer, self.context, self.multiple, numbered)
+
+    def _answers(self, part: str, numbered: bool = False) -> Answers:
+        return Answers(self.part(part), self.tokenizer, self.context, self.multiple, numbered)
 
     def _trained(self, rows: list[Rows]) -> Tokenizer:
         """A BPE trained on the training part, from the cache after the first time."""
@@ -291,5 +300,4 @@ def _classes(labels: dict[str, list[str | None]]) -> list[str]:
         raise UserError(f"data.label: class {missing[0]!r} is held out, but no training document has it")
     if len(found) == 1:
         raise UserError(f"data.label: there is only one class, {found.pop()!r}; at least two are needed")
-    numbers = all(label.lstrip("-").isdecimal() for label in found)
-    return sorted(found, key=lambda label: (int(label) if numbers else 0, label))
+    return in_order(found)

@@ -20,11 +20,12 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from holotrain.data import hub
-from holotrain.data.hub import KINDS, FromHub, cached, files_read, rows_without, warn_of_left_out
+from holotrain.data.hub import KINDS, FromHub, cached, files_read, warn_of_left_out
 from holotrain.data.limits import EXPANSION, Expanding
 from holotrain.data.loader import Loader
+from holotrain.data.text.answers import AnswerRules
 from holotrain.data.text.module import TextDataModule
-from holotrain.data.text.tokenise import Batch, DocumentRules, Rows, fraction_of
+from holotrain.data.text.tokenise import Batch, DocumentRules, Row, Rows, fraction_of
 from holotrain.data.tokenizers import Tokenizer
 from holotrain.errors import UserError
 from holotrain.numeric import counted, require_at_least, require_one_of
@@ -112,8 +113,21 @@ def rows_of(
         for dataset, ((part, label), paths) in zip(read.values(), members.items(), strict=True):
             others = f" and {counted(len(paths) - 1, f'other {paths[0].suffix} file')}" if len(paths) > 1 else ""
             of_group = replace(rules, fractions=tuple(shares), part=part, file_label=label)
-            rows.append(Rows.checked(dataset, of_group, f"the rows of {paths[0]}{others}"))
+            named = partial(named_rows, kind, paths, cache, expansion)
+            rows.append(Rows.checked(dataset, of_group, f"the rows of {paths[0]}{others}", named))
     return rows
+
+
+def named_rows(kind: str, paths: Sequence[Path], cache: Path, expansion: float, like: Any) -> Iterator[tuple[str, Row]]:
+    """The rows of files, each with its name, ``FILE:ROW``, with the columns of a data set."""
+    for path in paths:
+        dataset: Any = files_read(kind, {"a": [path]}, cache, True, expansion=expansion)["a"]
+        yield from numbered(str(path), dataset.select_columns(like.column_names))
+
+
+def numbered(name: str, dataset: Any) -> Iterator[tuple[str, Row]]:
+    """The rows of a data set, each with its name, ``NAME:ROW``."""
+    return ((f"{name}:{number}", row) for number, row in enumerate(dataset, 1))
 
 
 def held_out_files(names: Sequence[str], val_fraction: float, test_fraction: float) -> dict[str, str]:
@@ -128,9 +142,9 @@ def held_out_files(names: Sequence[str], val_fraction: float, test_fraction: flo
 
 
 def searched(
-    files: Sequence[TextFile], cache: Path, columns: Sequence[str | None] = (), expansion: float = EXPANSION
+    files: Sequence[TextFile], cache: Path, rules: DocumentRules | None = None, expansion: float = EXPANSION
 ) -> dict[TextFile, list[int] | None]:
-    """The rows of each file that have nothing in one of the columns; None: the file cannot be read.
+    """The rows of each file that no document can be made of; None: the file cannot be read.
 
     The files are read once for it, until one changes.
     """
@@ -140,24 +154,26 @@ def searched(
 
     def rows() -> Iterator[dict[str, list[int] | None]]:
         for file in readable:
-            found = _search(file, cache, columns, expansion)
+            found = _search(file, cache, rules, expansion)
             if isinstance(found, UserError) and getattr(found.__cause__, "errno", None):
                 raise found  # not the file is damaged, but the disk or the network failed
             yield {"empty": None if isinstance(found, UserError) else found}
 
+    wanted = None if rules is None else (type(rules).__name__, rules.columns)
     times = [(str(file.path.absolute()), file.path.stat().st_mtime_ns) for file in readable]
-    empty = cached(rows, {"empty": List(Value("int64"))}, cache, "empty rows", times, columns, expansion)["empty"][:]
+    empty = cached(rows, {"empty": List(Value("int64"))}, cache, "empty rows", times, wanted, expansion)["empty"][:]
     return dict.fromkeys(files) | dict(zip(readable, empty, strict=True))
 
 
 def _search(
-    file: TextFile, cache: Path, columns: Sequence[str | None] = (), expansion: float = EXPANSION
+    file: TextFile, cache: Path, rules: DocumentRules | None = None, expansion: float = EXPANSION
 ) -> list[int] | UserError:
-    """The rows that have nothing in one of the columns, or why the file cannot be read."""
+    """The rows that no document can be made of, or why the file cannot be read."""
     try:
         with hub.library_errors(str(file.path)):
             if file.kind != "text":
-                return rows_without(files_read(file.kind, {"a": [file.path]}, cache, True, expansion=expansion)["a"], columns)
+                dataset = files_read(file.kind, {"a": [file.path]}, cache, True, expansion=expansion)["a"]
+                return (rules or DocumentRules()).empty_rows(dataset)
             hub.require_uncompressed(file.path)
             with file.path.open(encoding="utf-8-sig") as text:
                 while text.read(2**24):
@@ -206,19 +222,47 @@ class TextInColumns(TextDataModule):
     Args:
         text: column of the text, in files of rows
         label: column of the class; folder (text_files): the name of a file's folder; null: no classes
+        messages: column of chats, lists of {role, content}: each row is a sequence, and the assistant's messages alone are
+            learned; for task=causal_lm
+        completion: column of what is to follow a prompt: each row is a sequence, and its completion alone is learned; for
+            task=causal_lm
+        prompt: column of the prompt, beside a completion
         on_error: what to do with an unreadable file, or a row without text or class: error (end the run) or skip (leave it out)
     """
 
     def __init__(
-        self, text: str = "text", label: str | None = None, on_error: Literal["error", "skip"] = "error", **options: Any
+        self,
+        text: str = "text",
+        label: str | None = None,
+        messages: str | None = None,
+        completion: str | None = None,
+        prompt: str = "prompt",
+        on_error: Literal["error", "skip"] = "error",
+        **options: Any,
     ) -> None:
+        self.answers: dict[str, Any] = {"messages": messages, "completion": completion, "prompt": prompt}
+        given = [name for name in ("messages", "completion") if self.answers[name]]
+        _check_answers(given, options)
         super().__init__(**options)
+        if given:
+            self.layout = "answers"  # a row is a sequence
         require_one_of(("error", "skip"), on_error=on_error)
         self.text_column, self.skip = text, on_error == "skip"
         self.label = label if self.labels else None
 
     def rules(self, label: str | None = None, **options: Any) -> DocumentRules:
-        return super().rules(text=self.text_column, label=label, skip=self.skip, **options)
+        found = super().rules(text=self.text_column, label=label, skip=self.skip, **options)
+        return AnswerRules(**vars(found) | self.answers) if self.layout == "answers" else found
+
+
+def _check_answers(given: list[str], options: dict[str, Any]) -> None:
+    if len(given) > 1:
+        raise ValueError("messages cannot be combined with completion; rows have one of the two")
+    if given and options.get("layout", "packed") != "packed":
+        raise ValueError(f"{given[0]} needs task=causal_lm, which learns answers alone")
+    for name in ("streaming", "unit"):
+        if given and options.get(name):
+            raise ValueError(f"{name} cannot be combined with {given[0]}, of which a row is read whole before the training")
 
 
 class TextFiles(Expanding, TextInColumns):
@@ -256,7 +300,7 @@ class TextFiles(Expanding, TextInColumns):
     def rows(self) -> list[Rows]:
         label, files = None if self.label == "folder" else self.label, self.files()
         if self.skip:
-            found = searched(files, self.cache, [self.text_column, label], self.expansion)
+            found = searched(files, self.cache, self.rules(label=label), self.expansion)
             files = [file for file, empty in found.items() if empty is not None]
             named = sorted((str(file.path), empty) for file, empty in found.items())
             warn_of_left_out("file", "that cannot be read", [name for name, empty in named if empty is None])
@@ -273,26 +317,34 @@ class HubText(FromHub, TextInColumns):
         found = self.opened(self.streaming)
         if self.skip and not self.streaming:
             with hub.library_errors("the text"):
-                empty = {self.splits[part]: rows_without(each, [self.text_column, self.label]) for part, each in found.items()}
+                empty = {self.splits[part]: rules.empty_rows(each) for part, each in found.items()}
             names = [f"{self.name}:{split}:{row}" for split, rows in empty.items() for row in rows]
             warn_of_left_out("row", "without text or class", names)
-        return [Rows.checked(each, rules if part == "train" else replace(rules, part=part)) for part, each in found.items()]
+        rows = []
+        for part, each in found.items():
+            named = None if self.streaming else partial(numbered, f"{self.name}:{self.splits[part]}")
+            rows.append(Rows.checked(each, rules if part == "train" else replace(rules, part=part), named=named))
+        return rows
 
 
 def texts_at(path: Path, text: str, expansion: float = EXPANSION) -> list[tuple[str, str]]:
     """Name and text of the file at a path, or of all files below it; for files of rows, of each row that is not blank."""
     if not path.exists():
         raise UserError(f"texts: there is no file or folder {path}")
-    found = []
+    found, blank = [], []
     for each in [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file()):
         try:
             with TemporaryDirectory() as cache:  # the library keeps its locks there
                 file = TextFile(each, each.name, "test")
-                (rows,) = rows_of([file], DocumentRules(text=text), Path(cache), streaming=True, expansion=expansion)
-                numbered = [(number, one) for number, row in enumerate(rows.batches("test", 1), 1) for one in row]
+                rules = DocumentRules(text=text, skip=True)
+                (rows,) = rows_of([file], rules, Path(cache), streaming=True, expansion=expansion)
+                of_rows = [*enumerate(rows.batches("test", 1), 1)]
         except UserError as error:  # whose advice is for data
             raise UserError(f"texts: {str(error).removeprefix('data: ').partition('; data.on_error')[0]}") from error
-        found += [(f"{each}:{number}" if each.suffix.lower() in KINDS else str(each), one) for number, one in numbered]
+        in_rows = each.suffix.lower() in KINDS
+        found += [(f"{each}:{number}" if in_rows else str(each), one) for number, row in of_rows for one in row]
+        blank += [f"{each}:{number}" for number, row in of_rows if in_rows and not row]
+    warn_of_left_out("row", "without text", blank)
     if not found:
         raise UserError(f"texts: there is no text in {path}")
     return found

@@ -3,8 +3,10 @@
 import hashlib
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
-from holotrain.data.hub import class_names, column, library_errors
+from holotrain.data.hub import class_names, column, library_errors, rows_without
 from holotrain.data.tokenizers import Tokenizer, utf8
 from holotrain.errors import UserError
 
@@ -40,6 +42,10 @@ BETWEEN = {"paragraph": re.compile(r"\n(?:[ \t\r\f\v]*\n)+"), "line": re.compile
 """What separates the documents of a row."""
 
 
+class RefusedRow(UserError):
+    """A row that no document can be made of; the message calls it ``a row``, since only :class:`Rows` know its file."""
+
+
 @dataclass(frozen=True)
 class DocumentRules:
     """How rows become documents.
@@ -63,6 +69,28 @@ class DocumentRules:
     file_label: str | None = None
     names: Sequence[str] | None = None
 
+    @property
+    def columns(self) -> list[str]:
+        """Those that are read."""
+        return [self.text, self.label] if self.label else [self.text]
+
+    def checked(self, dataset: Any, source: str) -> "DocumentRules":
+        """The rules, with the names of the classes, if the data have these columns and of these types.
+
+        Args:
+            source: what messages call the data.
+        """
+        from datasets import Value
+
+        kind = column(dataset, "data.text", self.text, source)
+        if not (isinstance(kind, Value) and "string" in kind.dtype):
+            raise UserError(f"data.text: column {self.text!r} holds no text, but {kind}")
+        return replace(self, names=class_names(dataset, self.label, source)) if self.label else self
+
+    def empty_rows(self, dataset: Any) -> list[int]:
+        """The rows, counted from 1, that no document can be made of, as far as there are such columns."""
+        return rows_without(dataset, self.columns)
+
     def documents(self, batch: Mapping[str, Sequence[Any]], part: str) -> Iterator[tuple[str, str | None]]:
         """The documents of a part in rows that are not blank, each with its label or None."""
         labels: Sequence[Any] = batch[self.label] if self.label else [self.file_label] * len(batch[self.text])
@@ -71,12 +99,18 @@ class DocumentRules:
                 if self.skip:
                     continue
                 missing = self.text if row is None else self.label
-                raise UserError(f"data: a row has nothing in {missing!r}; data.on_error=skip leaves such rows out")
+                raise RefusedRow(f"data: a row has nothing in {missing!r}; data.on_error=skip leaves such rows out")
             if self.names is not None:
                 label = self.names[label] if label >= 0 else None
             for text in [row] if self.unit == "file" else BETWEEN[self.unit].split(row.rstrip().lstrip("\r\n")):
                 if text and not text.isspace() and (self.part or held_out_document(text, *self.fractions)) == part:
                     yield text, label if label is None else str(label)
+
+    def features(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """The types of the columns of :meth:`tokens`."""
+        from datasets import LargeList, Value
+
+        return {"tokens": LargeList(Value(tokenizer.dtype.name)), "label": Value("string")}
 
     def tokens(self, batch: Mapping[str, Sequence[Any]], part: str, tokenizer: Tokenizer) -> pa.Table:
         """The ``tokens`` and the ``label`` of each of them."""
@@ -84,26 +118,25 @@ class DocumentRules:
         return table(*joined(tokenizer, [text for text, _ in documents]), [label for _, label in documents])
 
 
+Row = Mapping[str, Any]
+
+Named = Callable[[Any], Iterator[tuple[str, Row]]]
+"""A function that reads the rows of a data set again, one by one, each with its name, such as ``FILE:ROW``."""
+
+
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a data set, and how they become documents."""
+    """Rows of a data set, how they become documents, and how they are called."""
 
     dataset: Any
     rules: DocumentRules
+    named: Named | None = None
 
     @classmethod
-    def checked(cls, dataset: Any, rules: DocumentRules, source: str = "the data") -> "Rows":
-        """The columns that ``rules`` names, if ``source``, as messages call the data, has them and of these types."""
-        from datasets import Value
-
-        kind = column(dataset, "data.text", rules.text, source)
-        if not (isinstance(kind, Value) and "string" in kind.dtype):
-            raise UserError(f"data.text: column {rules.text!r} holds no text, but {kind}")
-        columns = [rules.text]
-        if rules.label:
-            columns.append(rules.label)
-            rules = replace(rules, names=class_names(dataset, rules.label, source))
-        return cls(dataset.select_columns(columns), rules)  # to decode other columns may ask a server
+    def checked(cls, dataset: Any, rules: DocumentRules, source: str = "the data", named: Named | None = None) -> "Rows":
+        """The columns that ``rules`` read; see :meth:`DocumentRules.checked`."""
+        rules = rules.checked(dataset, source)
+        return cls(dataset.select_columns(rules.columns), rules, named)  # to decode other columns may ask a server
 
     def may_be_in(self, part: str) -> bool:
         return self.rules.part in (None, part)
@@ -116,22 +149,25 @@ class Rows:
                 batch = next(batches, None)
             if batch is None:
                 return
-            yield [text for text, _ in self.rules.documents(batch, part)]
+            with self._refusals(lambda batch: [*self.rules.documents(batch, part)]):
+                texts = [text for text, _ in self.rules.documents(batch, part)]
+            yield texts
 
     def tokens(self, part: str, tokenizer: Tokenizer, cache: Path, num_proc: int | None) -> Any:
         """The documents of a part as a data set of ``tokens``, an end token after each, and ``label``."""
-        from datasets import Features, LargeList, Value
+        from datasets import Features
         from datasets.fingerprint import Hasher
 
         key = Hasher.hash([FORMAT, self.dataset._fingerprint, asdict(self.rules), part, tokenizer.fingerprint])
-        with library_errors(f"the text or its cache; if {cache} is damaged, delete it"):
+        read_again = partial(self.rules.tokens, part=part, tokenizer=tokenizer)
+        with self._refusals(read_again), library_errors(f"the text or its cache; if {cache} is damaged, delete it"):
             found = self.dataset.map(
                 self.rules.tokens,
                 batched=True,
                 batch_size=BATCH,
                 remove_columns=self.dataset.column_names,
                 fn_kwargs={"part": part, "tokenizer": tokenizer},
-                features=Features({"tokens": LargeList(Value(tokenizer.dtype.name)), "label": Value("string")}),
+                features=Features(self.rules.features(tokenizer)),
                 num_proc=num_proc,
                 cache_file_name=str((cache / f"tokens-{key}.arrow").absolute()),
                 new_fingerprint=key,
@@ -140,11 +176,29 @@ class Rows:
             found.data.validate(full=True)  # else a damaged offset is followed out of the file
         return found
 
+    @contextmanager
+    def _refusals(self, read: Callable[[Mapping[str, Sequence[Any]]], Any]) -> Generator[None]:
+        """Names the row that is refused inside, the first that ``read``, of a batch of rows, refuses again."""
+        try:
+            yield
+        except RefusedRow as error:
+            for name, row in self.named(self.dataset) if self.named else ():
+                try:
+                    read({column: [value] for column, value in row.items()})
+                except RefusedRow as refused:
+                    raise UserError(str(refused).replace("a row", name, 1)) from None
+            raise UserError(str(error)) from None
+
 
 def table(tokens: np.ndarray, lengths: np.ndarray, labels: Sequence[str | None]) -> pa.Table:
     """Documents as rows of Arrow."""
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)  # a batch may hold large files
-    return pa.table({"tokens": pa.LargeListArray.from_arrays(offsets, tokens), "label": pa.array(labels, pa.string())})
+    listed = pa.LargeListArray.from_arrays(offsets_of(lengths), tokens)
+    return pa.table({"tokens": listed, "label": pa.array(labels, pa.string())})
+
+
+def offsets_of(lengths: np.ndarray) -> np.ndarray:
+    """Where documents begin, and the last one ends; in 64 bits, since a batch may hold large files."""
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
 def joined(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -171,11 +225,13 @@ class Corpus:
         tokens: all documents, an end token after each.
         offsets: (D + 1,) int64, where each document begins, and the number of tokens.
         labels: (D,) int64, the class of each document or -1; None if there are no classes.
+        answers: for each token, 1 if it is of an answer; None: there are none.
     """
 
     def __init__(self, dataset: Any, part: str, classes: list[str]) -> None:
         self.part, self.classes = part, classes
         self.tokens = Tokens(dataset)
+        self.answers = Tokens(dataset, "answers") if "answers" in dataset.column_names else None
         lengths = [np.diff(chunk.offsets.to_numpy()) for chunk in dataset.data.column("tokens").chunks]
         self.offsets = np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum()
         self.labels = None
@@ -187,19 +243,19 @@ class Corpus:
 
 
 class Tokens:
-    """The tokens of a data set in one row, a slice of which is an array.
+    """The tokens of a data set, or what another column has of each, in one row, a slice of which is an array.
 
     A worker process maps the files again: a data set of the datasets library is pickled as the paths of its files.
     Chunks are found by bisection: there may be 100,000 of them, and a slice by pyarrow walks through all of them.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-        self.chunks = [chunk.flatten().to_numpy() for chunk in dataset.data.column("tokens").chunks]
+    def __init__(self, dataset: Any, column: str = "tokens") -> None:
+        self.dataset, self.column = dataset, column
+        self.chunks = [chunk.flatten().to_numpy() for chunk in dataset.data.column(column).chunks]
         *self.begins, self.size = accumulate(map(len, self.chunks), initial=0)
 
     def __reduce__(self) -> tuple:
-        return Tokens, (self.dataset,)
+        return Tokens, (self.dataset, self.column)
 
     def __len__(self) -> int:
         return self.size

@@ -1,0 +1,233 @@
+"""Chats and prompts with completions: what a row becomes, of which tokens the loss is, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from small_trainings import quiet_trainer
+from tokenizers import Tokenizer as Encoder
+from torch.nn import functional as F
+
+from holotrain.data import TextFiles
+from holotrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, known_tokenizer, tokenizer_from_json
+from holotrain.errors import UserError
+from holotrain.models import RevGPT
+from holotrain.tasks import CausalLM
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}<|im_start|>{{ m.content }}\n{% endif %}{% endfor %}"
+)
+INSTRUCT = (
+    "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }} {{ eos_token }}"
+    "{% elif m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}{{ raise_exception('no such role') }}{% endif %}{% endfor %}"
+)
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHAT = [
+    {"role": "user", "content": "what is a?"},
+    {"role": "assistant", "content": " n "},
+    {"role": "user", "content": "and é, an n?"},
+    {"role": "assistant", "content": "née n"},
+]
+LEARNED = {
+    CHATML: ["n<|im_end|>", "née n<|im_end|>"],
+    MARKED: [" n <|im_end|>", "née n<|im_end|>"],
+    INSTRUCT: ["  n  <|im_end|>", " née n <|im_end|>"],
+    THINKING: [" n <|im_end|>", "<think>\n\n</think>\n\nnée n<|im_end|>"],
+}
+"""What is learned of that chat, by hand, with each template."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tokenizer with special tokens of a chat, as transformers save it."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    encoder = Encoder.from_str(SubwordTokenizer.trained(["a user and an assistant say née: what is it?"], 300).to_json())
+    encoder.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    encoder.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def with_template(folder, template):
+    settings = {"chat_template": template, "eos_token": {"content": "<|im_end|>"}, "add_bos_token": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return str(folder / "tokenizer.json")
+
+
+def written(tmp_path, rows, name="chat.jsonl"):
+    (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(tmp_path / name)
+
+
+def module(tmp_path, files, **options) -> TextFiles:
+    held = {"val_files": files, "test_files": files, "batch_size": 4, "cache_dir": str(tmp_path / "cache")}
+    if isinstance(files, str):  # the same rows in all parts, for the last pattern wins
+        rows = open(files).read()
+        held |= {f"{part}_files": str(tmp_path / f"{part}_{files.rpartition('/')[2]}") for part in ("val", "test")}
+        for part in ("val", "test"):
+            open(held[f"{part}_files"], "w").write(rows)
+    data = TextFiles(files, **held | options)
+    data.setup()
+    return data
+
+
+def row_and_answers(data) -> tuple[list[int], list[bool]]:
+    batch = next(iter(data.val_dataloader()))
+    length = batch["lengths"][0]
+    return batch["tokens"][0, :length].tolist(), batch["answers"][0, :length].tolist()
+
+
+def runs(ids, answers) -> list[list[int]]:
+    """The tokens of each answer."""
+    found, before = [], False
+    for token, answer in zip(ids, answers, strict=True):
+        if answer and not before:
+            found.append([])
+        if answer:
+            found[-1].append(token)
+        before = answer
+    return found
+
+
+@pytest.mark.parametrize("template", LEARNED)
+def test_a_chat_is_written_by_the_template_and_its_answers_alone_are_learned(tmp_path, folder, template):
+    import transformers
+
+    path = with_template(folder, template)
+    data = module(tmp_path, written(tmp_path, [{"messages": CHAT}]), messages="messages", tokenizer=path)
+    ids, answers = row_and_answers(data)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=path, chat_template=template, eos_token="<|im_end|>")
+    assert ids == theirs.apply_chat_template(CHAT)["input_ids"]
+    assert [theirs.decode(each) for each in runs(ids, answers)] == LEARNED[template]
+    kept = tokenizer_from_json(data.tokenizer.to_json())  # as a checkpoint has it
+    assert kept.chat == data.tokenizer.chat and kept.vocab_size == len(theirs)
+
+
+def test_without_a_template_a_chat_is_plain_text(tmp_path):
+    data = module(
+        tmp_path,
+        written(tmp_path, [{"messages": [{"role": "system", "content": "short"}, *CHAT, CHAT[0]]}]),
+        messages="messages",
+    )
+    ids, answers = row_and_answers(data)
+    text = "system: short\nuser: what is a?\nassistant:  n \0user: and é, an n?\nassistant: née n\0"
+    assert ids == [data.tokenizer.end_id if byte == 0 else byte for byte in text.encode()]
+    assert [data.tokenizer.decode(each) for each in runs(ids, answers)] == ["  n ", " née n"]
+    assert all(each[-1] == data.tokenizer.end_id for each in runs(ids, answers))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet"])
+def test_the_loss_of_a_completion_is_that_of_its_tokens(tmp_path, name):
+    """Against a loop over rows, with padding and an empty prompt; rows in three formats, chats in CSV as JSON."""
+    import pandas
+
+    rows = [{"prompt": "ab", "completion": "cdef"}, {"prompt": "a" * 9, "completion": "é"}, {"prompt": "x", "completion": "y"}]
+    rows = [
+        row | {"chat": [{"role": "user", "content": "q"}, {"role": "assistant", "content": row["completion"]}]} for row in rows
+    ]
+    frame, path = pandas.DataFrame(rows), tmp_path / name
+    if name == "a.csv":
+        frame.assign(chat=frame["chat"].map(json.dumps)).to_csv(path, index=False)
+    elif name == "a.parquet":
+        frame.to_parquet(path)
+    else:
+        frame.to_json(path, orient="records", lines=True)
+    held = {part: str(path.with_stem(part)) for part in ("val", "test")}
+    for part in held.values():
+        open(part, "wb").write(path.read_bytes())
+    options = {"val_files": held["val"], "test_files": held["test"], "cache_dir": str(tmp_path / "cache"), "batch_size": 2}
+    data = TextFiles(str(path), completion="completion", **options)
+    chats = TextFiles(str(path), messages="chat", **options)
+    data.setup(), chats.setup()
+    torch.manual_seed(0)
+    model, tokenizer = RevGPT(vocab=260, context=32, dim=16, depth=2, heads=2).eval(), ByteTokenizer()
+    task = CausalLM(model, token_bytes=torch.from_numpy(tokenizer.byte_lengths))
+    (found,) = quiet_trainer().validate(task, data.val_dataloader(), verbose=False)
+    nats = tokens = size = 0.0
+    for row in rows:
+        before, after = ([*row[each].encode()] for each in ("prompt", "completion"))
+        ids = torch.tensor([*before, *after, tokenizer.end_id])
+        with torch.no_grad():
+            nats += F.cross_entropy(model(ids[None, :-1])[0, len(before) - 1 :], ids[len(before) :], reduction="sum").item()
+        tokens, size = tokens + len(after) + 1, size + len(after)
+    assert found["val/loss"] == pytest.approx(nats / tokens, rel=1e-5)
+    assert found["val/bits_per_byte"] == pytest.approx(nats / size / 0.693147, rel=1e-5)
+    assert sum(batch["answers"].sum().item() for batch in chats.val_dataloader()) == tokens + 3  # a space before each
+
+
+def test_an_empty_prompt_is_an_end_token(tmp_path):
+    data = module(tmp_path, written(tmp_path, [{"prompt": "", "completion": "ab"}]), completion="completion")
+    end = data.tokenizer.end_id
+    assert row_and_answers(data) == ([end, 97, 98, end], [False, True, True, True])
+
+
+def test_long_rows_are_cut_with_one_warning(tmp_path):
+    rows = [{"prompt": "p" * n, "completion": "c" * 9} for n in (1, 5, 20, 30)]
+    with pytest.warns(
+        UserWarning, match="data.context: 9 rows cut at 12 tokens; 6 of them left out, since no answer"
+    ) as caught:
+        data = module(tmp_path, written(tmp_path, rows), completion="completion", context=12)
+    assert len([each for each in caught if "cut at" in str(each.message)]) == 1
+    assert sorted(length for batch in data.train_dataloader() for length in batch["lengths"].tolist()) == [11, 12]
+    with pytest.raises(UserError, match=r"data\.context: no answer of the train part begins within 12 tokens"):
+        module(tmp_path, written(tmp_path, rows[2:], "long.jsonl"), completion="completion", context=12)
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        ({"messages": None}, {"messages": "messages"}, "has no list of messages in 'messages'"),
+        ({"messages": []}, {"messages": "messages"}, "has no list of messages in 'messages'"),
+        ({"messages": CHAT[:1]}, {"messages": "messages"}, "has no message of the role assistant in 'messages'"),
+        (
+            {"messages": [{"role": "user"}]},
+            {"messages": "messages"},
+            "has no text as role or content in message 1 of 'messages'",
+        ),
+        ({"prompt": "a", "completion": ""}, {"completion": "completion"}, "has nothing in 'completion'"),
+        ({"completion": "a"}, {"completion": "completion"}, "has nothing in 'prompt'"),
+    ],
+)
+def test_a_row_without_an_answer_is_refused_by_file_and_row_or_left_out(tmp_path, row, options, message):
+    good = {"messages": CHAT, "prompt": "a", "completion": "b"}
+    files = written(tmp_path, [good, row, good])
+    with pytest.raises(UserError, match=rf"^data: \S*chat\.jsonl:2 {message}; data\.on_error=skip leaves such rows out$"):
+        module(tmp_path, files, **options)
+    with pytest.warns(UserWarning, match=r"left out 3 rows without text or class: \S*chat\.jsonl:2, "):
+        data = module(tmp_path, files, **options, on_error="skip")
+    assert data.counts["train"]["documents"] == 2
+
+
+def test_what_a_template_refuses_is_named(tmp_path, folder):
+    path = with_template(folder, INSTRUCT)
+    files = written(tmp_path, [{"messages": CHAT}, {"messages": [{"role": "system", "content": "short"}, *CHAT]}])
+    with pytest.raises(
+        UserError, match=r"^data: \S*chat\.jsonl:2 cannot be written with the tokenizer's chat template \(no such"
+    ):
+        module(tmp_path, files, messages="messages", tokenizer=path)
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UserError, match="cannot read the chat template in"):
+        known_tokenizer(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"messages": "m", "completion": "c"}, "messages cannot be combined with completion"),
+        ({"messages": "m", "layout": "documents"}, "messages needs task=causal_lm"),
+        ({"completion": "c", "streaming": True}, "streaming cannot be combined with completion"),
+        ({"messages": "m", "unit": "line"}, "unit cannot be combined with messages"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        TextFiles("a.jsonl", **options)
+    assert TextFiles("a.jsonl", messages="m").layout == "answers"
