@@ -67,6 +67,8 @@ class Summary:
     between_blocks: str | None = None
     checkpoint: str | None = None
     early_stopping_patience: int | None = None
+    name: str | None = None
+    tags: list[str] = field(default_factory=list)
 
 
 def write_summary(run: Run, config: RunConfig, model: nn.Module, status: str = "completed", **results: Any) -> Summary:
@@ -87,6 +89,8 @@ def write_summary(run: Run, config: RunConfig, model: nn.Module, status: str = "
         float32_matmul_precision=trainer.float32_matmul_precision,
         strategy=trainer.strategy,
         processes=run.process.size if run.process else 1,
+        name=config.name,
+        tags=[*config.tags],
         **results,
     )
     if run.is_main:
@@ -133,7 +137,9 @@ def row(folder: Path) -> dict[str, Any] | None:
     found = read(folder)
     if found is None:
         return None
-    return {"status": found["status"]} | found["metrics"] | {name: found[name] for name in FIGURES if found[name] is not None}
+    named = {"name": found["name"], "tags": ", ".join(found["tags"] or [])}
+    named = {"status": found["status"]} | {key: text for key, text in named.items() if text}
+    return named | found["metrics"] | {name: found[name] for name in FIGURES if found[name] is not None}
 
 
 def best_of(folders: Iterable[Path]) -> tuple[Path, str, float] | None:

@@ -14,6 +14,9 @@ from holotrain.numeric import counted
 
 HEADINGS = dict(zip(summary.FIGURES, ("samples/s", "tokens/s", "s/step", "peak MiB", "seconds"), strict=True))
 
+ALWAYS = ("job", "status", "name", "tags", "error")
+"""Columns that are shown even if they are the same in all jobs."""
+
 
 def show_sweep(command: str, folder: Path, jobs: dict[Path, Job]) -> None:
     """Prints the table of the jobs and the best of them, and writes sweep.csv into the sweep's folder."""
@@ -30,7 +33,7 @@ def show_sweep(command: str, folder: Path, jobs: dict[Path, Job]) -> None:
     columns = sorted(dict.fromkeys(name for row in rows for name in row), key=lambda name: name == "error")
     write_table(folder / "sweep.csv", columns, [[row.get(name, "") for name in columns] for row in rows])
     varied = {name for name in columns if len({row[name] for row in rows if name in row}) > 1 and not name.startswith("train/")}
-    shown = [name for name in columns if name in varied or name in ("job", "status", "error", *HEADINGS) or name[:5] == "best/"]
+    shown = [name for name in columns if name in varied or name in (*ALWAYS, *HEADINGS) or name.startswith("best/")]
     table = Table(title=f"sweep of {counted(len(rows), 'job')}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for name in shown:
         table.add_column(HEADINGS.get(name, name), no_wrap=True)

@@ -200,9 +200,7 @@ def make_optimizer(chosen: ObjectConfig, clip_value: float | None, model: nn.Mod
         return InBackward(optimizer, clip_value)
 
 
-def make_scheduler(
-    chosen: ObjectConfig, epochs: int | None, optimizer: Optimizer, steps: int
-) -> LRScheduler | dict[str, Any]:
+def make_scheduler(chosen: ObjectConfig, epochs: int | None, optimizer: Optimizer, steps: int) -> LRScheduler | dict[str, Any]:
     """The schedule of an optimizer; with Lightning's options for it, if it does not advance after every optimizer step.
 
     Args:

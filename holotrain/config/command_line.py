@@ -23,7 +23,7 @@ from holotrain.config.structured import with_defaults
 from holotrain.errors import UserError, check_choice, did_you_mean
 from holotrain.targets import first_line
 
-HELP = {"--help", "-h"}
+HELP = {"--help", "-h", "--help=all"}
 
 # Flags of Hydra, with and without a value. --experimental-rerun is missing on purpose: it unpickles a file.
 VALUED = {"--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--info", "-i"}
@@ -65,7 +65,8 @@ class Arguments:
     parsed: list[Override] = field(default_factory=list)
     """the overrides as Hydra reads them"""
 
-    help: bool = False
+    help: str = ""
+    """``usual`` or ``all``: the options that are asked for"""
 
     primary: str = ""
     """name of the primary configuration: that of the command, or that of a checkpoint"""
@@ -141,7 +142,9 @@ def parse(argv: list[str]) -> Arguments:
     for word in words:
         flag = word.partition("=")[0]
         if word in HELP:
-            arguments.help = True
+            arguments.help = "all" if "all" in (arguments.help, word.partition("=")[2]) else "usual"
+        elif flag == "--help":
+            raise UserError(f"{word}: use --help or --help=all")
         elif word in BARE or (flag.startswith("--") and flag in VALUED and "=" in word):
             arguments.flags.append(word)
         elif word in VALUED:
@@ -209,7 +212,7 @@ def parse_words(command: str, words: list[str]) -> Any:
 def _check_overrides(arguments: Arguments) -> None:
     """Refuses a group that is chosen twice, of which Hydra would take the last, or with several, which it would merge; a
     value of an option after a sweep over it, which would give equal jobs; and without ``-m`` what only a sweep uses."""
-    groups, shows = option_names(arguments.config_dir), arguments.help or arguments.flag(*SHOWS) is not None
+    groups, shows = option_names(arguments.config_dir), bool(arguments.help) or arguments.flag(*SHOWS) is not None
     earlier: dict[str, tuple[str, bool]] = {}
     for word, override in zip(arguments.words, arguments.parsed, strict=True):
         key, value, deletes = override.key_or_group, override.value(), override.is_delete()

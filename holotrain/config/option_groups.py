@@ -312,9 +312,7 @@ OBJECT_GROUPS = {
     ),
     "synthesis": GroupSchema(),
     "optimizer": GroupSchema(("model", "params"), also="holotrain.config.option_groups.optimizer_options"),
-    "scheduler": GroupSchema(
-        ("optimizer", "steps", "total_steps"), also="holotrain.config.option_groups.scheduler_options"
-    ),
+    "scheduler": GroupSchema(("optimizer", "steps", "total_steps"), also="holotrain.config.option_groups.scheduler_options"),
     "trainer": GroupSchema(("callbacks", "logger", "default_root_dir"), also="holotrain.config.option_groups.trainer_options"),
 }
 """The groups that name any class or function, and what the program knows of their parameters."""
@@ -331,7 +329,7 @@ NAMED_GROUPS = {
         null_if_known=("monitor", "mode", "peak_flops"),
     ),
     "logger": GroupSchema(
-        ("save_dir", "root_dir"), null_if_known=("name", "run_name", "group", "tracking_uri", "artifact_location")
+        ("save_dir", "root_dir"), null_if_known=("name", "run_name", "group", "tags", "tracking_uri", "artifact_location")
     ),
 }
 """The groups that are mappings from a name to a class or function, in the same way."""
