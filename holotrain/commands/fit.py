@@ -36,7 +36,7 @@ from holotrain.config.composition import MODES, key_of
 from holotrain.config.option_groups import ERROR_DIFFUSION, is_a
 from holotrain.config.structured import to_container
 from holotrain.dashboard.charts import tensorboard_layout
-from holotrain.dashboard.table import NAMING, UNCOMPARED, flat
+from holotrain.dashboard.table import UNCOMPARED, flat
 from holotrain.errors import UserError
 from holotrain.reversible.stack import kept_between_blocks
 from holotrain.schedules import PLAIN
@@ -278,7 +278,8 @@ def _results(config: FitConfig, validated: list[str]) -> list[str]:
 def _columns(run: Run, options: dict[str, Any]) -> dict[str, Any]:
     """The options to compare. TensorBoard shows a few columns: those of the sweep and of the command line come first."""
     known = {name: value for name, value in (run.choices | options).items() if name.split(".")[0] not in UNCOMPARED}
-    columns = {name: options[name] for name in NAMING if options[name]}
+    named = {"name": options["name"], "tags": ", ".join(options["tags"])}
+    columns = {name: text for name, text in named.items() if text}
     columns |= dict.fromkeys(name for name in (*run.varied, *map(key_of, run.overrides)) if name in known)
     for name, value in (columns | known).items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

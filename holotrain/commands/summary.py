@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from holotrain.commands.writing import write_whole
 from holotrain.config.annotations import read_fields
+from holotrain.config.command_line import readable
 from holotrain.config.option_groups import EARLY_STOPPING, is_a
 from holotrain.numeric import counted
 
@@ -79,7 +80,7 @@ def write_summary(run: Run, config: RunConfig, model: nn.Module, status: str = "
     summary = Summary(
         command=run.command,
         status=status,
-        overrides=run.overrides,
+        overrides=[readable(word) for word in run.overrides],
         device=device_name(trainer.accelerator),
         precision=trainer.precision,
         backward=config.backward.name,

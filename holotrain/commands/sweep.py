@@ -8,6 +8,7 @@ from rich.table import Table
 from holotrain.commands import plan, summary
 from holotrain.commands.console import console, plain
 from holotrain.commands.writing import write_table
+from holotrain.config.command_line import readable
 from holotrain.config.jobs import Job
 from holotrain.errors import UserError
 from holotrain.numeric import counted
@@ -23,7 +24,9 @@ def show_sweep(command: str, folder: Path, jobs: dict[Path, Job]) -> None:
     row_of = plan.row if command == "plan" else summary.row
     rows, done = [], []
     for place, job in jobs.items():
-        row = {"job": job.number, "status": "failed"} | dict(word.lstrip("+").partition("=")[::2] for word in job.overrides)
+        row = {"job": job.number, "status": "failed"} | dict(
+            readable(word).lstrip("+").partition("=")[::2] for word in job.overrides
+        )
         try:
             found = None if job.error else row_of(place)
             rows.append(row | (found or {"error": job.error or f"exit status {job.exit_status}"}))

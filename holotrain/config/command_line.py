@@ -48,6 +48,9 @@ VERBATIM = {
 LISTS = {"data.files", "data.val_files", "data.test_files"}
 """Those of them that may be lists."""
 
+ESCAPES = r"\\+(?='|\$\{|\Z)"
+"""Backslashes before a quote, an interpolation or the end of a quoted text, half of which are the text's own."""
+
 SWEEPS = re.compile(r"sweep$|hydra[./](sweep|sweeper|launcher)\b")
 """Overrides that mean nothing without ``-m``."""
 
@@ -128,6 +131,14 @@ def quoted(text: str) -> str:
     interpolations."""
     escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text)
     return f"'{literal(escaped)}'"
+
+
+def readable(override: str) -> str:
+    """An override as one would say it: a text without the quotes and the escapes that :func:`quoted` gives it."""
+    key, _, value = override.partition("=")
+    if len(value) < 2 or not (value.startswith("'") and value.endswith("'")):
+        return override
+    return f"{key}={re.sub(ESCAPES, lambda found: found[0][: len(found[0]) // 2], value[1:-1])}"
 
 
 def parse(argv: list[str]) -> Arguments:

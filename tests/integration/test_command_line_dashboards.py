@@ -143,16 +143,18 @@ def test_a_run_that_cannot_be_read_is_left_out_of_the_others(holotrain):
 
 
 def test_a_name_and_tags_are_shown_and_kept_and_decide_no_folder(holotrain):
-    out = holotrain.done("fit", *SMALL, "test=false", "name=a base", "tags=[long,old]", "hydra.run.dir=run")
-    assert re.search(r"name +a base *\n +tags +long, old *\n", out) and [path.name for path in Path().iterdir()] == ["run"]
+    out = holotrain.done("fit", *SMALL, "test=false", "name='a, base'", "tags=[long,old]", "hydra.run.dir=run")
+    assert re.search(r"name +a, base *\n +tags +long, old *\n", out) and [path.name for path in Path().iterdir()] == ["run"]
     experiment, options = hparams(Path("run"))
-    assert [info.name for info in experiment.hparam_infos[:2]] == ["name", "tags"] and options["name"].string_value == "a base"
+    assert [info.name for info in experiment.hparam_infos[:2]] == ["name", "tags"] and options["name"].string_value == "a, base"
+    assert options["tags"].string_value == "long, old"
+    assert "name=a, base" in summary(Path("run"))["overrides"]
     holotrain.done("fit", "resume=true", "trainer.max_epochs=3", "hydra.run.dir=run")
     left = summary(Path("run"))
-    assert (left["epochs"], left["name"], left["tags"]) == (3, "a base", ["long", "old"])
+    assert (left["epochs"], left["name"], left["tags"]) == (3, "a, base", ["long", "old"])
     holotrain.done("report", "run")
     page = Path("report.html").read_text()
-    assert "<h1>a base</h1>" in page and "long, old" in page
+    assert "<h1>a, base</h1>" in page and "long, old" in page
 
 
 @pytest.mark.parametrize(
