@@ -20,7 +20,7 @@ import lightning.pytorch as pl
 from torch import nn
 
 from holotrain.commands.checkpoint import described_model
-from holotrain.commands.console import console, quietly
+from holotrain.commands.console import quietly
 from holotrain.commands.generate import GENERATIONS
 from holotrain.commands.multiprocess import run_job
 from holotrain.commands.plan import planned
@@ -246,7 +246,6 @@ def _run(
     with quietly(), ExitStack() as silenced:
         if quiet:
             silenced.enter_context(redirect_stdout(StringIO()))
-            silenced.enter_context(console.capture())  # in a notebook it does not print to standard output
         status = run_job(config, run)
     if status == 128 + signal.SIGINT:
         raise KeyboardInterrupt

@@ -14,7 +14,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -24,7 +24,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from holotrain.config.command_line import SHOWS, Arguments, explaining, parse, parse_words, quoted
+from holotrain.commands.log_file import logged
+from holotrain.config.command_line import HELP, SHOWS, Arguments, explaining, parse, parse_words, quoted, readable
 from holotrain.config.command_options import WORD_COMMANDS
 from holotrain.config.composition import composed, config_folder, direction, key_of, register, to_plain
 from holotrain.config.help import command_help, overview, word_command_help
@@ -100,7 +101,7 @@ def open_streams() -> None:
 
 
 def _main(argv: list[str]) -> int:
-    if not argv or argv[0] in ("--help", "-h", "help"):
+    if not argv or argv[0] in (*HELP, "help"):
         print(overview())
         return 0
     if argv[0] == "--version":
@@ -125,7 +126,7 @@ def _run(argv: list[str]) -> int:
         from holotrain.commands.multiprocess import MULTIPROCESS_COMMANDS, follow
 
         # The main process alone runs the commands that need one process.
-        return follow(process) if argv[0] in MULTIPROCESS_COMMANDS and not {"--help", "-h"} & set(argv) else 0
+        return follow(process) if argv[0] in MULTIPROCESS_COMMANDS and not HELP & set(argv) else 0
     if argv[0] in WORD_COMMANDS:
         config = parse_words(argv[0], argv[1:])
         if config is None:
@@ -230,7 +231,8 @@ class Launch:
         job, swept = Job(hydra.job.get("num", 0), to_plain(hydra.overrides.task)), hydra.mode is RunMode.MULTIRUN
         if swept:
             job.write(folder)
-        self._run_job(job, config, hydra, folder)
+        with logged(folder, [self.arguments.command, *map(readable, job.overrides)]) if swept else nullcontext():
+            self._run_job(job, config, hydra, folder)
         value = None
         if swept:
             job.write(folder)

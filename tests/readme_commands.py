@@ -13,6 +13,7 @@ from pathlib import Path
 from data_files import write_cifar, write_folder, write_mnist
 from readme_blocks import Line
 
+SHOWS = {"--help", "--help=all", "--version", "--cfg"}
 TASKS = {
     "causal_lm": ("gpt", "text_stdlib"),
     "masked_lm": ("roberta", "text_stdlib"),
@@ -111,7 +112,7 @@ class Small:
     @property
     def shows(self) -> bool:
         """Whether it trains nothing and reads no more than runs: help, versions, configurations, reports, new projects."""
-        return self.words[:1] in ((), ("report",), ("init",)) or bool({"--help", "--version", "--cfg"} & set(self.words))
+        return self.words[:1] in ((), ("report",), ("init",)) or bool(SHOWS & set(self.words))
 
     @property
     def before(self) -> list["Small"]:

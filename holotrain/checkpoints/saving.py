@@ -90,7 +90,8 @@ OF_THE_BEST = re.compile(r"best-epoch\d+-step\d+(-v\d+)?\.ckpt")
 
 
 class BestCheckpoint(ExactCheckpoint):
-    """Keeps the checkpoints with the best values of a validation metric, as ``best-epoch<n>-step<n>.ckpt``.
+    """Keeps the checkpoints with the best values of a validation metric, as ``best-epoch<n>-step<n>.ckpt``: counted
+    from 1, as on the screen, and the optimizer steps that were done.
 
     A run that was killed may leave one that the checkpoint it is resumed from does not know. It is removed as soon as there are
     ``save_top_k`` without it, or replaced when the training comes to its step again.
@@ -125,6 +126,9 @@ class BestCheckpoint(ExactCheckpoint):
         self.last_every_n_steps = every_n_train_steps
         self._loaded = False
         self._left: list[str] = []
+
+    def format_checkpoint_name(self, metrics: dict[str, Tensor], *rest: Any, **options: Any) -> str:
+        return super().format_checkpoint_name(metrics | {"epoch": metrics["epoch"] + 1}, *rest, **options)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

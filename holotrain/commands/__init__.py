@@ -3,6 +3,7 @@
 fit, predict, generate, export, plan, report, init   one file per command
 evaluation        validate and test; the data of a run, which all of its processes have to find alike
 run_folder        one run: its folder, overrides and processes
+log_file          log.txt, what a run has printed
 multiprocess      runs a command in one process or in several, which it checks, in the precision that it names
 checkpoint        loading and saving checkpoints
 summary           summary.json

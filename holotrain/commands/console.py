@@ -10,8 +10,9 @@ from functools import partial
 
 from rich.console import Console
 
-plain = partial(Console, highlight=False, markup=False, emoji=False)
-"""A console that prints names of files and of options as they are, also those with ``[red]`` or ``:star:`` in them."""
+plain = partial(Console, highlight=False, markup=False, emoji=False, force_jupyter=False)
+"""A console that prints names of files and of options as they are, also those with ``[red]`` or ``:star:`` in them; to the
+standard output also in a notebook."""
 
 # Paths must not be wrapped when the output goes to a file.
 console = plain(width=None if (sys.stdout and sys.stdout.isatty()) or "COLUMNS" in os.environ else 160)

@@ -1,5 +1,7 @@
 """``holotrain validate`` and ``test``: evaluates a checkpoint, as the end of ``fit`` does too, or pretrained weights."""
 
+import os
+import warnings
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +29,7 @@ from holotrain.config.command_options import CheckpointConfig, RunConfig
 from holotrain.data.images import ImageDataModule
 from holotrain.data.loader import LoadingModule
 from holotrain.errors import UserError
+from holotrain.numeric import counted
 from holotrain.optimizers.low_bit import UnfitState
 from holotrain.parallel.processes import FOREVER
 from holotrain.targets import first_line
@@ -118,6 +121,8 @@ def shared_data(stage: str, config: RunConfig, checkpoint: Path | None, run: Run
     """The data, set up for a stage of a run that starts from the checkpoint. Raises a UserError if there is a mistake in the
     data, or two processes have different data."""
     data = build_data(config, tokenizer_for(config, checkpoint))
+    if run.is_main:
+        warn_of_workers(config)
     process = run.process
     # The first process of a machine prepares the data, which may take long; the others read what it has prepared.
     group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=FOREVER)) if process is not None else None
@@ -138,6 +143,17 @@ def shared_data(stage: str, config: RunConfig, checkpoint: Path | None, run: Run
                     f"data: rank {rank} has other data than rank 0; {name}: {other} in rank {rank}, {value} in rank 0"
                 )
     return data
+
+
+def warn_of_workers(config: RunConfig) -> None:
+    """One line about more workers than cores. torch has one for each loader and each epoch, which name no option."""
+    workers = getattr(config.data, "num_workers", None)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if isinstance(workers, int):
+        warnings.filterwarnings("ignore", message="This DataLoader will create .* worker processes")
+        if workers > cores:
+            there = counted(cores, "core")
+            warnings.warn(f"data.num_workers={workers}: {there} here; more workers than cores may be slower", stacklevel=2)
 
 
 def prepared(command: str, config: CheckpointConfig, run: Run) -> tuple[pl.LightningDataModule, pl.LightningModule]:
@@ -171,7 +187,7 @@ def run(config: CheckpointConfig, run: Run) -> int:
         raise UserError(f"trainer.{limit}=0: there is nothing to evaluate; use trainer.{limit}=1.0")
     path, (data, task) = _start(config), prepared(split, config, run)
     screen.show_start(config, run, model_of(task), path, data)
-    loggers = build_loggers(config.logger, run.folder)
+    loggers = build_loggers(config, run.folder)
     metrics = evaluate(config, run, task, data, path, loggers)
     for logger in loggers:
         logger.finalize("success")

@@ -130,7 +130,7 @@ class Training:
         self.config, self.run, self.data, self.task, self.planned = config, run, data, task, planned
         self.tested: dict[str, float] = {}
         self.same_folder = SameFolder(run.folder)
-        self.loggers = build_loggers(config.logger, run.folder, run.folder.parent.name if run.varied else None)
+        self.loggers = build_loggers(config, run.folder, run.folder.parent.name if run.varied else None)
         callbacks = build_fit_callbacks(config, run.folder, task, data)
         self.monitor = next((each for each in callbacks if isinstance(each, ModelCheckpoint) and each.monitor), None)
         check_direction(self.monitor, run.direction)
@@ -278,8 +278,10 @@ def _results(config: FitConfig, validated: list[str]) -> list[str]:
 def _columns(run: Run, options: dict[str, Any]) -> dict[str, Any]:
     """The options to compare. TensorBoard shows a few columns: those of the sweep and of the command line come first."""
     known = {name: value for name, value in (run.choices | options).items() if name.split(".")[0] not in UNCOMPARED}
-    columns = dict.fromkeys(name for name in (*run.varied, *map(key_of, run.overrides)) if name in known)
-    for name, value in known.items():
+    named = {"name": options["name"], "tags": ", ".join(options["tags"])}
+    columns = {name: text for name, text in named.items() if text}
+    columns |= dict.fromkeys(name for name in (*run.varied, *map(key_of, run.overrides)) if name in known)
+    for name, value in (columns | known).items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         columns[name] = value if is_number else str(value)
     return columns

@@ -23,9 +23,11 @@ import torch.distributed as dist
 
 from holotrain.commands.console import console, quieten
 from holotrain.commands.failures import machine_failures
+from holotrain.commands.log_file import logged
 from holotrain.commands.run_folder import Run, alone_in, continued
 from holotrain.commands.summary import ended
 from holotrain.config.build_trainer import check_device, device_kind, model_parallel_size
+from holotrain.config.command_line import readable
 from holotrain.config.command_options import FitConfig, RunConfig
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.structured import structured, to_container
@@ -55,14 +57,19 @@ def run_job(config: RunConfig, run: Run, processes: Processes | None = None) -> 
     with files_named(), alone_in(run.folder):
         if isinstance(config, FitConfig):
             config = continued(config, run)
-            if config.resume and (message := ended(config, run.folder)):
-                console.print(message)
-                return 0
-        if run.command in MULTIPROCESS_COMMANDS:
-            return _run_on_devices(config, run, processes)
-        if processes is not None:
-            raise UserError(f"{run.command} runs in one process; start it without a launcher")
-        return _run_command(config, run)
+        with logged(run.folder, [run.command, *map(readable, run.overrides)]), files_named():
+            return _run_job(config, run, processes)
+
+
+def _run_job(config: RunConfig, run: Run, processes: Processes | None) -> int:
+    if isinstance(config, FitConfig) and config.resume and (message := ended(config, run.folder)):
+        console.print(message)
+        return 0
+    if run.command in MULTIPROCESS_COMMANDS:
+        return _run_on_devices(config, run, processes)
+    if processes is not None:
+        raise UserError(f"{run.command} runs in one process; start it without a launcher")
+    return _run_command(config, run)
 
 
 def _run_on_devices(config: RunConfig, run: Run, processes: Processes | None) -> int:
@@ -170,7 +177,8 @@ def follow(process: ProcessRank) -> int:
         processes = Processes(process)
         while (job := processes.receive_job()) is not None:
             run = Run(**job["run"] | {"folder": Path(job["run"]["folder"]), "started": time.monotonic()})
-            status = max(status, _run_member(structured(run.command, job["config"]), run, processes))
+            with logged(run.folder, of_main=False):
+                status = max(status, _run_member(structured(run.command, job["config"]), run, processes))
     except KeyboardInterrupt:  # a terminal sends it to all processes
         return 128 + signal.SIGINT
     except Exception as error:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import IO
 
+from holotrain.commands.log_file import LOCK, LOG
 from holotrain.commands.summary import completed
 from holotrain.config.checkpointed import COMMAND_LINE_ONLY
 from holotrain.config.command_options import FitConfig, RunConfig
@@ -104,9 +105,7 @@ def continued(config: FitConfig, run: Run) -> FitConfig:
     return config
 
 
-LOCK = ".lock"
-
-WRITTEN_IN_PLACE = (LOCK, LAST_CHECKPOINT.parts[0], "tensorboard", "csv", "fit-profile.txt")
+WRITTEN_IN_PLACE = (LOCK, LOG, LAST_CHECKPOINT.parts[0], "tensorboard", "csv", "fit-profile.txt")
 """What a run opens to write, or makes files in. All else is written under another name, and renamed."""
 
 HELD: set[Path] = set()

@@ -53,6 +53,8 @@ def show_start(
     learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     trainable = f", {_large(learned)} trainable" if 0 < learned < whole else ""
     rows = {
+        "name": config.name,
+        "tags": ", ".join(config.tags) or None,
         "model": f"{named}, {_large(whole)} parameters{trainable}",
         "task": run.choices.get("task", config.task.name),
         "data": f"{run.choices.get('data', config.data.name)}, {_batches(config, run.process)}",

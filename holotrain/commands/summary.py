@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from holotrain.commands.writing import write_whole
 from holotrain.config.annotations import read_fields
+from holotrain.config.command_line import readable
 from holotrain.config.option_groups import EARLY_STOPPING, is_a
 from holotrain.numeric import counted
 
@@ -67,6 +68,8 @@ class Summary:
     between_blocks: str | None = None
     checkpoint: str | None = None
     early_stopping_patience: int | None = None
+    name: str | None = None
+    tags: list[str] = field(default_factory=list)
 
 
 def write_summary(run: Run, config: RunConfig, model: nn.Module, status: str = "completed", **results: Any) -> Summary:
@@ -77,7 +80,7 @@ def write_summary(run: Run, config: RunConfig, model: nn.Module, status: str = "
     summary = Summary(
         command=run.command,
         status=status,
-        overrides=run.overrides,
+        overrides=[readable(word) for word in run.overrides],
         device=device_name(trainer.accelerator),
         precision=trainer.precision,
         backward=config.backward.name,
@@ -87,6 +90,8 @@ def write_summary(run: Run, config: RunConfig, model: nn.Module, status: str = "
         float32_matmul_precision=trainer.float32_matmul_precision,
         strategy=trainer.strategy,
         processes=run.process.size if run.process else 1,
+        name=config.name,
+        tags=[*config.tags],
         **results,
     )
     if run.is_main:
@@ -133,7 +138,9 @@ def row(folder: Path) -> dict[str, Any] | None:
     found = read(folder)
     if found is None:
         return None
-    return {"status": found["status"]} | found["metrics"] | {name: found[name] for name in FIGURES if found[name] is not None}
+    named = {"name": found["name"], "tags": ", ".join(found["tags"] or [])}
+    named = {"status": found["status"]} | {key: text for key, text in named.items() if text}
+    return named | found["metrics"] | {name: found[name] for name in FIGURES if found[name] is not None}
 
 
 def best_of(folders: Iterable[Path]) -> tuple[Path, str, float] | None:

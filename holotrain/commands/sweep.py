@@ -8,11 +8,15 @@ from rich.table import Table
 from holotrain.commands import plan, summary
 from holotrain.commands.console import console, plain
 from holotrain.commands.writing import write_table
+from holotrain.config.command_line import readable
 from holotrain.config.jobs import Job
 from holotrain.errors import UserError
 from holotrain.numeric import counted
 
 HEADINGS = dict(zip(summary.FIGURES, ("samples/s", "tokens/s", "s/step", "peak MiB", "seconds"), strict=True))
+
+ALWAYS = ("job", "status", "name", "tags", "error")
+"""Columns that are shown even if they are the same in all jobs."""
 
 
 def show_sweep(command: str, folder: Path, jobs: dict[Path, Job]) -> None:
@@ -20,7 +24,9 @@ def show_sweep(command: str, folder: Path, jobs: dict[Path, Job]) -> None:
     row_of = plan.row if command == "plan" else summary.row
     rows, done = [], []
     for place, job in jobs.items():
-        row = {"job": job.number, "status": "failed"} | dict(word.lstrip("+").partition("=")[::2] for word in job.overrides)
+        row = {"job": job.number, "status": "failed"} | dict(
+            readable(word).lstrip("+").partition("=")[::2] for word in job.overrides
+        )
         try:
             found = None if job.error else row_of(place)
             rows.append(row | (found or {"error": job.error or f"exit status {job.exit_status}"}))
@@ -30,7 +36,7 @@ def show_sweep(command: str, folder: Path, jobs: dict[Path, Job]) -> None:
     columns = sorted(dict.fromkeys(name for row in rows for name in row), key=lambda name: name == "error")
     write_table(folder / "sweep.csv", columns, [[row.get(name, "") for name in columns] for row in rows])
     varied = {name for name in columns if len({row[name] for row in rows if name in row}) > 1 and not name.startswith("train/")}
-    shown = [name for name in columns if name in varied or name in ("job", "status", "error", *HEADINGS) or name[:5] == "best/"]
+    shown = [name for name in columns if name in varied or name in (*ALWAYS, *HEADINGS) or name.startswith("best/")]
     table = Table(title=f"sweep of {counted(len(rows), 'job')}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for name in shown:
         table.add_column(HEADINGS.get(name, name), no_wrap=True)

@@ -1,5 +1,6 @@
 """Builds the callbacks and the loggers of a run."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,11 +122,13 @@ def tokens_of(batch: dict[str, Tensor]) -> Tensor:
     return torch.tensor(batch["tokens"][:, 1:].numel())
 
 
-def build_loggers(config: dict[str, ObjectConfig], folder: Path, sweep: str | None = None) -> list[Logger]:
+def build_loggers(config: RunConfig, folder: Path, sweep: str | None = None) -> list[Logger]:
     """Those of the group ``logger``; ``folder``: that of the run; ``sweep``: name of the sweep that the run is a job of."""
     made, run = [], folder.name if sweep is None else f"{sweep}/{folder.name}"
-    for name, chosen in config.items():
-        known = _known_to_logger(name, chosen, folder, run)
+    if config.name is not None:
+        run = config.name if sweep is None else f"{config.name}/{folder.name}"
+    for name, chosen in config.logger.items():
+        known = _known_to_logger(name, chosen, folder, run) | _tags(chosen, config.tags)
         made.append(make(f"logger.{name}", chosen, Logger, group=sweep, **known))
     return made
 
@@ -141,3 +144,11 @@ def _known_to_logger(name: str, chosen: ObjectConfig, folder: Path, run: str) ->
         known["tracking_uri"] = f"sqlite:///{store / 'mlflow.db'}"  # MLflow 3 refuses a folder of files
         known["artifact_location"] = (store / "artifacts").as_uri()
     return known
+
+
+def _tags(chosen: ObjectConfig, tags: Sequence[str]) -> dict[str, Any]:
+    """The tags of the run, as the logger takes them: a list, or a mapping to values."""
+    option = signature(chosen.target).options.get("tags")
+    if not tags:
+        return {}
+    return {"tags": dict.fromkeys(tags, "true") if option and "dict" in option.type.lower() else [*tags]}

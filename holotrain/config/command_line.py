@@ -23,7 +23,7 @@ from holotrain.config.structured import with_defaults
 from holotrain.errors import UserError, check_choice, did_you_mean
 from holotrain.targets import first_line
 
-HELP = {"--help", "-h"}
+HELP = {"--help", "-h", "--help=all"}
 
 # Flags of Hydra, with and without a value. --experimental-rerun is missing on purpose: it unpickles a file.
 VALUED = {"--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--info", "-i"}
@@ -48,6 +48,9 @@ VERBATIM = {
 LISTS = {"data.files", "data.val_files", "data.test_files"}
 """Those of them that may be lists."""
 
+ESCAPES = r"\\+(?='|\$\{|\Z)"
+"""Backslashes before a quote, an interpolation or the end of a quoted text, half of which are the text's own."""
+
 SWEEPS = re.compile(r"sweep$|hydra[./](sweep|sweeper|launcher)\b")
 """Overrides that mean nothing without ``-m``."""
 
@@ -65,7 +68,8 @@ class Arguments:
     parsed: list[Override] = field(default_factory=list)
     """the overrides as Hydra reads them"""
 
-    help: bool = False
+    help: str = ""
+    """``usual`` or ``all``: the options that are asked for"""
 
     primary: str = ""
     """name of the primary configuration: that of the command, or that of a checkpoint"""
@@ -129,6 +133,14 @@ def quoted(text: str) -> str:
     return f"'{literal(escaped)}'"
 
 
+def readable(override: str) -> str:
+    """An override as one would say it: a text without the quotes and the escapes that :func:`quoted` gives it."""
+    key, _, value = override.partition("=")
+    if len(value) < 2 or not (value.startswith("'") and value.endswith("'")):
+        return override
+    return f"{key}={re.sub(ESCAPES, lambda found: found[0][: len(found[0]) // 2], value[1:-1])}"
+
+
 def parse(argv: list[str]) -> Arguments:
     """Splits the command line. Raises a UserError if a flag or an override is not well-formed."""
     require_text(argv)
@@ -141,7 +153,9 @@ def parse(argv: list[str]) -> Arguments:
     for word in words:
         flag = word.partition("=")[0]
         if word in HELP:
-            arguments.help = True
+            arguments.help = "all" if "all" in (arguments.help, word.partition("=")[2]) else "usual"
+        elif flag == "--help":
+            raise UserError(f"{word}: use --help or --help=all")
         elif word in BARE or (flag.startswith("--") and flag in VALUED and "=" in word):
             arguments.flags.append(word)
         elif word in VALUED:
@@ -209,7 +223,7 @@ def parse_words(command: str, words: list[str]) -> Any:
 def _check_overrides(arguments: Arguments) -> None:
     """Refuses a group that is chosen twice, of which Hydra would take the last, or with several, which it would merge; a
     value of an option after a sweep over it, which would give equal jobs; and without ``-m`` what only a sweep uses."""
-    groups, shows = option_names(arguments.config_dir), arguments.help or arguments.flag(*SHOWS) is not None
+    groups, shows = option_names(arguments.config_dir), bool(arguments.help) or arguments.flag(*SHOWS) is not None
     earlier: dict[str, tuple[str, bool]] = {}
     for word, override in zip(arguments.words, arguments.parsed, strict=True):
         key, value, deletes = override.key_or_group, override.value(), override.is_delete()

@@ -57,6 +57,12 @@ class RunConfig(Composed):
     output_dir: str = "runs"
     """folder in which runs are saved"""
 
+    name: str | None = None
+    """name of the run in tables, reports and loggers; it decides no folder"""
+
+    tags: Sequence[str] = ()
+    """words that describe the run, shown with its name, such as [baseline,long]"""
+
     ckpt_path: str | None = None
     """checkpoint to start from, with its configuration, which overrides change: a file, the folder of a run, best or last"""
 
@@ -76,6 +82,9 @@ class RunConfig(Composed):
                     with as_user_error("model.name"):
                         self.model = self.model.with_arguments(config=network_of(name, network, download))
         require_within(0, 2**32, seed=self.seed)
+        for option, texts in (("name", [self.name or "-"]), ("tags", self.tags)):
+            if wrong := [text for text in texts if not text.isprintable() or not text.strip()]:
+                raise UserError(f"{option}: {wrong[0]!r} is not one line of text")
         if self.memory is not None:
             with as_user_error("memory"):
                 parse_bytes(self.memory)

@@ -330,7 +330,7 @@ NAMED_GROUPS = {
         null_if_known=("monitor", "mode", "peak_flops"),
     ),
     "logger": GroupSchema(
-        ("save_dir", "root_dir"), null_if_known=("name", "run_name", "group", "tracking_uri", "artifact_location")
+        ("save_dir", "root_dir"), null_if_known=("name", "run_name", "group", "tags", "tracking_uri", "artifact_location")
     ),
 }
 """The groups that are mappings from a name to a class or function, in the same way."""

@@ -8,8 +8,13 @@ from typing import Any
 
 from holotrain.dashboard.logs import Curve, Medium
 
-UNCOMPARED = ("output_dir", "resume", "hydra", "logger")
+NAMING = ("name", "tags")
+
+UNCOMPARED = ("output_dir", "resume", "hydra", "logger", *NAMING)
 """Options that do not change the training."""
+
+LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
+"""Metrics that are the better the lower, whether or not a run follows them."""
 
 
 @dataclass
@@ -38,6 +43,15 @@ class Reported:
         return {key: value for key, _, value in words if key.split(".")[0] not in UNCOMPARED}
 
     @property
+    def name(self) -> str:
+        return shown(self.config.get("name"))
+
+    @property
+    def tags(self) -> str:
+        tags = self.config.get("tags")
+        return ", ".join(map(shown, tags)) if isinstance(tags, list) else ""
+
+    @property
     def metrics(self) -> dict[str, float | None]:
         """The final metrics; without a summary, the last logged ones."""
         if self.summary:
@@ -60,7 +74,8 @@ def different_options(runs: list[Reported]) -> dict[str, list[Any]]:
 
 
 def labels(runs: list[Reported]) -> list[str]:
-    """A unique name for each run: its differing overrides if they are short, else its folder."""
+    """A unique name for each run: its own, if no other has it; else its differing overrides, if they are short; else its
+    folder."""
     options = changed(runs)
     lasts = [key.rpartition(".")[2] for key in options]
     short = {key: last if lasts.count(last) == 1 else key for key, last in zip(options, lasts, strict=True)}
@@ -68,6 +83,8 @@ def labels(runs: list[Reported]) -> list[str]:
     if len(set(folders)) < len(folders):
         folders = [str(run.folder) for run in runs]
     found = [", ".join(f"{short[key]}={shown(values[n])}" for key, values in options.items()) for n in range(len(runs))]
+    names = [run.name for run in runs]
+    found = [name if name and names.count(name) == 1 else label for name, label in zip(names, found, strict=True)]
     named = []
     for label, folder in zip(found, folders, strict=True):
         if not label or len(label) > 60:
@@ -105,15 +122,14 @@ class Column:
 def columns(runs: list[Reported]) -> list[Column]:
     """Differing options, then metrics, memory, throughput, time, status and folder."""
     options = changed(runs)
-    found = [Column(key, [shown(value) for value in values]) for key, values in options.items()]
+    found = [Column(key, [getattr(run, key) for run in runs]) for key in NAMING if any(getattr(run, key) for run in runs)]
+    found += [Column(key, [shown(value) for value in values]) for key, values in options.items()]
     for name in ("device", "parameters"):
         values = [run.summary.get(name) for run in runs]
         if name not in options and len(set(values)) > 1:
             found.append(Column(name, [f"{value:,}" if isinstance(value, int) else shown(value) for value in values]))
     for name in _metric_names(runs):
-        # The loss of the last training batch is not a result.
-        better = None if name.startswith("train/") else max if "accuracy" in name else min
-        found.append(_figures(name, [run.metrics.get(name) for run in runs], better))
+        found.append(_figures(name, [run.metrics.get(name) for run in runs], _better(name, runs)))
     for name, heading, better, factor in (
         ("peak_memory_bytes", "peak memory, MiB", min, 2**-20),
         ("samples_per_second", "samples/s", max, 1),
@@ -128,6 +144,17 @@ def columns(runs: list[Reported]) -> list[Column]:
     found.append(Column("status", [run.summary.get("status", "unfinished") for run in runs]))
     found.append(Column("folder", [str(run.folder) for run in runs]))
     return found
+
+
+def _better(name: str, runs: list[Reported]) -> Callable[[Iterable[float]], float] | None:
+    """max or min, whichever marks the best run; None: not known, or, as the loss of the last training batch, no result."""
+    kind, _, metric = name.removeprefix("best/").partition("/")
+    modes = {run.summary["mode"] for run in runs if run.summary.get("monitor") == f"val/{metric}"}
+    if kind == "train":
+        return None
+    if "accuracy" in name or modes == {"max"}:
+        return max
+    return min if modes == {"min"} or metric in LOWER_IS_BETTER else None
 
 
 def _figures(name: str, values: list[float | None], better: Callable[[Iterable[float]], float] | None) -> Column:

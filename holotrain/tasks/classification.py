@@ -1,5 +1,6 @@
 """Classification of images and of texts, as LightningModules: loss, accuracy, predictions."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from holotrain.models.image_error_diffusion import ImageErrorDiffusion
 from holotrain.numeric import require_within
 from holotrain.tasks.language import attended
+from holotrain.tasks.metrics import direction, named_metrics
 from holotrain.tasks.task import Task
 
 
@@ -21,6 +23,7 @@ class Classifier(Task):
         model: the model to train
         classes: number of classes
         label_smoothing: share of each target that is spread over all classes
+        metrics: more metrics of torchmetrics, such as {f1: F1Score, recall: {metric: Recall, average: micro}}, logged as val/f1
 
     A subclass defines ``inputs``, which takes a batch and returns the model's arguments, then the labels: class indices (B,)
     or probabilities (B, classes).
@@ -29,21 +32,29 @@ class Classifier(Task):
     ``val/accuracy_top5`` and ``test/accuracy_top5``.
 
     Raises:
-        ValueError: ``label_smoothing`` outside of [0, 1).
+        ValueError: ``label_smoothing`` outside of [0, 1), or a metric that torchmetrics does not have.
     """
 
-    def __init__(self, model: nn.Module, classes: int, label_smoothing: float = 0.0, **options: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        classes: int,
+        label_smoothing: float = 0.0,
+        metrics: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(model, **options)
         require_within(0, 1, label_smoothing=label_smoothing)
         self.label_smoothing = label_smoothing
-        accuracies = MetricCollection({"accuracy": MulticlassAccuracy(classes, average="micro")})
+        evaluated = MetricCollection({"accuracy": MulticlassAccuracy(classes, average="micro")})
         if classes > 10:
-            accuracies.add_metrics({"accuracy_top5": MulticlassAccuracy(classes, average="micro", top_k=5)})
-        self.val_metrics, self.test_metrics = accuracies.clone("val/"), accuracies.clone("test/")
+            evaluated.add_metrics({"accuracy_top5": MulticlassAccuracy(classes, average="micro", top_k=5)})
+        evaluated.add_metrics(named_metrics(metrics or {}, classes))
+        self.val_metrics, self.test_metrics = evaluated.clone("val/"), evaluated.clone("test/")
 
     @property
     def monitored(self) -> dict[str, str]:
-        return {**dict.fromkeys(map(str, self.val_metrics), "max"), "val/loss": "min"}
+        return {name: direction(metric) for name, metric in self.val_metrics.items()} | {"val/loss": "min"}
 
     def loss(self, *inputs: Tensor) -> Tensor:
         *arguments, labels = inputs

@@ -76,7 +76,7 @@ def test_what_does_not_apply_does_nothing(data, tmp_path):
 
 def test_a_metric_of_the_users_chooses_the_best(tmp_path):
     fit(Regression(), tmp_path, [progress("lines"), WeightAverage(0.5), BestCheckpoint(tmp_path, "val/loss", "min")])
-    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["best-epoch1-step4.ckpt"]
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["best-epoch2-step4.ckpt"]
 
 
 def test_what_looks_at_a_training_does_not_change_it(tmp_path):

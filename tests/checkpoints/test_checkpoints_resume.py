@@ -312,7 +312,7 @@ def test_a_resumed_training_keeps_as_many_best_files_as_it_is_told_now(tmp_path,
     fit(best_and_last(tmp_path, before, mode), max_steps=8)
     best, last = best_and_last(tmp_path, now, mode)
     fit([best, last], tmp_path / "last.ckpt")
-    assert best_in(tmp_path) == [f"best-epoch{step // 4 - 1}-step{step}.ckpt" for step in kept]
+    assert best_in(tmp_path) == [f"best-epoch{step // 4}-step{step}.ckpt" for step in kept]
     assert best.best_model_score == (4 if mode == "min" else 12)
     assert Path(best.best_model_path).name == best_in(tmp_path)[0 if mode == "min" else -1]
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from omegaconf import OmegaConf
 
@@ -20,6 +22,7 @@ from holotrain.commands.multiprocess import process_group_options
 from holotrain.config.build import build_data, build_task, check_values
 from holotrain.config.build_callbacks import build_fit_callbacks
 from holotrain.config.build_trainer import build_trainer, check_device, check_training_device
+from holotrain.config.command_line import quoted, readable
 from holotrain.config.composition import composed, config_folder, option_names, register
 from holotrain.config.option_groups import SEQUENCE_CLASSIFIER, is_a
 from holotrain.config.structured import structured, to_container, without_replaced_options
@@ -376,3 +379,9 @@ def test_nccl_takes_the_sms_and_the_priority_that_it_is_given():
     options = process_group_options(given.trainer, process)["pg_options"]
     assert (options.config.min_ctas, options.config.max_ctas, options.is_high_priority_stream) == (1, 2, True)
     assert options._timeout.total_seconds() == 60
+
+
+@given(st.text("\\'${}a \"\\n"))
+def test_an_override_is_read_as_the_text_that_was_quoted(text):
+    assert readable(f"prompt={quoted(text)}") == f"prompt={text}"
+    assert readable("optimizer.betas=[0.9,0.999]") == "optimizer.betas=[0.9,0.999]"

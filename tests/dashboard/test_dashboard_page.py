@@ -27,7 +27,7 @@ from holotrain.dashboard.logs import (
     read_texts,
 )
 from holotrain.dashboard.page import POINTS, page
-from holotrain.dashboard.table import Reported, columns
+from holotrain.dashboard.table import Reported, columns, different_options, labels
 
 EVIL = '</pre><script>alert(1)</script><img src="https://example.org/x.png" onerror="alert(2)">'
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg"><script>alert(3)</script></svg>'
@@ -249,3 +249,25 @@ def test_a_text_of_broken_bytes_is_read(tmp_path):
     run = read_back(tmp_path)
     assert run.texts["broken"].content == "\ufffd<b>\nsecond" and Read(page([run])).texts[0] == "\ufffd<b>\nsecond"
     assert "numbers" not in run.texts
+
+
+def test_names_and_tags_of_runs_are_shown():
+    runs = [reported(f"run{lr}", lr, 0.5) for lr in (0.1, 0.2, 0.3)]
+    for run, (name, tags) in zip(runs, (("base", ["long", "old"]), ("wide", []), (None, None)), strict=True):
+        run.config |= {"name": name, "tags": tags}
+        run.summary["overrides"] += [f"name={name}"]
+    assert labels(runs) == ["base", "wide", "lr=0.3"]
+    named = {column.name: column.cells for column in columns(runs)}
+    assert (named["name"], named["tags"]) == (["base", "wide", ""], ["long, old", "", ""])
+    assert "name" not in different_options(runs)
+    runs[1].config["name"] = "base"
+    assert labels(runs) == ["lr=0.1", "lr=0.2", "lr=0.3"]
+
+
+def test_the_best_of_a_metric_that_selects_checkpoints_is_marked_in_its_direction():
+    runs = [reported(f"run{lr}", lr, 0.5) for lr in (0.1, 0.2)]
+    for run, value in zip(runs, (0.3, 0.7), strict=True):
+        run.summary["metrics"] |= {"val/f1": value, "test/f1": value, "val/other": value, "val/perplexity": value}
+        run.summary |= {"monitor": "val/f1", "mode": "max"}
+    best = {column.name: column.best for column in columns(runs)}
+    assert [best[name] for name in ("val/f1", "test/f1", "val/other", "val/perplexity")] == [0.7, 0.7, None, 0.3]

@@ -34,7 +34,7 @@ def test_a_run_shows_and_leaves_what_it_should(holotrain):
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", folder.name)
     for word in ("model", "rev_vit_tiny", "digits", "reversible", "32-true", "cpu", str(folder), "epoch 2/2", "test/accuracy"):
         assert word in out, word
-    assert {path.name for path in folder.iterdir()} == {"checkpoints", "tensorboard", "config.yaml", "summary.json"}
+    assert {path.name for path in folder.iterdir()} == {"checkpoints", "tensorboard", "config.yaml", "summary.json", "log.txt"}
     left = summary(folder)
     assert left.keys() >= COMMON_KEYS
     assert (left["status"], left["steps"], left["epochs"], left["synthesis"]) == ("completed", 6, 2, "none")
@@ -231,6 +231,28 @@ def test_help_lists_commands_groups_and_options(holotrain):
     shown = ["rev_vit_tiny", "imagefolder", "data.on_corrupt=error", "optimizer.lr=", "--multirun", "warn, leave it out"]
     assert all(word in out for word in shown), out
     assert re.findall(r"\n  (\S+)=\.\.\. .* \(needed\)\n", out) == ["data.root"] and out.count("(needed)") == 1
+
+
+def test_help_lists_the_usual_options_and_all_of_them_if_asked(holotrain):
+    def options(*words):
+        return re.findall(r"(?m)^  ([a-z_0-9.]+)=", holotrain.done("fit", *words))
+
+    usual, every = options("--help"), options("--help=all")
+    assert 15 <= len(usual) <= 25 and {"optimizer.lr", "data.batch_size", "trainer.max_epochs", "resume"} <= {*usual}
+    assert every[: len(usual)] == usual and len(every) == len({*every} - {"backward"}) + every.count("backward") > 100
+    # what the command line is about
+    chosen = options("--help", "synthesis=shared", "trainer.timeout=3")
+    assert {"trainer.timeout", "synthesis.mode"} <= {*chosen} and "trainer.max_steps" not in chosen
+    assert "temperature=0.8" in holotrain.done("generate", "--help")
+    assert "--help=most: use --help or --help=all" in holotrain.refused("fit", "--help=most")
+
+
+def test_one_line_says_that_there_are_more_workers_than_cores(holotrain, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0}, raising=False)
+    with pytest.warns(UserWarning) as found:
+        assert holotrain("fit", *QUICK, "data.num_workers=2")[0] == 0
+    said = [str(each.message) for each in found if "worker" in str(each.message)]
+    assert said == ["data.num_workers=2: 1 core here; more workers than cores may be slower"]
 
 
 STARVED = """

@@ -1,12 +1,13 @@
 """What runs leave to be looked at: TensorBoard's HParams and Custom Scalars, and the page of a report."""
 
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from left_by_runs import only, scalars
+from left_by_runs import only, scalars, summary
 from small_run import SMALL
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
@@ -139,3 +140,26 @@ def test_a_run_that_cannot_be_read_is_left_out_of_the_others(holotrain):
         out = holotrain.done("report", *words)
         assert "1 run written" in out
         assert out.startswith("left out: runs/fit/b/summary.json is not a readable summary")
+
+
+def test_a_name_and_tags_are_shown_and_kept_and_decide_no_folder(holotrain):
+    out = holotrain.done("fit", *SMALL, "test=false", "name='a, base'", "tags=[long,old]", "hydra.run.dir=run")
+    assert re.search(r"name +a, base *\n +tags +long, old *\n", out) and [path.name for path in Path().iterdir()] == ["run"]
+    experiment, options = hparams(Path("run"))
+    assert [info.name for info in experiment.hparam_infos[:2]] == ["name", "tags"] and options["name"].string_value == "a, base"
+    assert options["tags"].string_value == "long, old"
+    assert "name=a, base" in summary(Path("run"))["overrides"]
+    holotrain.done("fit", "resume=true", "trainer.max_epochs=3", "hydra.run.dir=run")
+    left = summary(Path("run"))
+    assert (left["epochs"], left["name"], left["tags"]) == (3, "a, base", ["long", "old"])
+    holotrain.done("report", "run")
+    page = Path("report.html").read_text()
+    assert "<h1>a, base</h1>" in page and "long, old" in page
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [("tags=long", "tags: 'long' is not a list"), ("name='a\tb'", "name: 'a\\tb' is not one line of text")],
+)
+def test_what_is_no_name_and_no_tag_is_refused(holotrain, word, expected):
+    assert expected in holotrain.refused("fit", word)

@@ -28,7 +28,7 @@ def test_wandb_has_a_run_for_each_job(holotrain, monkeypatch):
     monkeypatch.setattr(wandb.Run, "log", note)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    status, _, err = holotrain("fit", "-m", *BRIEF, "logger=wandb", "seed=1,2")
+    status, _, err = holotrain("fit", "-m", *BRIEF, "logger=wandb", "seed=1,2", "tags=[long,old]")
     assert status == 0 and "Traceback" not in err and wandb.run is None
     sweep = only(Path("runs/fit/sweeps"))
     assert len(runs) == 2
@@ -36,6 +36,7 @@ def test_wandb_has_a_run_for_each_job(holotrain, monkeypatch):
         (path,) = folder.glob("wandb/offline-run-*/*.wandb")
         assert path.name == f"run-{run.id}.wandb"
         assert (run.name, run.group, run.project) == (f"{sweep.name}/{folder.name}", sweep.name, "holotrain")
+        assert {*run.tags} == {"long", "old"}
         assert run.config["seed"] == seed and run.config["model.dim"] == 16
         assert {"val/accuracy", "best/val/accuracy", "test/accuracy", "train/loss"} <= logged[run.id]
 
@@ -54,12 +55,13 @@ def run_of(mlflow, folder):
 
 
 def test_mlflow_has_a_run_for_each_job_in_its_folder(holotrain, mlflow):
-    status, _, err = holotrain("fit", "-m", *BRIEF, "logger=mlflow", "seed=1,2")
+    status, _, err = holotrain("fit", "-m", *BRIEF, "logger=mlflow", "seed=1,2", "name=base", "tags=[long]")
     assert status == 0 and "Traceback" not in err
     sweep = only(Path("runs/fit/sweeps"))
     for seed, folder in enumerate((sweep / "0", sweep / "1"), 1):
         run = run_of(mlflow, folder)
-        assert (run.info.run_name, run.info.status) == (f"{sweep.name}/{folder.name}", "FINISHED")
+        assert (run.info.run_name, run.info.status) == (f"base/{folder.name}", "FINISHED")
+        assert run.data.tags["long"] == "true"
         assert run.data.params["seed"] == str(seed) and run.data.params["model.dim"] == "16"
         assert {"val/accuracy", "best/val/accuracy", "test/accuracy", "train/loss"} <= run.data.metrics.keys()
         assert Path(run.info.artifact_uri.removeprefix("file://")).is_relative_to(folder.resolve())
@@ -96,4 +98,4 @@ def test_what_is_measured_stands_at_the_step_of_its_weights_and_no_curve_is_draw
         found = steps(only(Path("runs") / command))
         assert found == {f"{split}/loss": [6], f"{split}/accuracy": [6]}
     assert holotrain("test", f"ckpt_path={folder}/checkpoints/last.ckpt", "logger=none", "output_dir=mute")[0] == 0
-    assert [path.name for path in only(Path("mute/test")).iterdir()] == ["summary.json"]
+    assert {path.name for path in only(Path("mute/test")).iterdir()} == {"summary.json", "log.txt"}

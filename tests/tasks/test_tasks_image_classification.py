@@ -1,6 +1,7 @@
 """The task: losses, schedules, and which parameters decay."""
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -128,3 +129,41 @@ def test_a_graphed_task_trains_as_an_ordinary_one(monkeypatch):
         quiet_trainer(max_epochs=1, gradient_clip_val=0.5).fit(task, DataLoader(batches, batch_size=None))
         weights.append(model[1].weight.detach().clone())
     torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
+def test_metrics_that_the_configuration_names_are_those_of_torchmetrics_and_select_checkpoints(holotrain):
+    from left_by_runs import summary
+    from small_run import SMALL
+
+    named = "task.metrics={f1: F1Score, recall: {metric: Recall, average: micro}}"
+    words = [named, "callbacks.checkpoint.monitor=val/f1", "hydra.run.dir=run", "logger=none"]
+    holotrain.done("fit", *SMALL, *words)
+    left = summary(Path("run"))
+    found = left["metrics"]
+    assert (left["monitor"], left["mode"]) == ("val/f1", "max") and {"val/f1", "test/f1", "best/val/f1"} <= found.keys()
+    assert found["test/recall"] == pytest.approx(found["test/accuracy"])
+    holotrain.done("test", "ckpt_path=run", "hydra.run.dir=again")
+    assert summary(Path("again"))["metrics"]["test/f1"] == pytest.approx(found["test/f1"])
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        ({"f1": "F1"}, "metrics: f1: 'F1' names no metric of torchmetrics; use one of AUROC, "),
+        ({"f1": {"average": "micro"}}, "names no metric of torchmetrics"),
+        ({"loss": "F1Score"}, "metrics: 'loss' is no name for a metric"),
+        ({"matrix": "ConfusionMatrix"}, "metrics: matrix: ConfusionMatrix gives more than one number"),
+        ({"f1": {"metric": "F1Score", "averag": "micro"}}, "metrics: f1: .*averag"),
+    ],
+)
+def test_what_is_no_metric_is_refused(metrics, expected):
+    with pytest.raises(ValueError, match=expected):
+        ImageClassifier(nn.Flatten(), 4, metrics=metrics)
+
+
+def test_the_direction_of_a_metric_and_its_value_by_hand():
+    metrics = {"f1": "F1Score", "error": {"metric": "CalibrationError"}}
+    task = ImageClassifier(nn.Flatten(), 2, metrics=metrics)
+    assert task.monitored == {"val/accuracy": "max", "val/f1": "max", "val/error": "min", "val/loss": "min"}
+    task.val_metrics.update(torch.tensor([[3.0, 0], [3, 0], [0, 3]]), torch.tensor([0, 1, 1]))
+    assert task.val_metrics.compute()["val/f1"] == pytest.approx(2 / 3)  # both classes: precision and recall 1/2 and 1
