@@ -218,7 +218,7 @@ class Training:
             print(self.message, file=sys.stderr)
 
     def _patience_that_ended_it(self) -> int | None:
-        stopping = (each for each in self.trainer.callbacks if isinstance(each, EarlyStopping))  # ty: ignore[not-iterable]
+        stopping = (each for each in self.trainer.callbacks if isinstance(each, EarlyStopping))  # ty: ignore[missing-attribute]
         return next((each.patience for each in stopping if each.wait_count >= each.patience), None)
 
     def _checkpoint(self) -> Path | None:

@@ -60,7 +60,7 @@ class Measured(pl.Callback):
             self._before = figures | {"metrics": _numbers(kept.get("metrics"))}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        stopping = (each for each in trainer.callbacks if isinstance(each, EarlyStopping))  # ty: ignore[not-iterable]
+        stopping = (each for each in trainer.callbacks if isinstance(each, EarlyStopping))  # ty: ignore[missing-attribute]
         self._patience = {callback: callback.patience for callback in stopping}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

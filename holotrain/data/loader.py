@@ -141,7 +141,7 @@ class LoadingModule(ShowsInherited, pl.LightningDataModule):
     @property
     def overfits(self) -> bool:
         """Whether the trainer is to train on the same few batches in every epoch."""
-        return self.trainer is not None and bool(self.trainer.overfit_batches)
+        return bool(getattr(self.trainer, "overfit_batches", 0))
 
     def training_loader(self, dataset: Dataset, batch_size: int = 1, **options: Any) -> ResumableLoader:
         """The loader of the training part; ``options``: of :class:`ResumableLoader`."""

@@ -124,7 +124,7 @@ class Task(ShowsInherited, pl.LightningModule):
         if self.make_scheduler is None:
             return optimizer
         made = self.make_scheduler(optimizer, optimizer_steps(self.trainer))
-        options = made if isinstance(made, dict) else {"scheduler": made, "interval": "step"}
+        options: dict[str, Any] = made if isinstance(made, dict) else {"scheduler": made, "interval": "step"}
         if isinstance(options["scheduler"], ReduceLROnPlateau):
             options = {"monitor": next(iter(self.monitored)), "strict": False} | options
         self._planned_schedule = copy.deepcopy(options["scheduler"].state_dict())
@@ -156,7 +156,7 @@ class Task(ShowsInherited, pl.LightningModule):
 def optimizer_steps(trainer: pl.Trainer) -> int:
     """The optimizer steps of a training, also where a GradientAccumulationScheduler changes their number in an epoch."""
     steps = int(trainer.estimated_stepping_batches)
-    accumulation = next((each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)), None)  # ty: ignore[not-iterable]
+    accumulation = next((each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)), None)  # ty: ignore[missing-attribute]
     if accumulation is None or not trainer.max_epochs or trainer.max_epochs < 0:
         return steps
     batches = trainer.num_training_batches
