@@ -36,7 +36,7 @@ def logged(folder: Path, words: Sequence[str] = (), of_main: bool = True) -> Gen
 
     Args:
         words: the command line, which the log begins with.
-        of_main: False: another process of the run, of which only the errors are printed.
+        of_main: False: another process of the run; what it prints on the standard error is all that is logged of it.
     """
     if getattr(sys.stderr, "folder", None) == folder:
         yield
@@ -50,17 +50,18 @@ def logged(folder: Path, words: Sequence[str] = (), of_main: bool = True) -> Gen
             if of_main:
                 stack.enter_context(_copied(sys.stdout, log, redirect_stdout))
             yield
-    except UserError as error:
-        log.add(f"holotrain: {error}")
-        raise
-    except KeyboardInterrupt:
-        log.add("ended by SIGINT")
-        raise
-    except Exception:
-        log.add(traceback.format_exc().rstrip())
+    except (Exception, KeyboardInterrupt) as error:
+        if of_main:
+            log.add(_said(error))
         raise
     finally:
         log.close()
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, UserError):
+        return f"holotrain: {error}"
+    return "ended by SIGINT" if isinstance(error, KeyboardInterrupt) else "".join(traceback.format_exception(error)).rstrip()
 
 
 class Log:

@@ -82,6 +82,14 @@ def test_the_log_ends_with_the_error(folder, error, last):
     assert ("Traceback" in lines(folder)[0]) == isinstance(error, ZeroDivisionError)
 
 
+def test_of_another_process_only_the_standard_error_is_logged(folder, capsys):
+    with suppress(ZeroDivisionError), logged(folder, of_main=False):
+        print("one")
+        print("two", file=sys.stderr)
+        raise ZeroDivisionError
+    assert lines(folder) == ["two"] and capsys.readouterr() == ("one\n", "two\n")
+
+
 def test_a_run_that_leaves_nothing_leaves_no_log_and_no_log_ends_no_run(tmp_path):
     with logged(tmp_path):
         print("one")
