@@ -1,6 +1,7 @@
 """``holotrain export``: writes a checkpoint's model as files for other programs."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ SETTINGS = "tokenizer_config.json"
 def run(config: ExportConfig, run: Run) -> int:
     """Writes model.safetensors, config.json, tokenizer.json (text models) and, with ``format``, a program.
 
-    A model of another library is written as that library reads it.
+    A model of another library is written as that library reads it, with holotrain.json beside it.
     """
     path = config.checkpoint
     model, described = described_model(path)
@@ -45,14 +46,13 @@ def run(config: ExportConfig, run: Run) -> int:
     if tokenizer is not None:
         tokenizer_from_json(tokenizer, str(path))  # what is no tokenizer is not handed on
         tokenizer, chat = plain_json(tokenizer)
-    extra = described | {checkpointed.KEY: checkpointed.metadata(path)}
+    extra = described | {checkpointed.KEY: _without_merged(checkpointed.metadata(path))}
     try:
         for name in (PROGRAM, ONNX, *([] if isinstance(model, ExternalModel) else [SETTINGS])):  # left by an earlier export
             (folder / name).unlink(missing_ok=True)
         with as_user_error("to"):
             if isinstance(model, ExternalModel):
-                folder.mkdir(parents=True, exist_ok=True)
-                names = model.save(folder, described | {"tokenizer": tokenizer, "chat": chat})
+                names = saved.save_external(folder, target, arguments, model, extra, tokenizer, chat)
             else:
                 saved.save(folder, target, arguments, model, extra=extra, tokenizer=tokenizer)
                 if chat is not None:
@@ -70,8 +70,17 @@ def run(config: ExportConfig, run: Run) -> int:
     metrics = {"bytes": sum(file.stat().st_size for file in written), "storage_bytes": weights}
     summary = write_summary(run, config, model, checkpoint=str(path), metrics=metrics)
     rows = {
+        "model of": path,
         "weights": f"{weights / 2**20:.2f} MiB, {weights / (4 * summary.parameters):.3f} of the fp32 size",
         "written to": f"{folder}: {', '.join(file.name for file in written)}",
     }
     console.print(screen.table(summary.status, rows))
     return 0
+
+
+def _without_merged(metadata: dict[str, Any]) -> dict[str, Any]:
+    """What the checkpoint says of its run, less the layers of peft, which the exported weights hold."""
+    config = metadata["config"]
+    if not isinstance((config["model"] or {}).get("adapters"), dict):
+        return metadata
+    return metadata | {"config": config | {"model": config["model"] | {"adapters": 0, "trained": "all"}}}

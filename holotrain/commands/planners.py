@@ -18,7 +18,7 @@ from holotrain.config.build import build_model, build_task, data_properties, syn
 from holotrain.config.build_trainer import autocast_of
 from holotrain.config.command_options import Config, RunConfig
 from holotrain.config.objects import ObjectConfig
-from holotrain.config.option_groups import AUTO, LANGUAGE_MODELS, MASKED_LM, BackwardConfig, is_a, takes
+from holotrain.config.option_groups import AUTO, LANGUAGE_MODELS, MASKED_LM, BackwardConfig, can_be_coupled, is_a, takes
 from holotrain.data.example import batch_unit, example_batch, first_batch, samples_in
 from holotrain.data.text.module import TextDataModule
 from holotrain.errors import UserError
@@ -102,7 +102,7 @@ class PlannedTraining:
         found: list[Variant] = []
         if backward.tile is None and model is not None:
             self._add_variant(found, TILE, None)
-        if self.inexact and takes(model, "reversible") and model.reversible is None:
+        if self.inexact and can_be_coupled(model) and model.reversible is None:
             self._add_variant(found, None, BITS)
             if backward.tile is None and any(each.bits for each in found):
                 self._add_variant(found, TILE, BITS)

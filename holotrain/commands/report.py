@@ -72,9 +72,18 @@ def runs_at(word: str) -> list[Path]:
 
 
 def _runs_of(folder: Path) -> list[Path]:
-    """The folder itself if it is a run, else the runs in it; the jobs of a sweep in order."""
+    """The folder itself if it is a run, else the runs in it, then the jobs of the sweeps in it."""
     if _is_run(folder):
         return [folder]
+    sweeps = folder if folder.name == "sweeps" else folder / "sweeps"
+    runs = _runs_in(folder)
+    for sweep in sorted(sweeps.iterdir()) if sweeps.is_dir() else ():
+        runs += _runs_in(sweep)
+    return runs
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """The runs right in a folder, the jobs of a sweep in order."""
     within = [child for child in folder.iterdir() if _is_run(child)] if folder.is_dir() else []
     return sorted(within, key=lambda child: (int(child.name) if child.name.isdigit() else -1, child.name))
 

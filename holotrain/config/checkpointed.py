@@ -25,7 +25,7 @@ from holotrain.config.signatures import signature
 from holotrain.config.structured import structured, to_container
 from holotrain.errors import UserError, as_user_error, did_you_mean
 from holotrain.models import checkpoint_files
-from holotrain.models.saved import read_config
+from holotrain.models.saved import config_path, read_config
 from holotrain.targets import TARGET, first_line, is_defined_in, missing_package, targets
 
 KEY = "holotrain"
@@ -93,7 +93,7 @@ def load(path: Path) -> dict[str, Any]:
             raise UserError(f"ckpt_path: {path} was not exported by the command line: it holds no configuration of a run")
         found = _checked({KEY: exported[KEY]}, path)
         if any(exported[key] != found[KEY]["description"][key] for key in ("target", "arguments")):
-            raise UserError(f"ckpt_path: {path} is damaged: its config.json describes two models")
+            raise UserError(f"ckpt_path: {path} is damaged: its {config_path(path).name} describes two models")
         return found
     if not path.exists():
         raise UserError(f"ckpt_path: there is no file {path}.{did_you_mean(str(path), ('best', 'last'))}")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from holotrain.files import write_json
-from holotrain.models.checkpoint_files import CONFIG, WEIGHTS, read_weights, save_tensors
+from holotrain.models.checkpoint_files import CONFIG, WEIGHTS, read_weights, require_same, save_tensors
 from holotrain.models.pretrained import take_over
 from holotrain.reversible import make_reversible
 from holotrain.targets import first_line, needed
@@ -87,6 +87,11 @@ class ExternalModel(nn.Module):
         Raises:
             ValueError: there are no such weights, or they belong to another model.
         """
+
+    @abstractmethod
+    def load_saved(self, weights: dict[str, Tensor]) -> None:
+        """Takes the weights that :meth:`save` wrote for a model with the same arguments, in place. Raises a ValueError if they
+        are those of another model."""
 
     @abstractmethod
     def save(self, folder: Path, described: Mapping[str, Any]) -> list[str]:
@@ -197,6 +202,10 @@ class Timm(ExternalModel):
         if isinstance(first, str) and kernel in weights and weights[kernel].shape != own.get(kernel, weights[kernel]).shape:
             weights[kernel] = timm.models.adapt_input_conv(self.arguments["in_chans"], weights[kernel])
         return self.load_weights(dict(weights), source)
+
+    def load_saved(self, weights: dict[str, Tensor]) -> None:
+        require_same(self.model.state_dict(), weights)
+        self.model.load_state_dict(weights)
 
     def save(self, folder: Path, described: Mapping[str, Any]) -> list[str]:
         """Writes ``model.safetensors``, for ``timm.create_model(name, ..., checkpoint_path=FILE)``, and ``config.json``, with

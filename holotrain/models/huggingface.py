@@ -196,6 +196,15 @@ class HuggingFace(ExternalModel):
                 model.resize_token_embeddings(rows, mean_resizing=False)
         return model, report
 
+    def load_saved(self, weights: dict[str, Tensor]) -> None:
+        model, report = self._pretrained(copy.deepcopy(self.model.config), weights, "its weights")
+        flaws = {"missing_keys": "missing", "unexpected_keys": "unknown", "mismatched_keys": "of another shape"}
+        for keys, flaw in flaws.items():
+            names = [key if isinstance(key, str) else key[0] for key in report[keys]]
+            if names:
+                raise ValueError(f"{min(names)} is {flaw}")
+        self.model.load_state_dict(model.state_dict())
+
     def reader(self, prompts: Sequence[Tensor]) -> "TransformersReader":
         """Reads prompts for :func:`~holotrain.models.generate`."""
         if self.kind != "causal_lm":

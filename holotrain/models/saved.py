@@ -1,7 +1,8 @@
 """A model in a folder, to be used without the run that made it: ``holotrain.load(folder)``.
 
 ``model.safetensors`` holds the tensors, ``config.json`` the class and its arguments, ``tokenizer.json`` the tokenizer of a
-model of text. Nothing in them is a program.
+model of text. A model of another library is in that library's files, and ``holotrain.json`` stands for holotrain's
+``config.json``. Nothing in them is a program.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holotrain.files import read_json, replacing
+from holotrain.files import read_json, replacing, write_json
 from holotrain.models.adapters import adapter_width, add_adapters
 from holotrain.models.building import build
 from holotrain.models.checkpoint_files import CONFIG, WEIGHTS, read_weights, require_same, save_tensors
+from holotrain.models.external import ExternalModel
 from holotrain.models.int8 import is_quantised, packed, quantise, unpacked
 from holotrain.reversible import ReversibleSequence
 from holotrain.targets import first_line
@@ -27,6 +29,9 @@ from holotrain.targets import first_line
 FORMAT = 2
 PARTS = {"target": str, "arguments": dict, "int8": bool, "adapters": int | None}
 """What ``config.json`` holds of every model, with the types."""
+
+BESIDE = "holotrain.json"
+"""What says this of a model of another library, whose own ``config.json`` is beside it."""
 
 TOKENIZER = "tokenizer.json"
 
@@ -50,22 +55,53 @@ def save(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config = (extra or {}) | {"format": FORMAT, "target": target, "arguments": arguments}
-    config |= {"int8": is_quantised(model), "adapters": adapter_width(model)}
-    content = json.dumps(config, indent=2) + "\n"  # before anything is written
+    content = json.dumps(_config(target, arguments, model, extra), indent=2) + "\n"  # before anything is written
     with ExitStack() as files:  # which puts all in their places at the end
         at = {name: files.enter_context(replacing(folder / name, alone=True)) for name in (CONFIG, WEIGHTS)}
         save_tensors(unpacked(model.state_dict()), folder / WEIGHTS, at[WEIGHTS])
         at[CONFIG].write_text(content, encoding="utf-8")
         at[WEIGHTS].chmod(at[CONFIG].stat().st_mode)  # safetensors would keep it from other users
+        (folder / BESIDE).unlink(missing_ok=True)
         if tokenizer is None:
             (folder / TOKENIZER).unlink(missing_ok=True)
         else:
             files.enter_context(replacing(folder / TOKENIZER, alone=True)).write_text(tokenizer, encoding="utf-8")
 
 
+def save_external(
+    folder: str | Path,
+    target: str,
+    arguments: dict[str, Any],
+    model: ExternalModel,
+    extra: dict[str, Any] | None = None,
+    tokenizer: str | None = None,
+    chat: dict[str, Any] | None = None,
+) -> list[str]:
+    """Writes a model of another library as that library reads it, and what :func:`load` must know beside it.
+
+    Args:
+        folder, target, arguments, extra, tokenizer: as :func:`save` takes them.
+        chat: the chat template of the tokenizer, as its ``chat`` is.
+
+    Returns:
+        The names of the files.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / BESIDE).unlink(missing_ok=True)  # if this is interrupted, it describes no other weights
+    names = model.save(folder, (extra or {}) | {"tokenizer": tokenizer, "chat": chat})
+    write_json(folder / BESIDE, _config(target, arguments, model, extra))
+    return [*names, BESIDE]
+
+
+def _config(target: str, arguments: dict[str, Any], model: nn.Module, extra: dict[str, Any] | None) -> dict[str, Any]:
+    config = (extra or {}) | {"format": FORMAT, "target": target, "arguments": arguments}
+    return config | {"int8": is_quantised(model), "adapters": adapter_width(model)}
+
+
 def load(folder: str | Path, trust: Collection[str] = (), vouched: Collection[tuple[str, str]] = ()) -> nn.Module:
-    """The model that :func:`save` wrote, on the CPU, in eval mode; its ``backward`` is the one it was saved with.
+    """The model that :func:`save` or :func:`save_external` wrote, on the CPU, in eval mode; its ``backward`` is the one it was
+    saved with.
 
     Args:
         trust, vouched: as :func:`~holotrain.models.building.build` takes them.
@@ -74,40 +110,58 @@ def load(folder: str | Path, trust: Collection[str] = (), vouched: Collection[tu
         ValueError: a file is missing or damaged, or was written by another version; int8 weights and no torchao.
     """
     folder = Path(folder)
-    config = read_config(folder)
-    weights = read_weights(folder / WEIGHTS)
+    config, path = read_config(folder), config_path(folder)
+    weights = read_weights(folder if path.name == BESIDE else folder / WEIGHTS)
     try:
         model = build(config["target"], config["arguments"], trust, vouched)
         if config["adapters"] is not None:
             add_adapters(model, config["adapters"])
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-        raise ValueError(f"{folder / CONFIG} describes no model that can be built: {first_line(error)}") from error
-    if config["int8"]:
-        quantise(model)
+        raise ValueError(f"{path} describes no model that can be built: {first_line(error)}") from error
     try:
+        if path.name == BESIDE:
+            _require_external(model).load_saved(weights)
+            return model.eval()
+        if config["int8"]:
+            quantise(model)
         require_same(unpacked(model.state_dict()), weights)
     except ValueError as error:
-        raise ValueError(f"{folder / WEIGHTS} and {CONFIG} are of different models: {error}") from error
+        raise ValueError(f"{folder / WEIGHTS} and {path.name} are of different models: {error}") from error
     model.load_state_dict(packed(weights) if config["int8"] else weights)
     return model.eval()
 
 
+def _require_external(model: nn.Module) -> ExternalModel:
+    if not isinstance(model, ExternalModel):
+        raise ValueError(f"a {type(model).__name__} is of no other library")
+    return model
+
+
+def config_path(folder: str | Path) -> Path:
+    """The file in a folder that describes its model."""
+    beside = Path(folder) / BESIDE
+    return beside if beside.is_file() else Path(folder) / CONFIG
+
+
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """What ``config.json`` says: ``format``, ``target``, ``arguments``, ``int8``, ``adapters`` (width or None), and the extra.
-    Raises a ValueError if it is missing or damaged, or was written by another version."""
-    path = Path(folder) / CONFIG
+    """What :func:`config_path` says: ``format``, ``target``, ``arguments``, ``int8``, ``adapters`` (width or None), and the
+    extra. Raises a ValueError if it is missing or damaged, or was written by another version or program."""
+    path = config_path(folder)
     if not path.is_file():
         raise ValueError(f"{folder} holds no saved model: there is no {CONFIG} in it")
     try:
         config = read_json(path)
-        version = config["format"]
-        wrong = [key for key, kinds in PARTS.items() if version == FORMAT and not isinstance(config[key], kinds)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is damaged, or of another program") from error
-    if version != FORMAT:
-        raise ValueError(f"{path} is of format {version!r}; this version of holotrain reads format {FORMAT}")
-    if wrong:
-        raise ValueError(f"{path} is damaged, or of another program: {wrong[0]} is of another type")
+    if isinstance(config, dict) and "model_type" in config:
+        raise ValueError(f"{folder} is of transformers, and not an export; use it as model=huggingface model.name={folder}")
+    if not isinstance(config, dict) or "format" not in config:
+        raise ValueError(f"{path} is damaged, or of another program")
+    if config["format"] != FORMAT:
+        raise ValueError(f"{path} is of format {config['format']!r}; this version of holotrain reads format {FORMAT}")
+    for key, kinds in PARTS.items():
+        if key not in config or not isinstance(config[key], kinds):
+            raise ValueError(f"{path} is damaged, or of another program: {key} is missing or of another type")
     return config
 
 

@@ -115,7 +115,7 @@ def cut(name, length):
         (lambda folder: (folder / "model.safetensors").unlink(), "there is no file .*model.safetensors"),
         (cut("model.safetensors", 5000), "model.safetensors is not a readable safetensors file; it is damaged"),
         (lambda folder: (folder / "config.json").write_text('{"format": 2}'), "damaged, or of another program"),
-        (changed_config(arguments=[3]), "damaged, or of another program: arguments is of another type"),
+        (changed_config(arguments=[3]), "damaged, or of another program: arguments is missing or of another type"),
         (changed_config(format=1), "is of format 1; this version of holotrain reads format 2"),
         (changed_config(target="cnn.Net"), "describes no model that can be built: cnn.Net is needed, .* no package 'cnn' here"),
         (changed_config(target="os.system"), "describes no model that can be built: os.system is not a model of holotrain"),

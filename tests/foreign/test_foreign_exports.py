@@ -1,0 +1,183 @@
+"""Exports of models of timm and transformers come back: to holotrain, by every command, and to their own library."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from compared import assert_equal
+from covering import slow
+from foreign_models import NETWORKS, SHORT, example, trained_once, words_of, write_network, write_texts
+from left_by_runs import summary
+
+import holotrain as package
+from holotrain.models import HuggingFace, Timm, saved
+
+timm = pytest.importorskip("timm")
+transformers = pytest.importorskip("transformers")
+
+DATA = {
+    "causal_lm": {"vocab": 270, "context": 16},
+    "masked_lm": {"vocab": 270, "context": 16},
+    "sequence_classification": {"classes": 2, "vocab": 270, "pad_id": 256},
+    "image_classification": {"classes": 3, "image_size": 8, "channels": 1},
+}
+IMAGES = {"name": "vit_tiny_patch16_224", "classes": 3, "image_size": 8, "channels": 1}
+SIZES = {"depth": 2, "embed_dim": 32, "num_heads": 2, "patch_size": 4}
+
+
+def exported(folder: Path, kind: str, head: str, **changed):
+    """A model with random weights, in the folder that an export leaves."""
+    arguments = IMAGES | {"arguments": SIZES} if kind == "timm" else {"name": "gone", "head": head, **DATA[head]}
+    if kind != "timm":
+        arguments["config"] = {"model_type": kind, **NETWORKS[kind]}
+    cls = Timm if kind == "timm" else HuggingFace
+    model = cls(**(arguments | changed)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    saved.save_external(folder, f"holotrain.models.{cls.__name__}", arguments | changed, model)
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("reversible", [None, "4bit"])
+@pytest.mark.parametrize(
+    ("kind", "head"),
+    [
+        ("gpt2", "causal_lm"),  # its head is its embedding, which a file holds once
+        ("llama", "causal_lm"),
+        ("bert", "masked_lm"),
+        ("llama", "sequence_classification"),
+        ("vit", "image_classification"),
+        ("timm", "image_classification"),
+    ],
+)
+def test_every_head_comes_back_bit_for_bit(tmp_path, contacts_nobody, kind, head, reversible):
+    model = exported(tmp_path, kind, head, reversible=reversible)
+    back, given = package.load(tmp_path), example(head)
+    assert type(back) is type(model) and not back.training
+    assert_equal(back(given), model(given))
+
+
+def test_an_export_of_our_own_takes_the_place_of_one_for_a_library(tmp_path):
+    exported(tmp_path, "gpt2", "causal_lm")
+    arguments = {"vocab": 260, "context": 8, "dim": 8, "depth": 1, "heads": 1}
+    saved.save(tmp_path, "holotrain.models.GPT", arguments, package.models.GPT(**arguments))
+    assert type(package.load(tmp_path)).__name__ == "GPT"
+
+
+def changed(**entries):
+    def change(folder: Path) -> None:
+        path = folder / "holotrain.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+    return change
+
+
+def without_weight(folder: Path) -> None:
+    weights = saved.read_weights(folder)
+    del weights["transformer.h.1.mlp.c_fc.weight"]
+    saved.save_tensors(weights, folder / "model.safetensors")
+
+
+def another(**entries):
+    config = {"model_type": "gpt2", **NETWORKS["gpt2"], **entries}
+    return changed(arguments={"name": "gone", "head": "causal_lm", "config": config})
+
+
+GPT = {"vocab": 260, "context": 8, "dim": 8, "depth": 1, "heads": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without_weight, "are of different models: transformer.h.1.mlp.c_fc.weight is missing"),
+        (another(n_layer=1), "are of different models: transformer.h.1.attn.c_attn.weight is unknown"),
+        (another(n_embd=16), "are of different models: transformer.h.0.attn.c_attn.bias is of another shape"),
+        (another(auto_map={"AutoConfig": "evil.Config"}, _attn_implementation="a/kernel"), "'a/kernel' is not one of eager"),
+        (changed(target="holotrain.models.GPT", arguments=GPT), "are of different models: a GPT is of no other library"),
+        (changed(target="os.system"), "holotrain.json describes no model that can be built: os.system is not a model of"),
+        (changed(int8="no"), "holotrain.json is damaged, or of another program: int8 is missing or of another type"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "holds none of model.safetensors"),
+        (
+            lambda folder: (folder / "holotrain.json").unlink(),
+            "is of transformers, and not an export; use it as model=huggingface model.name=",
+        ),
+    ],
+)
+def test_damage_is_refused_in_one_line(tmp_path, contacts_nobody, change, said):
+    exported(tmp_path, "gpt2", "causal_lm", vocab=None)
+    change(tmp_path)
+    with pytest.raises(package.UserError, match=said) as refusal:
+        package.load(tmp_path)
+    assert "\n" not in str(refusal.value) and str(tmp_path) in str(refusal.value)
+
+
+@pytest.fixture
+def trained(tmp_path_factory):
+    return partial(trained_once, tmp_path_factory)
+
+
+THEIRS = {
+    "causal_lm": "AutoModelForCausalLM",
+    "masked_lm": "AutoModelForMaskedLM",
+    "sequence_classification": "AutoModelForSequenceClassification",
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [
+        ("gpt2", "causal_lm"),
+        slow("bert", "masked_lm"),
+        slow("llama", "sequence_classification"),
+        slow("timm", "image_classification"),
+    ],
+)
+def test_every_command_takes_an_export(holotrain, trained, tmp_path, kind, task):
+    """As the checkpoint that it was made of, which it names."""
+    run = trained(kind, task)
+    write_texts(tmp_path)
+    out = holotrain.done("export", f"ckpt_path={run}", "to=tuned")
+    assert f"modelof{run}/checkpoints/best-" in "".join(out.split())  # whose lines are broken anywhere
+    for command in ("test", "validate"):
+        for path, folder in ((run, f"before_{command}"), ("tuned", f"after_{command}")):
+            holotrain.done(command, f"ckpt_path={path}", f"hydra.run.dir={folder}")
+        metrics = [summary(Path(f"{when}_{command}"))["metrics"] for when in ("before", "after")]
+        assert metrics[0] == metrics[1] and metrics[0]
+    model, back, given = package.load(run), package.load("tuned"), example(task)
+    assert_equal(back(given), model(given))
+    if kind == "timm":
+        assert_equal(timm.create_model("local-dir:tuned", pretrained=True).eval()(given), model(given))
+    else:
+        assert_equal(getattr(transformers, THEIRS[task]).from_pretrained("tuned").eval()(given).logits, model(given))
+    if task != "masked_lm":
+        for path, folder in ((run, "asked"), ("tuned", "asked_again")):
+            files = [] if kind == "timm" else ["texts=texts/fruit/1.txt"]
+            holotrain.done("predict", f"ckpt_path={path}", *files, f"hydra.run.dir={folder}")
+        assert Path("asked/predictions.csv").read_text() == Path("asked_again/predictions.csv").read_text()
+    if task == "causal_lm":
+        asked = ["prompt=apple", "max_tokens=5", "temperature=0"]
+        for path, folder in ((run, "told"), ("tuned", "told_again")):
+            assert holotrain("generate", f"ckpt_path={path}", *asked, f"hydra.run.dir={folder}")[0] == 0
+        assert Path("told/generations.jsonl").read_text() == Path("told_again/generations.jsonl").read_text()
+        assert "start from them with model.pretrained=tuned" in holotrain.refused("fit", "ckpt_path=tuned")
+    holotrain.done("export", "ckpt_path=tuned", "to=once_more")
+    assert_equal(package.load("once_more")(given), model(given))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "layers"), [(words_of("vit", "image_classification"), "q_proj"), (["model=vit_tiny"], "query_key_value")]
+)
+def test_an_export_with_merged_lora_is_measured(holotrain, words, layers):
+    pytest.importorskip("peft")
+    write_network(Path("network"), "vit")
+    lora = ["model.adapters._target_=peft.LoraConfig", f"model.adapters.target_modules=[{layers}]", "model.adapters.r=4"]
+    holotrain.done("fit", *SHORT, *words, *lora, "hydra.run.dir=run", "optimizer.lr=0.1")
+    holotrain.done("export", "ckpt_path=run", "to=tuned")
+    for path in ("run", "tuned"):
+        holotrain.done("test", f"ckpt_path={path}", f"hydra.run.dir=test_{path}")
+    losses = [summary(Path(f"test_{path}"))["metrics"]["test/loss"] for path in ("run", "tuned")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
