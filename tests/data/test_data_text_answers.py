@@ -1,9 +1,12 @@
 """Chats and prompts with completions: what a row becomes, of which tokens the loss is, and what is refused."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from resumed_loaders import assert_resumes
 from small_trainings import quiet_trainer
 from tokenizers import Tokenizer as Encoder
 from torch.nn import functional as F
@@ -24,7 +27,8 @@ MARKED = (
 )
 INSTRUCT = (
     "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }} {{ eos_token }}"
-    "{% elif m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}{{ raise_exception('no such role') }}{% endif %}{% endfor %}"
+    "{% elif m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}{{ raise_exception('no such role') }}{% endif %}"
+    "{% endfor %}"
 )
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -68,13 +72,10 @@ def written(tmp_path, rows, name="chat.jsonl"):
 
 
 def module(tmp_path, files, **options) -> TextFiles:
-    held = {"val_files": files, "test_files": files, "batch_size": 4, "cache_dir": str(tmp_path / "cache")}
-    if isinstance(files, str):  # the same rows in all parts, for the last pattern wins
-        rows = open(files).read()
-        held |= {f"{part}_files": str(tmp_path / f"{part}_{files.rpartition('/')[2]}") for part in ("val", "test")}
-        for part in ("val", "test"):
-            open(held[f"{part}_files"], "w").write(rows)
-    data = TextFiles(files, **held | options)
+    """The same rows in all three parts."""
+    path = Path(files)
+    held = {f"{part}_files": str(shutil.copy(path, path.with_stem(f"{part}_{path.stem}"))) for part in ("val", "test")}
+    data = TextFiles(files, **{"batch_size": 4, "cache_dir": str(tmp_path / "cache")} | held | options)
     data.setup()
     return data
 
@@ -140,13 +141,8 @@ def test_the_loss_of_a_completion_is_that_of_its_tokens(tmp_path, name):
         frame.to_parquet(path)
     else:
         frame.to_json(path, orient="records", lines=True)
-    held = {part: str(path.with_stem(part)) for part in ("val", "test")}
-    for part in held.values():
-        open(part, "wb").write(path.read_bytes())
-    options = {"val_files": held["val"], "test_files": held["test"], "cache_dir": str(tmp_path / "cache"), "batch_size": 2}
-    data = TextFiles(str(path), completion="completion", **options)
-    chats = TextFiles(str(path), messages="chat", **options)
-    data.setup(), chats.setup()
+    data = module(tmp_path, str(path), completion="completion", batch_size=2)
+    chats = module(tmp_path, str(path), messages="chat", batch_size=2)
     torch.manual_seed(0)
     model, tokenizer = RevGPT(vocab=260, context=32, dim=16, depth=2, heads=2).eval(), ByteTokenizer()
     task = CausalLM(model, token_bytes=torch.from_numpy(tokenizer.byte_lengths))
@@ -204,6 +200,17 @@ def test_a_row_without_an_answer_is_refused_by_file_and_row_or_left_out(tmp_path
     with pytest.warns(UserWarning, match=r"left out 3 rows without text or class: \S*chat\.jsonl:2, "):
         data = module(tmp_path, files, **options, on_error="skip")
     assert data.counts["train"]["documents"] == 2
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_resuming_at_any_batch_continues_the_stream(tmp_path, workers):
+    rows = [{"prompt": "p" * (n % 7), "completion": "c" * (1 + n % 5)} for n in range(30)]
+    files = written(tmp_path, rows)
+
+    def loader(workers):
+        return module(tmp_path, files, completion="completion", num_workers=workers).train_dataloader()
+
+    assert_resumes(loader, workers, [0, 1, 5])
 
 
 def test_what_a_template_refuses_is_named(tmp_path, folder):
