@@ -119,9 +119,11 @@ class Small:
         if self.value("resume") == "true":
             return [Small(tuple(word for word in self.words if not word.startswith("resume=")))]
         if self.value("model.pretrained"):
-            words = (word for word in self.words if not word.startswith(("model.pretrained=", "model.trained=")))
+            words = [word for word in self.words[1:] if not word.startswith(("model.pretrained=", "model.trained="))]
+            if self.words[0] != "fit":  # it evaluates them
+                words += [f"{key}={value}" for key, value in LIMITS["fit"].items()]
             return [
-                Small((*words, "hydra.run.dir=others", "test=false")),
+                Small(("fit", *words, "hydra.run.dir=others", "test=false")),
                 Small(("export", "ckpt_path=others/checkpoints/last.ckpt", "to=others/exported")),
             ]
         return []
