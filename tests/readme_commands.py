@@ -120,9 +120,11 @@ class Small:
         if self.value("resume") == "true":
             return [Small(tuple(word for word in self.words if not word.startswith("resume=")))]
         if self.value("model.pretrained"):
-            words = (word for word in self.words if not word.startswith(("model.pretrained=", "model.trained=")))
+            words = [word for word in self.words[1:] if not word.startswith(("model.pretrained=", "model.trained="))]
+            if self.words[0] != "fit":  # it evaluates them
+                words += [f"{key}={value}" for key, value in LIMITS["fit"].items()]
             return [
-                Small((*words, "hydra.run.dir=others", "test=false")),
+                Small(("fit", *words, "hydra.run.dir=others", "test=false")),
                 Small(("export", "ckpt_path=others/checkpoints/last.ckpt", "to=others/exported")),
             ]
         return []
@@ -222,7 +224,11 @@ def write_texts(folder: Path, pattern: str, label: str | None) -> None:
     texts = [(name, " ".join(draw.choices(words, k=12))) for _ in range(20) for name, words in named.items()]
     suffix = Path(pattern).suffix
     if suffix == ".jsonl":
-        rows = [{"text": text, "prompt": text, label or "label": name} for name, text in texts]
+        chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": name}] for name, text in texts]
+        rows = [
+            {"text": text, "prompt": text, "completion": name, "messages": chat, label or "label": name}
+            for (name, text), chat in zip(texts, chats, strict=True)
+        ]
         path = folder / pattern.replace("*", "0")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
