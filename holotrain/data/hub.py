@@ -6,7 +6,6 @@ The library runs no code that comes with a data set: it has no loading scripts s
 import os
 import re
 import sys
-import warnings
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -23,9 +22,9 @@ import numpy as np
 
 from holotrain.data.decoding import EXTENSIONS
 from holotrain.data.limits import EXPANSION, Expanding, limited, memory_up_to, most_of
+from holotrain.data.loader import warn_of_left_out
 from holotrain.errors import UserError, check_choice, did_you_mean
 from holotrain.files import open_regular, read_json, require_inside
-from holotrain.numeric import counted
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -59,9 +58,6 @@ ROWS = 1000
 
 RAISED = (OSError, ValueError, RuntimeError, EOFError, MemoryError, BadZipFile, LZMAError, zlib.error)
 """What the library raises besides its own exceptions and Arrow's."""
-
-NAMED = 5
-"""So many of the files or rows that are left out are named."""
 
 SHARDS = 64
 """A saved data set is streamed in up to so many shards, which are divided among processes and workers."""
@@ -207,13 +203,6 @@ def rows_without(dataset: "Dataset | IterableDataset", columns: Sequence[str | N
             found += (np.flatnonzero(table.column(name).is_null()) + before + 1).tolist()
         before += len(table)
     return sorted({*found})
-
-
-def warn_of_left_out(noun: str, which: str, names: Sequence[str]) -> None:
-    """Says what is left out of the data, and names the first ``NAMED`` of it."""
-    if names:
-        others = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        warnings.warn(f"data: left out {counted(len(names), noun)} {which}: {', '.join(names[:NAMED])}{others}", stacklevel=2)
 
 
 class FromHub(Expanding):

@@ -12,9 +12,8 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from holotrain.data.decoding import EXTENSIONS, MEGAPIXELS, read_image
-from holotrain.data.hub import warn_of_left_out
 from holotrain.data.images import SizedImages, Statistics, chosen_classes, normalised, resized
-from holotrain.data.loader import Loader
+from holotrain.data.loader import Loader, warn_of_left_out
 from holotrain.errors import UserError
 from holotrain.numeric import require_one_of
 

@@ -20,6 +20,9 @@ from holotrain.data.sampler import EpochBatchSampler, FixedBatches, Key, Resumab
 from holotrain.errors import UserError
 from holotrain.numeric import mixed_seed, require_at_least
 
+NAMED = 5
+"""So many of the files or rows that are left out are named."""
+
 
 class OwnGenerator(DataLoader):
     """A DataLoader with its own generator and persistent workers, which re-raises a worker's UserError as one line."""
@@ -152,6 +155,13 @@ class LoadingModule(ShowsInherited, pl.LightningDataModule):
     def fingerprint(self) -> dict[str, Any]:
         """What must be equal in all processes after ``setup``, by names for messages, in plain values."""
         return {}
+
+
+def warn_of_left_out(noun: str, which: str, names: Sequence[str]) -> None:
+    """Says what is left out of the data, and names the first ``NAMED`` of it."""
+    if names:
+        others = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        warnings.warn(f"data: left out {counted(len(names), noun)} {which}: {', '.join(names[:NAMED])}{others}", stacklevel=2)
 
 
 def in_places(size: int) -> list[int]:

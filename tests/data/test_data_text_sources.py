@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 from data_files import documents_of
 
-from holotrain.data import TextFiles, hub
+from holotrain.data import TextFiles, hub, loader
 from holotrain.data.text import sources
 from holotrain.data.text.sources import TextFile, held_out_files, matches, rows_of, searched
 from holotrain.data.text.tokenise import DocumentRules
@@ -133,7 +133,7 @@ def test_what_cannot_be_read_is_said_in_one_line(tmp_path, name, content, option
 
 @pytest.mark.parametrize(("streaming", "named", "more"), [(False, 5, ""), (True, 5, ""), (False, 4, " and 1 more")])
 def test_what_is_left_out_is_named(tmp_path, monkeypatch, streaming, named, more):
-    monkeypatch.setattr(hub, "NAMED", named)
+    monkeypatch.setattr(loader, "NAMED", named)
     rows = [{"text": f"row {number}"} if number % 300 else {"n": number} for number in range(1200)]
     a = write(tmp_path, "a.jsonl", b"\n".join(json.dumps(row).encode() for row in rows))
     b = write(tmp_path, "b.csv", b"n,text\n1,first\n2,\n3,third\n")

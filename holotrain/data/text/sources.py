@@ -20,9 +20,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from holotrain.data import hub
-from holotrain.data.hub import KINDS, FromHub, cached, files_read, warn_of_left_out
+from holotrain.data.hub import KINDS, FromHub, cached, files_read
 from holotrain.data.limits import EXPANSION, Expanding
-from holotrain.data.loader import Loader
+from holotrain.data.loader import Loader, warn_of_left_out
 from holotrain.data.text.answers import AnswerRules
 from holotrain.data.text.module import TextDataModule
 from holotrain.data.text.tokenise import Batch, DocumentRules, Row, Rows, fraction_of
