@@ -1,0 +1,73 @@
+"""Chats on the command line: fine-tuned with a model's template, or plainly with one of holotrain's, killed and resumed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from compared import assert_equal
+from left_by_runs import summary
+from small_run import fit_and_kill, fit_in, run_in
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHATS = [
+    *("task=causal_lm", "data=text_files", "data.files=chat.jsonl", "data.messages=messages", "data.context=64"),
+    *("data.val_fraction=0.1", "data.test_fraction=0.1", "data.cache_dir=tokens", "data.batch_size=16"),
+    *("trainer.accelerator=cpu", "trainer.max_steps=-1", "trainer.max_epochs=2", "trainer.val_check_interval=null"),
+    *("optimizer=adamw", "optimizer.lr=1e-2", "callbacks.checkpoint.every_n_train_steps=2"),
+    *("test=false", "logger=none", "callbacks.progress=null", "hydra.run.dir=run"),
+]
+MODELS = {
+    "huggingface": ["model=huggingface", "model.name=tiny"],
+    "bpe": ["model.dim=32", "model.depth=2", "model.heads=2", "data.tokenizer=bpe", "data.vocab_size=280"],
+}
+
+
+def write_chats(folder: Path) -> None:
+    """Two hundred chats of one question, and a tiny model with a chat template, as transformers save it."""
+    import transformers
+    from tokenizers import Tokenizer as Encoder
+
+    from holotrain.data.tokenizers import SubwordTokenizer
+
+    folder.mkdir(exist_ok=True)
+    asked = [f"what is {n % 10} + {n // 20}?" for n in range(200)]
+    chats = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": f"it is {n % 10 + n // 20}"}]
+        for n, text in enumerate(asked)
+    ]
+    (folder / "chat.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    encoder = Encoder.from_str(SubwordTokenizer.trained(asked, 280).to_json())
+    encoder.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=encoder, eos_token="<|im_end|>", chat_template=TEMPLATE)
+    tokenizer.save_pretrained(folder / "tiny")
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    torch.manual_seed(0)
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder / "tiny")
+
+
+def last(folder: Path) -> dict:
+    return torch.load(folder / "run/checkpoints/last.ckpt", weights_only=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_chats_are_learned_and_a_killed_training_continues_bit_for_bit(tmp_path, model):
+    import transformers
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        write_chats(folder)
+    fit_in(whole, *CHATS, *MODELS[model])
+    metrics = summary(whole / "run")["metrics"]
+    assert metrics["val/perplexity"] < 20  # of 280 before
+    fit_and_kill(killed, *CHATS, *MODELS[model])
+    run_in(killed, "fit", "resume=true", "hydra.run.dir=run")
+    assert_equal(last(killed)["state_dict"], last(whole)["state_dict"])
+    run_in(whole, "export", "ckpt_path=run/checkpoints/last.ckpt", "to=exported", "hydra.run.dir=of_export")
+    if model == "huggingface":
+        exported = transformers.AutoTokenizer.from_pretrained(whole / "exported")
+        assert exported.chat_template == TEMPLATE and exported.eos_token == "<|im_end|>"
