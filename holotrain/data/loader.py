@@ -4,7 +4,7 @@ import random
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -18,7 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from holotrain.arguments import ShowsInherited
 from holotrain.data.sampler import EpochBatchSampler, FixedBatches, Key, ResumableBatchSampler, data_shard, in_batches
 from holotrain.errors import UserError
-from holotrain.numeric import mixed_seed, require_at_least
+from holotrain.numeric import counted, mixed_seed, require_at_least
 
 NAMED = 5
 """So many of the files or rows that are left out are named."""
