@@ -25,7 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from holotrain.commands.log_file import logged
-from holotrain.config.command_line import HELP, SHOWS, Arguments, explaining, parse, parse_words, quoted, readable
+from holotrain.config.command_line import HELP, SHOWS, Arguments, explaining, parse, parse_words, quoted
 from holotrain.config.command_options import WORD_COMMANDS
 from holotrain.config.composition import composed, config_folder, direction, key_of, register, to_plain
 from holotrain.config.help import command_help, overview, word_command_help
@@ -231,7 +231,7 @@ class Launch:
         job, swept = Job(hydra.job.get("num", 0), to_plain(hydra.overrides.task)), hydra.mode is RunMode.MULTIRUN
         if swept:
             job.write(folder)
-        with logged(folder, [self.arguments.command, *map(readable, job.overrides)]) if swept else nullcontext():
+        with logged(folder, [self.arguments.command, *job.overrides]) if swept else nullcontext():
             self._run_job(job, config, hydra, folder)
         value = None
         if swept:

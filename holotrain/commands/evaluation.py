@@ -149,11 +149,10 @@ def warn_of_workers(config: RunConfig) -> None:
     """One line about more workers than cores. torch has one for each loader and each epoch, which name no option."""
     workers = getattr(config.data, "num_workers", None)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if isinstance(workers, int):
+    if isinstance(workers, int) and workers > cores:
         warnings.filterwarnings("ignore", message="This DataLoader will create .* worker processes")
-        if workers > cores:
-            there = counted(cores, "core")
-            warnings.warn(f"data.num_workers={workers}: {there} here; more workers than cores may be slower", stacklevel=2)
+        there = counted(cores, "core")
+        warnings.warn(f"data.num_workers={workers}: {there} here; more workers than cores may be slower", stacklevel=2)
 
 
 def prepared(command: str, config: CheckpointConfig, run: Run) -> tuple[pl.LightningDataModule, pl.LightningModule]:

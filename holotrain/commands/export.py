@@ -48,7 +48,12 @@ def run(config: ExportConfig, run: Run) -> int:
         tokenizer, chat = plain_json(tokenizer)
     extra = described | {checkpointed.KEY: _without_merged(checkpointed.metadata(path))}
     try:
-        for name in (PROGRAM, ONNX, *([] if isinstance(model, ExternalModel) else [SETTINGS])):  # left by an earlier export
+        for name in (
+            PROGRAM,
+            ONNX,
+            "chat_template.jinja",
+            *([] if isinstance(model, ExternalModel) else [SETTINGS]),
+        ):  # left by an earlier export
             (folder / name).unlink(missing_ok=True)
         with as_user_error("to"):
             if isinstance(model, ExternalModel):

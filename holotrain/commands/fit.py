@@ -219,7 +219,7 @@ class Training:
 
     def _patience_that_ended_it(self) -> int | None:
         stopping = (each for each in self.trainer.callbacks if isinstance(each, EarlyStopping))  # ty: ignore[missing-attribute]
-        return next((each.patience for each in stopping if each.wait_count >= each.patience), None)
+        return next((each.patience for each in stopping if each.stopped_epoch or each.wait_count >= each.patience), None)
 
     def _checkpoint(self) -> Path | None:
         """The best checkpoint, else the last one, else None."""

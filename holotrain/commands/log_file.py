@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Generator, Sequence
@@ -77,20 +78,27 @@ class Log:
         self._kept = REDRAWN if redraws else 0
         self._waiting: list[str] = []
         self._file: int | None = None
+        self._owner, self._lock = os.getpid(), threading.Lock()  # a forked data worker has a copy; threads print, too
 
     def add(self, line: str) -> None:
-        self._waiting.append(line)
-        self._write(self._kept)
+        """Nothing in another process than the log's, or after it was closed."""
+        if self._owner == os.getpid():
+            with self._lock:
+                self._waiting.append(line)
+                self._write(self._kept)
 
     def take_back(self, count: int) -> None:
         """Drops the last lines, if they still wait."""
-        del self._waiting[-count:]
+        with self._lock:
+            del self._waiting[-count:]
 
     def close(self) -> None:
-        self._write()
-        if self._file is not None:
-            with suppress(OSError):
-                os.close(self._file)
+        with self._lock:
+            self._write()
+            self._owner = -1
+            if self._file is not None:
+                with suppress(OSError):
+                    os.close(self._file)
 
     def _write(self, kept: int = 0) -> None:
         count = len(self._waiting) - kept
@@ -152,13 +160,17 @@ def _copied(stream: TextIO | None, log: Log, redirect: Any) -> Generator[None]:
         yield
         return
     copied: Any = Copied(stream, log)
-    with redirect(copied), ExitStack() as stack:
-        for logger in (logging.root, *logging.root.manager.loggerDict.values()):
-            for handler in getattr(logger, "handlers", ()):
-                if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
-                    handler.setStream(copied)
-                    stack.callback(handler.setStream, stream)
+    with redirect(copied):
+        _redirect_handlers(stream, copied)
         try:
             yield
         finally:
             copied.finish()
+            _redirect_handlers(copied, stream)  # also those that libraries made meanwhile
+
+
+def _redirect_handlers(before: Any, after: Any) -> None:
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        for handler in getattr(logger, "handlers", ()):
+            if isinstance(handler, logging.StreamHandler) and handler.stream is before:
+                handler.setStream(after)

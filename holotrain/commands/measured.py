@@ -17,7 +17,7 @@ OF_THROUGHPUT = ("samples_per_second", "tokens_per_second", "step_seconds")
 OF_MEMORY = ("peak_memory_bytes", "step_peak_bytes")
 
 
-HELPS = "a smaller optimizer.lr, a longer scheduler.warmup or trainer.precision=bf16-mixed instead of 16-mixed may help"
+HELPS = "a smaller optimizer.lr or a longer scheduler.warmup may help"
 """What to do about a loss that is not finite."""
 
 

@@ -27,7 +27,6 @@ from holotrain.commands.log_file import logged
 from holotrain.commands.run_folder import Run, alone_in, continued
 from holotrain.commands.summary import ended
 from holotrain.config.build_trainer import check_device, device_kind, model_parallel_size
-from holotrain.config.command_line import readable
 from holotrain.config.command_options import FitConfig, RunConfig
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.structured import structured, to_container
@@ -57,7 +56,7 @@ def run_job(config: RunConfig, run: Run, processes: Processes | None = None) -> 
     with files_named(), alone_in(run.folder):
         if isinstance(config, FitConfig):
             config = continued(config, run)
-        with logged(run.folder, [run.command, *map(readable, run.overrides)]), files_named():
+        with logged(run.folder, [run.command, *run.overrides]), files_named():
             return _run_job(config, run, processes)
 
 

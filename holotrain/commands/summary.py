@@ -120,7 +120,8 @@ def ended(config: FitConfig, folder: Path) -> str | None:
     for name, each in config.callbacks.items():
         if patience is not None and is_a(each, EARLY_STOPPING) and each.patience <= patience:
             done = counted(found.get("epochs") or 0, "epoch")
-            return f"{folder}: already complete, stopped early after {done}; to train on, raise callbacks.{name}.patience"
+            remedy = f"to train on, raise callbacks.{name}.patience, or take it out"
+            return f"{folder}: already complete, stopped early after {done}; {remedy}"
     return None
 
 

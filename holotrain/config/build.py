@@ -291,7 +291,7 @@ def check_values(config: RunConfig) -> None:
     text = is_a(config.data, groups.TEXT)
     facts = {"vocab": 2**10, "context": data.context} if isinstance(data, TextDataModule) else data_properties(data)
     if not text or is_a(config.task, groups.SEQUENCE_CLASSIFIER):
-        facts.setdefault("classes", 2)
+        facts.setdefault("classes", 1000)  # so many that no metric has too few
     with torch.device("meta"):  # without memory for its weights
         model = build_model(config, facts)
     if config.synthesis is not None:

@@ -185,7 +185,7 @@ def scheduler_options(interval: Literal["step", "epoch"] | None = None, monitor:
 
     Args:
         interval: after what the schedule advances; null: every optimizer step, or for ReduceLROnPlateau every epoch
-        monitor: the metric that ReduceLROnPlateau follows, such as val/loss; null: the one that selects the best checkpoint
+        monitor: the metric that ReduceLROnPlateau follows, such as val/loss; null: the first that the task names
     """
 
 

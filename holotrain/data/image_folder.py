@@ -1,8 +1,7 @@
 """Image files: what to do with one that cannot be read, folders of classes, and files that a user names."""
 
-import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -18,19 +17,29 @@ from holotrain.errors import UserError
 from holotrain.numeric import require_one_of
 
 
-def image_paths(folder: Path) -> list[Path]:
-    """The image files below a folder, sorted by name, without hidden ones, such as the ``._1.jpg`` of macOS. Links to folders
-    are followed. Warns of files of other types."""
-    found, others = [], []
-    for root, folders, names in os.walk(folder, followlinks=True):
-        above = Path(root).resolve()
-        linked = ((name, (Path(root) / name).resolve()) for name in folders if not name.startswith("."))
-        folders[:] = [name for name, real in linked if not above.is_relative_to(real)]  # else a link to above has no end
-        files = [Path(root, name) for name in names if not name.startswith(".")]
-        found += [path for path in files if path.suffix.lower() in EXTENSIONS and path.is_file()]
-        others += [str(path) for path in files if path.suffix.lower() not in EXTENSIONS]
-    warn_of_left_out("file", f"that {'are' if len(others) > 1 else 'is'} no image by the extension", sorted(others))
-    return sorted(found)
+def image_paths(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The image files below a folder, and the other ones, sorted by name. Links to folders are followed. Hidden files are
+    passed over, such as the ``._1.jpg`` of macOS."""
+    files = sorted(_files_below(folder))
+    images = [path for path in files if path.suffix.lower() in EXTENSIONS]
+    return images, [path for path in files if path.suffix.lower() not in EXTENSIONS]
+
+
+def _files_below(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """``above``: the folders that it is in; one of them again, behind a link, has no end."""
+    here = folder.resolve()
+    for path in folder.iterdir() if here not in above else ():
+        if path.name.startswith("."):
+            continue
+        if path.is_dir():
+            yield from _files_below(path, (*above, here))
+        elif path.is_file():
+            yield path
+
+
+def warn_of_no_images(paths: Sequence[Path]) -> None:
+    """Says which files in folders of images are none, by their extension."""
+    warn_of_left_out("file", f"that {'are' if len(paths) > 1 else 'is'} no image by the extension", [*map(str, paths)])
 
 
 def unchanged(image: Image.Image) -> Image.Image:
@@ -108,7 +117,8 @@ def image_files(
     """
     if not path.exists():
         raise UserError(f"images: there is no file or folder {path}")
-    paths = [path] if path.is_file() else image_paths(path)
+    paths, others = ([path], []) if path.is_file() else image_paths(path)
+    warn_of_no_images(others)
     if not paths:
         raise UserError(f"images: there is no image in {path}; known extensions are {', '.join(sorted(EXTENSIONS))}")
     transform = v2.Compose([*resized(channels, image_size), *normalised(statistics)])
@@ -172,13 +182,16 @@ class ImageFolder(SizedImages):
         if missing := sorted(labels.keys() - {folder.name for folder in folders}):
             few = f"{', '.join(missing[:3])}{' and others' if len(missing) > 3 else ''}"
             warnings.warn(f"data.root: {self.root / part} has no images of class {few}; its metrics miss them", stacklevel=2)
+        not_images: list[Path] = []
         for folder in folders:
             if folder.name not in self._known:
                 raise UserError(f"data.root: {folder} is a class that {self.root / 'train'} does not have")
             if folder.name not in labels:
                 continue  # it was not chosen
-            paths = image_paths(folder)
+            paths, others = image_paths(folder)
+            not_images += others
             if not paths:
                 raise UserError(f"data.root: there is no image in {folder}")
             samples += [(path, labels[folder.name]) for path in paths]
+        warn_of_no_images(not_images)
         return samples

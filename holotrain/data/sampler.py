@@ -67,7 +67,7 @@ class ResumableBatchSampler(Sampler[list]):
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch. It starts at the first batch, unless another one was restored for this epoch."""
-        if epoch != self.epoch and not self.repeats:
+        if epoch != self.epoch:
             self.epoch, self.drawn = epoch, 0
 
     def state_dict(self) -> dict[str, int]:
@@ -83,7 +83,7 @@ class ResumableBatchSampler(Sampler[list]):
         if not self._restored:
             self.drawn = 0
         self._restored = False
-        for batch in self.batches(self.epoch, self.drawn):
+        for batch in self.batches(0 if self.repeats else self.epoch, self.drawn):
             self.drawn += 1
             yield batch
 

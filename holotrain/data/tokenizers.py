@@ -248,7 +248,12 @@ def plain_json(text: str, where: str = "tokenizer.json") -> tuple[str, dict[str,
     """A tokenizer.json as other programs read it, and the chat template that was in it."""
     if f'"{CHAT}"' not in text:
         return text, None
-    content = json.loads(text)
+    try:
+        content = from_json(text)
+    except ValueError:
+        return text, None  # who reads it says that it is no tokenizer.json
+    if not isinstance(content, dict):
+        return text, None
     chat = content.pop(CHAT, None)
     tokens = chat.get("tokens") if isinstance(chat, dict) else None
     texts = [chat.get("template"), *tokens, *tokens.values()] if isinstance(tokens, dict) else [None]
@@ -259,7 +264,7 @@ def plain_json(text: str, where: str = "tokenizer.json") -> tuple[str, dict[str,
 
 def with_chat(text: str, chat: dict[str, Any]) -> str:
     """A tokenizer.json with a chat template in it."""
-    return json.dumps(json.loads(text) | {CHAT: chat})
+    return json.dumps(from_json(text) | {CHAT: chat})
 
 
 def with_template_of(folder: Path, text: str) -> str:
@@ -272,16 +277,16 @@ def with_template_of(folder: Path, text: str) -> str:
     try:
         said = from_json(read_text(settings)) if settings.is_file() else {}
         template = read_text(jinja) if jinja.is_file() else said.get(CHAT)
-    except (OSError, ValueError, AttributeError) as error:
+        if isinstance(template, list):  # several, each with a name
+            template = next((each.get("template") for each in template if each.get("name") == "default"), None)
+        if not isinstance(template, str):
+            return text
+        tokens = {name: each.get("content") if isinstance(each, dict) else each for name, each in said.items()}
+        named = {name: each for name, each in tokens.items() if name.endswith("_token") and isinstance(each, str)}
+        return with_chat(text, {"template": template, "tokens": named})
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"data.tokenizer: cannot read the chat template in {folder} ({reason})") from error
-    if isinstance(template, list):  # several, each with a name
-        template = next((each.get("template") for each in template if each.get("name") == "default"), None)
-    if not isinstance(template, str):
-        return text
-    tokens = {name: each.get("content") if isinstance(each, dict) else each for name, each in said.items()}
-    named = {name: each for name, each in tokens.items() if name.endswith("_token") and isinstance(each, str)}
-    return with_chat(text, {"template": template, "tokens": named})
 
 
 def tokenizer_text(path: Path) -> str:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
@@ -89,4 +90,7 @@ def continue_schedule(schedule: LRScheduler, planned: dict[str, Any]) -> None:
         warnings.simplefilter("ignore")  # which tells users to call get_last_lr
         rates = schedule.get_lr()
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+        if isinstance(group["lr"], Tensor):  # of an optimizer of few bits
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate

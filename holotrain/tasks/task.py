@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from holotrain.arguments import ShowsInherited
+from holotrain.errors import check_choice
 from holotrain.optimizers import InBackward
 from holotrain.optimizers.stepping import refuse_in_backward
 from holotrain.reversible.graphs import GraphedStep
 from holotrain.tasks.schedules import continue_schedule
 
 FOLLOWED = "metric_of_plateau"
-"""Where a checkpoint holds the latest value of the metric that ReduceLROnPlateau follows."""
+"""Where a checkpoint holds the value of the metric that ReduceLROnPlateau is still to see."""
 
 
 class Task(ShowsInherited, pl.LightningModule):
@@ -48,6 +49,10 @@ class Task(ShowsInherited, pl.LightningModule):
         self.model = model
         self.make_optimizer = optimizer
         self.make_scheduler = scheduler
+        self._planned_schedule: dict[str, Any] | None = None
+        self._followed: float | None = None
+        self._validated_in: int | None = None  # the latest epoch, and that whose metric a schedule has seen
+        self._followed_in: int | None = None
         self._graphed = GraphedStep(self.loss, model.parameters()) if cuda_graph else None
 
     @property
@@ -126,26 +131,49 @@ class Task(ShowsInherited, pl.LightningModule):
         made = self.make_scheduler(optimizer, optimizer_steps(self.trainer))
         options: dict[str, Any] = made if isinstance(made, dict) else {"scheduler": made, "interval": "step"}
         if isinstance(options["scheduler"], ReduceLROnPlateau):
-            options = {"monitor": next(iter(self.monitored)), "strict": False} | options
+            options = self._following(options["scheduler"], options)
         self._planned_schedule = copy.deepcopy(options["scheduler"].state_dict())
         return {"optimizer": optimizer, "lr_scheduler": options}
 
+    def _following(self, schedule: ReduceLROnPlateau, options: dict[str, Any]) -> dict[str, Any]:
+        """Lightning's options for a schedule that follows a metric. Its direction is that of the metric."""
+        monitor = options.get("monitor") or next(iter(self.monitored))
+        check_choice("scheduler.monitor", monitor, self.monitored)
+        # Private: what the constructor calls. Lightning tells a user's function no metric.
+        schedule._init_is_better(self.monitored[monitor], schedule.threshold, schedule.threshold_mode)
+        schedule._reset()
+        return {"strict": False} | options | {"monitor": monitor}
+
     def on_train_start(self) -> None:
-        if self.make_scheduler is None or self.trainer.ckpt_path is None:
+        if self._planned_schedule is None or self.trainer.ckpt_path is None:
             return
         schedule: Any = self.lr_schedulers()
         continue_schedule(schedule, self._planned_schedule)
-        if isinstance(schedule, ReduceLROnPlateau) and schedule.last_epoch < self.trainer.current_epoch:
+        if isinstance(schedule, ReduceLROnPlateau) and self._followed is not None:
             schedule.step(self._followed)
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        if metric is not None:  # Lightning (2.6) shows that of an earlier epoch again where none was validated
+            if self._validated_in != self.trainer.current_epoch:
+                return
+            self._followed_in = self.trainer.current_epoch
+        super().lr_scheduler_step(scheduler, metric)
+
+    def on_validation_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self._validated_in = self.trainer.current_epoch
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # Lightning (2.6) saves before ReduceLROnPlateau sees the metric of the epoch, and does not show it after a resume.
+        validated = self.trainer.is_last_batch and self._validated_in == self.trainer.current_epoch
+        due = validated and self._followed_in != self._validated_in
         for config in self.trainer.lr_scheduler_configs:
-            if config.reduce_on_plateau and config.monitor in self.trainer.callback_metrics:
+            if due and config.reduce_on_plateau and config.monitor in self.trainer.callback_metrics:
                 checkpoint[FOLLOWED] = float(self.trainer.callback_metrics[config.monitor])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._followed = float(checkpoint.get(FOLLOWED, math.nan))
+        followed = checkpoint.get(FOLLOWED)
+        self._followed = followed if isinstance(followed, float) else None
 
     def teardown(self, stage: str) -> None:
         optimizer = InBackward.among(self.trainer.optimizers)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from compared import assert_equal
 from data_files import write_saved_images
+from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
 from resumed_loaders import assert_resumes, same, stream
 from small_trainings import quiet_trainer
@@ -181,6 +182,14 @@ def test_overfit_batches_are_the_same_in_every_epoch(ready):
     trainer.fit(module, datamodule=ready())
     assert len(module.seen[0]) == 2
     assert same(module.seen[0], module.seen[1]) and same(module.seen[0], module.seen[2])
+
+
+def test_overfitting_continues_with_the_same_batches(ready, tmp_path):
+    module, saving = Seen(), ModelCheckpoint(tmp_path, save_last=True)
+    begun = quiet_trainer(overfit_batches=2, max_epochs=1, callbacks=[saving], enable_checkpointing=True)
+    begun.fit(module, datamodule=ready())
+    quiet_trainer(overfit_batches=2, max_epochs=2).fit(module, datamodule=ready(), ckpt_path=tmp_path / "last.ckpt")
+    assert len(module.seen[1]) == 2 and same(module.seen[0], module.seen[1])
 
 
 def test_a_stream_cannot_overfit(folder, monkeypatch):

@@ -1,17 +1,17 @@
 """Schedules of a training that goes on longer than planned, that advance by epoch, or whose number of steps changes."""
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from small_trainings import quiet_trainer
 from torch import nn
-from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.utils.data import DataLoader
 
 import holotrain
 from holotrain.config.build import make_scheduler
-from holotrain.tasks.schedules import cosine
+from holotrain.errors import UserError
+from holotrain.tasks.schedules import continue_schedule, cosine
 from holotrain.tasks.task import Task
 
 BATCHES = 4
@@ -20,7 +20,7 @@ BATCHES = 4
 class Constant(Task):
     """A loss that falls in no epoch; keeps the learning rate of each step."""
 
-    monitored = {"val/loss": "min"}
+    monitored = {"val/loss": "min", "val/rising": "max"}
 
     def __init__(self, scheduler):
         super().__init__(nn.Linear(1, 1), lambda model: torch.optim.SGD(model.parameters(), lr=1.0), scheduler)
@@ -38,13 +38,16 @@ class Constant(Task):
 
     def validation_step(self, batch, batch_idx):
         self.log("val/loss", torch.tensor(1.0), batch_size=1)
+        self.log("val/rising", torch.tensor(float(self.current_epoch)), batch_size=1)
 
 
-def rates_of(scheduler, epochs, folder=None, start=None, callbacks=(), batches=BATCHES):
+def rates_of(scheduler, epochs, folder=None, start=None, callbacks=(), batches=BATCHES, **options):
     """The learning rate of each step, for a schedule, of a training that continues from a checkpoint, if there is one."""
     task, data = Constant(scheduler), DataLoader(torch.ones(batches, 1), collate_fn=lambda rows: (torch.stack(rows),))
     saving = [] if folder is None else [ModelCheckpoint(folder, save_last=True)]
-    trainer = quiet_trainer(max_epochs=epochs, callbacks=[*callbacks, *saving], enable_checkpointing=folder is not None)
+    trainer = quiet_trainer(
+        max_epochs=epochs, callbacks=[*callbacks, *saving], enable_checkpointing=folder is not None, **options
+    )
     trainer.fit(task, data, data, ckpt_path=start)
     return task.rates
 
@@ -85,6 +88,8 @@ def test_a_schedule_by_epoch():
     assert steps == [rate for rate in (1.0, 0.5, 0.25) for _ in range(BATCHES)]
     halved = rates_of(composed_schedule(f"{of_torch}ReduceLROnPlateau", "patience=0", "factor=0.5"), 3)
     assert halved == [rate for rate in (1.0, 1.0, 0.5) for _ in range(BATCHES)]
+    rising = rates_of(composed_schedule(f"{of_torch}ReduceLROnPlateau", "patience=0", "monitor=val/rising"), 3)
+    assert set(rising) == {1.0}  # what rises gets better
     cycle = rates_of(composed_schedule(f"{of_torch}OneCycleLR", "max_lr=1.0", "interval=epoch"), 3)
     assert len(set(cycle)) == 3  # total_steps is the number of epochs
 
@@ -97,10 +102,32 @@ def test_a_schedule_by_epoch_continues_where_it_was(tmp_path, words):
     assert rates_of(schedule, 6, start=tmp_path / "last.ckpt") == whole[3 * BATCHES :]
 
 
+def test_a_plateau_is_not_shown_a_metric_twice_on_resume(tmp_path):
+    plateau = composed_schedule("_target_=torch.optim.lr_scheduler.ReduceLROnPlateau", "patience=1", "factor=0.5")
+    whole = rates_of(plateau, 8, check_val_every_n_epoch=2)
+    rates_of(plateau, 3, tmp_path, check_val_every_n_epoch=2)
+    rest = rates_of(plateau, 8, start=tmp_path / "last.ckpt", check_val_every_n_epoch=2)
+    assert rest == whole[-len(rest) :] and len(rest) >= 4 * BATCHES
+
+
+def test_a_metric_that_the_task_does_not_log_is_refused():
+    plateau = composed_schedule("_target_=torch.optim.lr_scheduler.ReduceLROnPlateau", "monitor=val/los")
+    with pytest.raises(UserError, match="scheduler.monitor: .* Did you mean 'val/loss'"):
+        rates_of(plateau, 1)
+
+
+def test_a_rate_that_is_a_tensor_stays_one():
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=rate)
+    schedule = cosine(optimizer, 10)
+    planned = schedule.state_dict()
+    schedule.last_epoch = 5
+    continue_schedule(schedule, planned)
+    assert optimizer.param_groups[0]["lr"] is rate and rate.item() == pytest.approx(0.25)
+
+
 def test_a_users_function_may_return_options_of_lightning():
     def by_epoch(optimizer, steps):
         return {"scheduler": StepLR(optimizer, 1, 0.5), "interval": "epoch"}
 
     assert rates_of(by_epoch, 2) == [1.0] * BATCHES + [0.5] * BATCHES
-    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="accuracy"):
-        rates_of(lambda optimizer, steps: {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "accuracy", "strict": True}, 1)

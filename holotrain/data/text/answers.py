@@ -71,7 +71,7 @@ class AnswerRules(DocumentRules):
         if not {*self.columns} <= {*dataset.column_names}:
             return []
         found = []
-        for number, row in enumerate(dataset, 1):
+        for number, row in enumerate(dataset.select_columns(self.columns), 1):
             try:
                 self._pieces(row)
             except ValueError:
@@ -90,11 +90,17 @@ class AnswerRules(DocumentRules):
     def tokens(self, batch: Mapping[str, Sequence[Any]], part: str, tokenizer: Tokenizer) -> pa.Table:
         """The ``tokens`` of each row, and its ``answers``: 1 for each token of an answer."""
         found = []
+        writer = _of_transformers(tokenizer.to_json()) if self.messages and tokenizer.chat is not None else None
         for pieces, messages in self._rows(batch, part):
-            if messages is None or tokenizer.chat is None:
+            if messages is None or writer is None:
                 found.append(of_pieces(pieces, tokenizer))
-            else:
-                found.append(_of_template(messages, tokenizer))
+                continue
+            try:
+                found.append(_of_template(messages, writer))
+            except RefusedRow as error:
+                if not self.skip:
+                    raise
+                warnings.warn(f"left out: {error}", stacklevel=2)
         lengths = np.array([len(ids) for ids, _ in found], dtype=np.int64)
         ids, answers = (np.concatenate([np.zeros(0, bool), *each]) for each in zip(*found, strict=True)) if found else ([], [])
         listed = pa.LargeListArray.from_arrays(offsets_of(lengths), np.asarray(answers, dtype=np.uint8))
@@ -179,12 +185,10 @@ def _of_transformers(text: str) -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=Encoder.from_str(tokenizer), **options)
 
 
-def _of_template(messages: list[Message], tokenizer: Tokenizer) -> Sequenced:
+def _of_template(messages: list[Message], writer: Any) -> Sequenced:
     try:
-        return of_template(messages, _of_transformers(tokenizer.to_json()))
+        return of_template(messages, writer)
     except Exception as error:  # a template raises many kinds
-        if isinstance(error, UserError):
-            raise
         raise RefusedRow(f"data: a row cannot be written with the tokenizer's chat template ({first_line(error)})") from error
 
 
@@ -256,8 +260,8 @@ class Answers(Dataset):
         self.multiple, self.numbered = multiple, numbered
         begins, lengths = np.asarray(corpus.offsets[:-1]), np.diff(corpus.offsets)
         kept = np.ones(len(lengths), dtype=bool)
-        for row in np.flatnonzero(lengths > context).tolist():
-            kept[row] = self.answers[int(begins[row]) + 1 : int(begins[row]) + context].any()
+        for row, (begin, length) in enumerate(zip(begins.tolist(), lengths.tolist(), strict=True)):
+            kept[row] = self.answers[begin + 1 : begin + min(length, context)].any()  # else its loss would be NaN
         self.cut, self.left_out = int((lengths > context).sum()), int((~kept).sum())
         if not kept.any():
             raise UserError(f"data.context: no answer of the {corpus.part} part begins within {context} tokens; raise it")
@@ -281,6 +285,6 @@ class Answers(Dataset):
 def warn_of_cut(parts: Sequence[Answers], context: int) -> None:
     """Says how many rows are longer than the context."""
     cut, left_out = sum(part.cut for part in parts), sum(part.left_out for part in parts)
-    if cut:
-        others = f"; {left_out} of them left out, since no answer begins before" if left_out else ""
+    if cut or left_out:
+        others = f"; {counted(left_out, 'row')} left out, since no answer begins before" if left_out else ""
         warnings.warn(f"data.context: {counted(cut, 'row')} cut at {context} tokens{others}", stacklevel=2)
