@@ -159,7 +159,7 @@ class Task(ShowsInherited, pl.LightningModule):
             self._followed_in = self.trainer.current_epoch
         super().lr_scheduler_step(scheduler, metric)
 
-    def on_validation_end(self) -> None:
+    def on_validation_start(self) -> None:
         if not self.trainer.sanity_checking:
             self._validated_in = self.trainer.current_epoch
 
