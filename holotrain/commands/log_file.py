@@ -172,5 +172,5 @@ def _copied(stream: TextIO | None, log: Log, redirect: Any) -> Generator[None]:
 def _redirect_handlers(before: Any, after: Any) -> None:
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):
         for handler in getattr(logger, "handlers", ()):
-            if isinstance(handler, logging.StreamHandler) and handler.stream is before:
+            if vars(handler).get("stream") is before:  # one that asks for sys.stderr each time has none of its own
                 handler.setStream(after)

@@ -26,9 +26,11 @@ def image_paths(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _files_below(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
-    """``above``: the folders that it is in; one of them again, behind a link, has no end."""
+    """``above``: the folders that it is in; a link to one of them, or to what holds it, has no end."""
     here = folder.resolve()
-    for path in folder.iterdir() if here not in above else ():
+    if any(each.is_relative_to(here) for each in above):
+        return
+    for path in folder.iterdir():
         if path.name.startswith("."):
             continue
         if path.is_dir():

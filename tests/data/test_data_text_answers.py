@@ -167,9 +167,7 @@ def test_an_empty_prompt_is_an_end_token(tmp_path):
 
 def test_long_rows_are_cut_with_one_warning(tmp_path):
     rows = [{"prompt": "p" * n, "completion": "c" * 9} for n in (1, 5, 20, 30)]
-    with pytest.warns(
-        UserWarning, match="data.context: 9 rows cut at 12 tokens; 6 of them left out, since no answer"
-    ) as caught:
+    with pytest.warns(UserWarning, match="data.context: 9 rows cut at 12 tokens; 6 rows left out, since no answer") as caught:
         data = module(tmp_path, written(tmp_path, rows), completion="completion", context=12)
     assert len([each for each in caught if "cut at" in str(each.message)]) == 1
     assert sorted(length for batch in data.train_dataloader() for length in batch["lengths"].tolist()) == [11, 12]
