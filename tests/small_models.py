@@ -1,9 +1,9 @@
 """Arguments of a model of each family that takes milliseconds, and what it reads."""
 
+import json
 from pathlib import Path
 
 import torch
-import yaml
 from torch import Tensor
 
 PIXELS = {"image_size": 8, "patch_size": 2, "channels": 1, "classes": 5}
@@ -24,7 +24,7 @@ TRANSFORMERS = [f"{prefix}{family}" for family in FAMILIES for prefix in ("", "R
 
 def sizes_of(family: str) -> dict:
     """The arguments of each size of a family, such as ``ViT``, as ``model=vit_tiny`` has them."""
-    models = yaml.safe_load((Path(__file__).parents[1] / "conf" / "_models.yaml").read_text(encoding="utf-8"))
+    models = json.loads((Path(__file__).parents[1] / "conf" / "_models.json").read_text(encoding="utf-8"))
     return models["families"][family]
 
 

@@ -1,5 +1,6 @@
 """What holotrain asks of Hydra: the files of options, those of each command, resolvers, and composed configurations."""
 
+import json
 import re
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -51,8 +52,8 @@ def _store_options() -> None:
 
 @cache
 def models() -> dict[str, dict[str, Any]]:
-    """The options of the group ``model`` that holotrain has: those of ``conf/_models.yaml``, by name."""
-    file: Any = to_plain(OmegaConf.load(Path(config_folder(), "_models.yaml")))
+    """The options of the group ``model`` that holotrain has: those of ``conf/_models.json``, by name."""
+    file = json.loads(Path(config_folder(), "_models.json").read_text(encoding="utf-8"))
     found = {name: {TARGET: target} for name, target in file["others"].items()}
     for family, sizes in file["families"].items():
         for size, arguments in sizes.items():

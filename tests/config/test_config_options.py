@@ -128,7 +128,7 @@ def test_every_option_builds(group, option, images, tokens):
 def test_every_file_under_conf_is_an_option():
     files = {path.relative_to(config_folder()).as_posix() for path in Path(config_folder()).rglob("*.yaml")}
     options = {f"{group}/{option}.yaml" for group in GROUPS.keys() - {"model", "backward"} for option in GROUPS[group]}
-    assert files == options | {"_common.yaml", "_models.yaml"}
+    assert files == options | {"_common.yaml"}
 
 
 def test_a_users_model_begins_from_one_of_ours(tmp_path):
