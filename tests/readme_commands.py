@@ -44,7 +44,13 @@ DATA = {
     "fake": ["data.image_size=32", "data.num_classes=4", "data.train_size=16", "data.val_size=8", "data.batch_size=4"],
     "imagefolder": ["data.image_size=32", "data.batch_size=4", "data.num_workers=0"],
     "text_stdlib": ["data.context=32", "data.batch_size=4", "data.max_tokens=1024"],
-    "text_files": ["data.context=32", "data.batch_size=4", "data.max_tokens=1024"],
+    "text_files": [
+        "data.context=32",
+        "data.batch_size=4",
+        "data.max_tokens=1024",
+        "data.val_fraction=0.2",
+        "data.test_fraction=0.2",
+    ],
     "hub": ["data.context=32", "data.batch_size=4", "data.val_fraction=0.2", "data.test_fraction=0.2"],
 }
 """Options that make a model or data set small. Where the line has a value of its own, it keeps it."""
@@ -224,9 +230,12 @@ def write_texts(folder: Path, pattern: str, label: str | None) -> None:
     texts = [(name, " ".join(draw.choices(words, k=12))) for _ in range(20) for name, words in named.items()]
     suffix = Path(pattern).suffix
     if suffix == ".jsonl":
-        chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": name}] for name, text in texts]
+        # Short, so that answers begin within the context.
+        chats = [
+            [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": name}] for n, (name, _) in enumerate(texts)
+        ]
         rows = [
-            {"text": text, "prompt": text, "completion": name, "messages": chat, label or "label": name}
+            {"text": text, "prompt": text[:8], "completion": name, "messages": chat, label or "label": name}
             for (name, text), chat in zip(texts, chats, strict=True)
         ]
         path = folder / pattern.replace("*", "0")

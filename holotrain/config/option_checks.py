@@ -37,6 +37,8 @@ SEARCHES = {
 
 
 def _check_callbacks(config: RunConfig) -> None:
+    if config.trainer.overfit_batches and getattr(config.data, "streaming", False):
+        raise UserError("trainer.overfit_batches: a stream has no batch twice; set data.streaming=false")
     for name, each in config.callbacks.items():
         for target, instead in SEARCHES.items():
             if is_a(each, target):

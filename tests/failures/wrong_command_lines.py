@@ -45,6 +45,7 @@ TABLES = {
             "fit callbacks.find._target_=lightning.pytorch.callbacks.BatchSizeFinder",
             "callbacks.find: BatchSizeFinder does not work here; data.batch_size=auto plans the largest batch",
         ),
+        ("fit task=causal_lm data.streaming=true debug=overfit", "a stream has no batch twice; set data.streaming=false"),
         ("fit scheduler.monitor=val/loss", "scheduler.monitor: cosine follows no metric; leave it out"),
         # types and ranges
         ("fit trainer.precision=bf16-mixd", "Did you mean 'bf16-mixed'?"),

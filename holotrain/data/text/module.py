@@ -1,5 +1,6 @@
 """What all text data sets share: reading, the cache of tokens, the tokenizer, and the loaders of both layouts."""
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -225,7 +226,8 @@ class TextDataModule(LoadingModule):
     def train_dataloader(self) -> ResumableLoader | StreamLoader:
         if self.streaming:
             if self.overfits:
-                raise UserError("trainer.overfit_batches: a stream has no batch twice; set data.streaming=false")
+                # Lightning (2.6) leaves DataLoader's classes changed where this raises.
+                warnings.warn("overfit_batches: a stream has no batch twice; set streaming=False", stacklevel=2)
             stream = PackedStream(self._training, self.tokenizer, self.context, self.batch_size, self.seed)
             return StreamLoader(stream, self.epoch_batches, batch_size=None, **self.loading)
         if self.layout == "packed":
