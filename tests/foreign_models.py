@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+from covering import slow
 from made_once import made_once
 from small_run import fit_in
 
@@ -25,6 +26,15 @@ TINY = [
     *("model=timm", "model.name=vit_tiny_patch16_224"),
     "model.arguments={depth: 2, embed_dim: 32, num_heads: 2, patch_size: 4}",
 ]
+
+
+KINDS = [
+    ("gpt2", "causal_lm"),
+    slow("bert", "masked_lm"),
+    slow("llama", "sequence_classification"),
+    slow("timm", "image_classification"),
+]
+"""A model for each task."""
 
 
 def write_network(folder: Path, kind: str, **changed) -> None:

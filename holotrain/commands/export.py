@@ -12,7 +12,7 @@ from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import write_summary
 from holotrain.config import checkpointed
 from holotrain.config.command_options import ExportConfig
-from holotrain.data.tokenizers import CHAT, plain_json, tokenizer_from_json
+from holotrain.data.tokenizers import CHAT, SETTINGS, TEMPLATE, plain_json, tokenizer_from_json
 from holotrain.errors import UserError, as_user_error
 from holotrain.files import write_json
 from holotrain.models import saved
@@ -21,9 +21,6 @@ from holotrain.models.external import ExternalModel
 from holotrain.models.int8 import storage_bytes
 
 PROGRAM, ONNX = "model.pt2", "model.onnx"
-
-SETTINGS = "tokenizer_config.json"
-"""Where transformers expect the chat template of a tokenizer."""
 
 
 def run(config: ExportConfig, run: Run) -> int:
@@ -48,12 +45,8 @@ def run(config: ExportConfig, run: Run) -> int:
         tokenizer, chat = plain_json(tokenizer)
     extra = described | {checkpointed.KEY: _without_merged(checkpointed.metadata(path))}
     try:
-        for name in (
-            PROGRAM,
-            ONNX,
-            "chat_template.jinja",
-            *([] if isinstance(model, ExternalModel) else [SETTINGS]),
-        ):  # left by an earlier export
+        of_others = [] if isinstance(model, ExternalModel) else [SETTINGS]  # the library of such a model writes its own
+        for name in (PROGRAM, ONNX, TEMPLATE, *of_others):  # left by an earlier export
             (folder / name).unlink(missing_ok=True)
         with as_user_error("to"):
             if isinstance(model, ExternalModel):

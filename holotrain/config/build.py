@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from holotrain.callbacks import SynthesisCallback
 from holotrain.config import option_groups as groups
@@ -231,11 +231,11 @@ def make_scheduler(chosen: ObjectConfig, epochs: int | None, optimizer: Optimize
     """
     options = {name: chosen.arguments.get(name) for name in groups.SCHEDULER_OPTIONS}
     own = {name: value for name, value in chosen.arguments.items() if name not in options}
-    plateau = chosen.target.endswith(".ReduceLROnPlateau")
+    plateau = is_a(chosen, groups.PLATEAU)
     by_epoch = options["interval"] == "epoch" or (plateau and options["interval"] is None)
     length = epochs if by_epoch and epochs and epochs > 0 else steps
     made = make("scheduler", replace(chosen, arguments=own), LRScheduler, optimizer, steps=length, total_steps=length)
-    if options["monitor"] is not None and not isinstance(made, ReduceLROnPlateau):
+    if options["monitor"] is not None and not plateau:
         raise UserError(f"scheduler.monitor: {chosen.name} follows no metric; leave it out")
     if not by_epoch and not plateau:
         return made

@@ -37,8 +37,6 @@ SEARCHES = {
 
 
 def _check_callbacks(config: RunConfig) -> None:
-    if config.trainer.overfit_batches and getattr(config.data, "streaming", False):
-        raise UserError("trainer.overfit_batches: a stream has no batch twice; set data.streaming=false")
     for name, each in config.callbacks.items():
         for target, instead in SEARCHES.items():
             if is_a(each, target):
@@ -92,6 +90,8 @@ def _check_batch(config: RunConfig) -> None:
             raise UserError(f"data.{other}=auto: {option} sets the batch size here; give {option}=auto")
     if size == groups.AUTO and config.backward.open:
         raise UserError(f"{option}=auto: cannot be combined with backward=auto; set one of the two")
+    if config.trainer.overfit_batches and getattr(config.data, "streaming", False):
+        raise UserError("trainer.overfit_batches: a stream has no batch twice; set data.streaming=false")
 
 
 def _check_strategy(config: RunConfig) -> None:

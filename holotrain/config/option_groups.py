@@ -110,6 +110,7 @@ LOW_BIT = "holotrain.tasks.optimizer_functions.adamw_low_bit"
 LOW_BIT_OPTIONS = ("adamw_8bit", "adamw_4bit", "adamw_fp8")
 
 EARLY_STOPPING = "lightning.pytorch.callbacks.early_stopping.EarlyStopping"
+PLATEAU = "torch.optim.lr_scheduler.ReduceLROnPlateau"
 AVERAGE = "lightning.pytorch.callbacks.weight_averaging.WeightAveraging"
 TRAINER = "lightning.pytorch.trainer.trainer.Trainer"
 

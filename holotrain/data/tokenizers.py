@@ -33,6 +33,10 @@ CHAT = "chat_template"
 ...}}``. Other programs expect it in a file of its own."""
 
 
+SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+"""Where transformers keep the chat template, beside tokenizer.json: in the first, or alone in the second."""
+
+
 class Tokenizer(ABC):
     """Text to token ids, and back.
 
@@ -273,7 +277,7 @@ def with_template_of(folder: Path, text: str) -> str:
     Raises:
         UserError: a file cannot be read.
     """
-    settings, jinja = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    settings, jinja = folder / SETTINGS, folder / TEMPLATE
     try:
         said = from_json(read_text(settings)) if settings.is_file() else {}
         template = read_text(jinja) if jinja.is_file() else said.get(CHAT)

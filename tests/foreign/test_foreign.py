@@ -10,7 +10,7 @@ import torch
 from compared import assert_equal
 from covering import slow
 from data_files import write_folder
-from foreign_models import SHORT, TEXT, TINY, example, trained_once, words_of, write_network, write_texts
+from foreign_models import KINDS, SHORT, TEXT, TINY, example, trained_once, words_of, write_network, write_texts
 from left_by_runs import assert_same_weights, summary
 
 import holotrain as package
@@ -26,15 +26,7 @@ def trained(tmp_path_factory):
     return partial(trained_once, tmp_path_factory)
 
 
-@pytest.mark.parametrize(
-    ("kind", "task"),
-    [
-        ("gpt2", "causal_lm"),
-        slow("bert", "masked_lm"),
-        slow("llama", "sequence_classification"),
-        slow("timm", "image_classification"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "task"), KINDS)
 def test_a_checkpoint_needs_no_other_file(holotrain, trained, tmp_path, kind, task):
     run = trained(kind, task)
     write_texts(tmp_path)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from compared import assert_equal
-from covering import slow
-from foreign_models import NETWORKS, SHORT, example, trained_once, words_of, write_network, write_texts
+from foreign_models import KINDS, NETWORKS, SHORT, example, trained_once, words_of, write_network, write_texts
 from left_by_runs import summary
 
 import holotrain as package
@@ -126,15 +125,7 @@ THEIRS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "task"),
-    [
-        ("gpt2", "causal_lm"),
-        slow("bert", "masked_lm"),
-        slow("llama", "sequence_classification"),
-        slow("timm", "image_classification"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "task"), KINDS)
 def test_every_command_takes_an_export(holotrain, trained, tmp_path, kind, task):
     """As the checkpoint that it was made of, which it names."""
     run = trained(kind, task)
