@@ -26,7 +26,7 @@ from holotrain.commands.measured import HELPS, Measured
 from holotrain.commands.memory_limits import chosen, explained
 from holotrain.commands.planners import smallest_batch
 from holotrain.commands.run_folder import Run
-from holotrain.commands.summary import SUMMARY, write_summary
+from holotrain.commands.summary import FIGURES, SUMMARY, write_summary
 from holotrain.commands.writing import write_whole
 from holotrain.config.build import build_task, description
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
@@ -37,7 +37,7 @@ from holotrain.config.option_groups import ERROR_DIFFUSION, is_a
 from holotrain.config.structured import to_container
 from holotrain.dashboard.charts import tensorboard_layout
 from holotrain.dashboard.table import UNCOMPARED, flat
-from holotrain.errors import UserError
+from holotrain.errors import UserError, check_choice
 from holotrain.reversible.stack import kept_between_blocks
 from holotrain.schedules import PLAIN
 from holotrain.tasks.task import model_of, monitored_by
@@ -133,7 +133,9 @@ class Training:
         self.loggers = build_loggers(config, run.folder, run.folder.parent.name if run.varied else None)
         callbacks = build_fit_callbacks(config, run.folder, task, data)
         self.monitor = next((each for each in callbacks if isinstance(each, ModelCheckpoint) and each.monitor), None)
-        check_direction(self.monitor, run.direction)
+        self.objective = objective_of(config, task)
+        selecting = (self.monitor.monitor, self.monitor.mode) if self.monitor else (None, None)
+        check_direction(*(self.objective or selecting), run.direction)
         self.measured = Measured(config.resume, self.monitor)
         kept = KeepConfiguration(config, run.choices, description(config, data))
         callbacks += [kept, self.measured, self.same_folder]
@@ -207,6 +209,7 @@ class Training:
             results |= {"monitor": self.monitor.monitor, "mode": self.monitor.mode}
             results["metrics"][f"best/{self.monitor.monitor}"] = math.nan if best is None else best
         results["metrics"] |= self.tested
+        results["objective"], results["objective_mode"] = self.objective or (None, None)
         results |= {"checkpoint": str(checkpoint) if checkpoint else None, "between_blocks": kept_between_blocks(model)}
         results |= {"epochs": self.trainer.current_epoch, "steps": self.trainer.global_step}
         results["planned_step_bytes"] = self.planned
@@ -231,15 +234,29 @@ class Training:
         return last if last.exists() else None
 
 
-def check_direction(monitor: ModelCheckpoint | None, direction: str | None) -> None:
-    """Raises a UserError if the sweeper searches for the worst values of the metric that selects the best checkpoint."""
+def objective_of(config: FitConfig, task: pl.LightningModule) -> tuple[str, str] | None:
+    """What a sweep optimises instead of the metric that selects the best checkpoint, and ``min`` or ``max``. Raises a UserError
+    if the training does not measure it."""
+    if config.objective is None:
+        return None
+    modes = {"train/loss": "min"} | dict.fromkeys(FIGURES, "min") | {"samples_per_second": "max", "tokens_per_second": "max"}
+    for metric, mode in monitored_by(task).items():
+        modes[metric] = mode
+        if config.test:
+            modes[metric.replace("val/", "test/")] = mode
+    check_choice("objective", config.objective, modes)
+    return config.objective, modes[config.objective]
+
+
+def check_direction(metric: str | None, mode: str | None, direction: str | None) -> None:
+    """Raises a UserError if the sweeper searches for the worst values of what it optimises."""
     if direction is None:
         return
-    if monitor is None:
+    if metric is None or mode is None:
         raise UserError("the sweeper needs a validation metric: use callbacks.checkpoint and trainer.limit_val_batches=1.0")
-    better = MODES[monitor.mode]
+    better = MODES[mode]
     if direction != better:
-        raise UserError(f"hydra.sweeper.direction={direction}: use {better}, the better values of {monitor.monitor}")
+        raise UserError(f"hydra.sweeper.direction={direction}: use {better}, the better values of {metric}")
 
 
 def log_hyperparams(loggers: Iterable[Logger], config: FitConfig, run: Run, validated: list[str]) -> None:

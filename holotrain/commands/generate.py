@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import cast
@@ -16,6 +17,7 @@ from holotrain.commands.summary import write_summary
 from holotrain.commands.writing import write_whole
 from holotrain.config.build_trainer import autocast_of, check_device, device_kind
 from holotrain.config.command_options import GenerateConfig
+from holotrain.data.text.answers import Message, chat_to_answer, messages_in
 from holotrain.data.tokenizers import Tokenizer, tokenizer_from_json
 from holotrain.errors import UserError, as_user_error
 from holotrain.files import from_json, read_text
@@ -35,39 +37,42 @@ def run(config: GenerateConfig, run: Run) -> int:
     tokenizer = tokenizer_from_json(kept["tokenizer"])
     in_int8(model, config.int8)
     model = model.to(device).eval()
-    texts = prompts(config)
+    asked = prompts(config)
     context = cast(int, model.context)
-    starts = [encoded(text, tokenizer, context, len(texts) > 1) for text in texts]
+    started = [encoded(each, tokenizer, context, len(asked) > 1) for each in asked]
+    starts = [ids for ids, _ in started]
+    ends = list(dict.fromkeys([*(end for _, end in started), tokenizer.end_id]))
 
     generator = torch.Generator(device).manual_seed(config.seed)
     sampling = Sampling(config.temperature, config.top_k, config.top_p)
-    shown = Shown(tokenizer, texts[0]) if config.stream and len(texts) == 1 else None
+    shown = Shown(tokenizer, asked[0].shown) if config.stream and len(asked) == 1 else None
     tokens: list[torch.Tensor] = []
     began = time.monotonic()
     with autocast_of(config.trainer), as_user_error("generate"):
         compiled = bool(config.compile)
-        for token in generate(model, starts, config.max_tokens, sampling, tokenizer.end_id, generator, compiled=compiled):
+        for token in generate(model, starts, config.max_tokens, sampling, ends, generator, compiled=compiled):
             tokens.append(token.cpu())
             if shown is not None:
                 shown.add(int(token[0]))
     seconds = time.monotonic() - began
     drawn = torch.stack(tokens, dim=1)
-    answers = [tokenizer.decode(list(takewhile(lambda token: token != tokenizer.end_id, row.tolist()))) for row in drawn]
+    answers = [tokenizer.decode(list(takewhile(lambda token: token not in ends, row.tolist()))) for row in drawn]
     lines = ""
-    for text, answer in zip(texts, answers, strict=True):
-        lines += json.dumps({"prompt": text, "text": answer}, ensure_ascii=False) + "\n"
+    for each, answer in zip(asked, answers, strict=True):
+        lines += json.dumps({each.field: each.value, "text": answer}, ensure_ascii=False) + "\n"
         if shown is None:
-            print(f"{text}{answer}\n")
+            print(f"{each.shown}{answer}\n")
     if shown is not None:
         shown.add()
     write_whole(run.folder / GENERATIONS, lines)
 
-    metrics, speed = {"texts": len(texts), "tokens": int((drawn != tokenizer.end_id).sum())}, drawn.numel() / seconds
+    count = int((~torch.isin(drawn, torch.tensor(ends))).sum())
+    metrics, speed = {"texts": len(asked), "tokens": count}, drawn.numel() / seconds
     longest = max(len(ids) for ids in starts)
     full = context if longest + config.max_tokens > context == longest + len(tokens) else None
     summary = write_summary(run, config, model, checkpoint=str(path), metrics=metrics, tokens_per_second=speed)
     rows = {
-        "tokens": f"{metrics['tokens']} in {counted(len(texts), 'text')}, {speed:.1f} tokens/s",
+        "tokens": f"{count} in {counted(len(asked), 'text')}, {speed:.1f} tokens/s",
         "ended": full and f"because the model's context of {full} tokens was full",
         "written to": run.folder / GENERATIONS,
     }
@@ -93,10 +98,25 @@ class Shown:
             self.shown = text
 
 
-def prompts(config: GenerateConfig) -> list[str]:
+@dataclass
+class Prompt:
+    """What the model is asked: a text to continue, or a chat to answer, and its ``field`` in a file of prompts."""
+
+    field: str
+    value: str | list[Message]
+    messages: list[Message] | None = None
+
+    @property
+    def shown(self) -> str:
+        """The text that is printed before the answer."""
+        return str(self.value) if self.messages is None else f"{self.messages[-1]['content']}\n"
+
+
+def prompts(config: GenerateConfig) -> list[Prompt]:
     """The prompts. Raises a UserError if the file of prompts cannot be read, or has none."""
+    is_chat = config.chat if config.chat is not None else getattr(config.data, "messages", None) is not None
     if config.prompts is None:
-        return [config.prompt or ""]
+        return [_prompt(config.prompt or "", is_chat)]
     path = Path(config.prompts)
     try:
         lines = [(number, line) for number, line in enumerate(read_text(path).splitlines(), 1) if line.strip()]
@@ -107,19 +127,34 @@ def prompts(config: GenerateConfig) -> list[str]:
     if not lines:
         raise UserError(f"prompts: {path} has no prompts")
     if path.suffix.lower() == ".jsonl":
-        for index, (number, line) in enumerate(lines):
-            try:
-                lines[index] = number, from_json(line)["prompt"]
-                lines[index][1].encode()  # fails for what is no text
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise UserError(f"prompts: {path}:{number} is not a JSON object with a text field named prompt") from error
-    return [line for _, line in lines]
+        return [_of_row(line, is_chat, f"{path}:{number}") for number, line in lines]
+    return [_prompt(line, is_chat) for _, line in lines]
 
 
-def encoded(text: str, tokenizer: Tokenizer, context: int, several: bool) -> torch.Tensor:
-    """The tokens of a prompt; an end token for an empty prompt. Raises a UserError if the prompt fills the model's context."""
-    ids = torch.from_numpy(tokenizer.encode(text).astype("int64"))
+def _prompt(text: str, is_chat: bool) -> Prompt:
+    return Prompt("prompt", text, [{"role": "user", "content": text}] if is_chat else None)
+
+
+def _of_row(line: str, is_chat: bool, where: str) -> Prompt:
+    try:
+        row = from_json(line)
+        if "messages" in row:
+            messages = messages_in(row["messages"], "messages")
+            return Prompt("messages", row["messages"], messages)
+        row["prompt"].encode()  # fails for what is no text
+        return _prompt(row["prompt"], is_chat)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"prompts: {where} is not a JSON object with a text named prompt, or a chat named messages") from error
+
+
+def encoded(prompt: Prompt, tokenizer: Tokenizer, context: int, several: bool) -> tuple[torch.Tensor, int]:
+    """The tokens of a prompt (an end token for an empty one), and the token that ends an answer. Raises a UserError if the
+    prompt fills the model's context."""
+    if prompt.messages is None:
+        ids, end = tokenizer.encode(str(prompt.value)), tokenizer.end_id
+    else:
+        ids, end = chat_to_answer(prompt.messages, tokenizer)
     if len(ids) >= context:
-        which = f"prompts: {text[:20]!r}... is" if several else "prompt: it is"
+        which = f"prompts: {prompt.shown[:20]!r}... is" if several else "prompt: it is"
         raise UserError(f"{which} {counted(len(ids), 'token')} long; it must be shorter than the model's context of {context}")
-    return ids if len(ids) else torch.tensor([tokenizer.end_id])
+    return torch.from_numpy(ids.astype("int64")) if len(ids) else torch.tensor([tokenizer.end_id]), end

@@ -36,7 +36,8 @@ REQUIRED = {"command", "status", "overrides", "metrics"}
 class Summary:
     """The results of a run. Times in seconds, memory in bytes; None where a figure does not apply.
 
-    ``monitor`` is the metric that selects the best checkpoint, and ``mode`` its ``max`` or ``min``. ``between_blocks`` says
+    ``monitor`` is the metric that selects the best checkpoint, and ``mode`` its ``max`` or ``min``; ``objective`` and
+    ``objective_mode`` are those of what a sweep optimises instead. ``between_blocks`` says
     what a training kept between blocks that ``make_reversible`` coupled. ``step_peak_bytes`` is what the tensors of a step took
     on a CPU, ``planned_step_bytes`` what was planned, if something was chosen by a plan. ``early_stopping_patience`` is that of
     the EarlyStopping that ended the training.
@@ -56,6 +57,8 @@ class Summary:
     processes: int = 1
     monitor: str | None = None
     mode: str | None = None
+    objective: str | None = None
+    objective_mode: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     epochs: int | None = None
     steps: int | None = None
@@ -145,26 +148,33 @@ def row(folder: Path) -> dict[str, Any] | None:
 
 
 def best_of(folders: Iterable[Path]) -> tuple[Path, str, float] | None:
-    """The run with the best value of its monitored metric, that metric and the value; None unless several have one metric."""
-    found = [(value, folder, one) for folder in folders if (one := read(folder)) and (value := _best_value(one)) is not None]
-    if len(found) < 2 or len({(one["monitor"], one["mode"]) for _, _, one in found}) > 1:
+    """The run with the best value of what the sweep optimises, that metric and the value; None unless several have one
+    metric."""
+    found = [(_optimised(one), folder) for folder in folders if (one := read(folder))]
+    found = [(value, folder, name, mode) for (name, mode, value), folder in found if name and value is not None]
+    if len(found) < 2 or len({(name, mode) for _, _, name, mode in found}) > 1:
         return None
-    value, folder, one = (max if found[0][2]["mode"] == "max" else min)(found, key=itemgetter(0))
-    return folder, one["monitor"], value
+    value, folder, name, _ = (max if found[0][3] == "max" else min)(found, key=itemgetter(0))
+    return folder, name, value
 
 
 def best(folder: Path) -> float | None:
-    """The best value of the metric that selected a training's best checkpoint; the worst possible one if it never was finite.
-    None: the training had no such metric. Raises what :func:`read` does."""
-    found = read(folder)
-    if found is None or found.get("monitor") is None:
-        return None
-    value = _best_value(found)
-    return value if value is not None else -math.inf if found["mode"] == "max" else math.inf
+    """What a training returns to a sweeper: the value of the objective, else the best value of the metric that selected its
+    best checkpoint; the worst possible one if it never was finite. None: the training had no such metric. Raises what
+    :func:`read` does."""
+    name, mode, value = _optimised(read(folder) or {})
+    if name is None or value is not None:
+        return value
+    return -math.inf if mode == "max" else math.inf
 
 
-def _best_value(found: dict[str, Any]) -> float | None:
-    return found["metrics"].get(f"best/{found.get('monitor')}")
+def _optimised(found: dict[str, Any]) -> tuple[str | None, str | None, float | None]:
+    """The metric that a sweep optimises, its mode and its value."""
+    metrics = found.get("metrics", {})
+    if name := found.get("objective"):
+        return name, found.get("objective_mode"), (metrics | {figure: found[figure] for figure in FIGURES}).get(name)
+    name = found.get("monitor")
+    return name, found.get("mode"), metrics.get(f"best/{name}")
 
 
 def _finite(value: Any) -> Any:

@@ -162,6 +162,9 @@ class FitConfig(RunConfig):
     test: bool = True
     """test the best checkpoint after training"""
 
+    objective: str | None = None
+    """what a sweep optimises, such as test/accuracy or step_seconds; null: the metric that selects the best checkpoint"""
+
     profiler: Literal["simple", "advanced", "trace"] | None = None
     """simple or advanced: write fit-profile.txt; trace: write trace.json (for ui.perfetto.dev) and a memory plot; null: off"""
 
@@ -205,7 +208,10 @@ class GenerateConfig(ModelConfig):
     """text to continue"""
 
     prompts: str | None = None
-    """file of prompts: one per line, or .jsonl with a field named prompt"""
+    """file of prompts: one per line, or .jsonl with a field named prompt, or messages (a chat)"""
+
+    chat: bool | None = None
+    """a prompt is the message of a user, which the assistant answers; null: if the model learned chats (data.messages)"""
 
     max_tokens: int = 256
     """number of tokens to generate"""

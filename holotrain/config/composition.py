@@ -136,19 +136,23 @@ def require_new_names(config_dir: str) -> None:
 MODES = {"max": "maximize", "min": "minimize"}  # directions of Optuna, by the mode of a ModelCheckpoint
 
 
-def recommended(task: str, monitor: str | None, mode: str | None) -> str:
+LOW_IS_BETTER = ("loss", "perplexity", "bits", "seconds", "bytes")
+"""Parts of names of metrics."""
+
+
+def recommended(task: str, monitor: str | None, mode: str | None, objective: str | None = None) -> str:
     """``maximize`` or ``minimize``; the resolver ``direction`` of ``conf/sweep``.
 
     Args:
         task: the chosen option of the group.
         monitor: the metric that selects the best checkpoint; None: the first of the task.
         mode: ``max`` or ``min``; None: that of the metric.
+        objective: what the sweep optimises instead of ``monitor``.
     """
-    if mode is not None:
+    if objective is None and mode is not None:
         return MODES.get(mode, "minimize")  # the run refuses other modes
-    if monitor is None:
-        return "minimize" if task.endswith("_lm") else "maximize"
-    return "maximize" if "accuracy" in monitor else "minimize"
+    metric = objective or monitor or ("val/loss" if task.endswith("_lm") else "val/accuracy")
+    return "minimize" if any(part in metric for part in LOW_IS_BETTER) else "maximize"
 
 
 def direction(hydra: DictConfig) -> str | None:

@@ -78,7 +78,7 @@ def generate(
     prompts: Sequence[Tensor],
     max_tokens: int,
     sampling: Sampling | None = None,
-    end_id: int | None = None,
+    end_id: int | Sequence[int] | None = None,
     generator: torch.Generator | None = None,
     compiled: bool = False,
 ) -> Iterator[Tensor]:
@@ -92,7 +92,7 @@ def generate(
         prompts: (T,) tokens each, of any lengths, at least one token.
         max_tokens: number of tokens to add to each; fewer if the model's context is full.
         sampling: how tokens are sampled; None: from the model's distribution.
-        end_id: the token that ends a text; its row is then filled with this token.
+        end_id: the token that ends a text, or several that do; its row is then filled with this token, or the first of them.
         generator: random generator on the model's device, for reproducible samples. None: the global one.
         compiled: run each step with torch.compile, with a cache of fixed size.
 
@@ -113,6 +113,10 @@ def generate(
         raise ValueError(f"a prompt of {max(lengths)} tokens leaves no room in a context of {context}")
     room = min(max_tokens, context - max(lengths))
     sampling = sampling or Sampling()
+    ends = [end_id] if isinstance(end_id, int) else list(end_id or ())
+
+    def ended(tokens: Tensor) -> Tensor:
+        return torch.isin(tokens, torch.tensor(ends, device=tokens.device))
 
     def drawn() -> Iterator[Tensor]:  # never yields within inference mode
         with torch.inference_mode():
@@ -122,12 +126,12 @@ def generate(
         for _ in range(room):
             with torch.inference_mode():
                 last, tokens = tokens, sampling.draw(reader.read(tokens), generator)
-                if end_id is not None and last is not None:  # what has ended stays so
-                    tokens = tokens.masked_fill(last == end_id, end_id)
+                if ends and last is not None:  # what has ended stays so
+                    tokens = tokens.masked_fill(ended(last), ends[0])
             with torch.inference_mode(False):  # a caller in inference mode gets an ordinary tensor too
                 copy = tokens.clone()
             yield copy
-            if end_id is not None and bool((tokens == end_id).all()):
+            if ends and bool(ended(tokens).all()):
                 return
 
     return drawn()

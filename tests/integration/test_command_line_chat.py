@@ -68,6 +68,16 @@ def test_chats_are_learned_and_a_killed_training_continues_bit_for_bit(tmp_path,
     run_in(killed, "fit", "resume=true", "hydra.run.dir=run")
     assert_equal(last(killed)["state_dict"], last(whole)["state_dict"])
     run_in(whole, "export", "ckpt_path=run/checkpoints/last.ckpt", "to=exported", "hydra.run.dir=of_export")
+    asked = {"messages": [{"role": "user", "content": "what is 3 + 2?"}]}
+    (whole / "asked.jsonl").write_text(json.dumps(asked) + '\n{"prompt": "what is 3 + 2?"}\n')
+    words = ["temperature=0", "max_tokens=20", "prompts=asked.jsonl", "hydra.run.dir=of_generate"]
+    run_in(whole, "generate", "ckpt_path=run/checkpoints/last.ckpt", *words)
+    rows = [json.loads(line) for line in (whole / "of_generate/generations.jsonl").read_text().splitlines()]
+    assert rows[0]["text"] == rows[1]["text"] and rows[0]["messages"] == asked["messages"]
+    assert rows[0]["text"].strip().startswith("it is ")
     if model == "huggingface":
         exported = transformers.AutoTokenizer.from_pretrained(whole / "exported")
         assert exported.chat_template == TEMPLATE and exported.eos_token == "<|im_end|>"
+        ids = exported.apply_chat_template(asked["messages"], add_generation_prompt=True, return_tensors="pt")
+        answered = transformers.AutoModelForCausalLM.from_pretrained(whole / "exported").generate(**ids, do_sample=False)
+        assert exported.decode(answered[0, ids["input_ids"].shape[1] :], skip_special_tokens=True) == rows[0]["text"]

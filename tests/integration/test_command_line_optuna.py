@@ -67,7 +67,22 @@ def test_a_training_that_diverges_is_the_worst(holotrain, told):
     assert yaml.safe_load((table()[0] / "optimization_results.yaml").read_text())["best_value"] == math.inf
 
 
+def test_the_sweep_optimises_another_metric_than_the_checkpoint(holotrain, told):
+    words = ["objective=test/loss", "callbacks.checkpoint.monitor=val/accuracy", "hydra.sweeper.n_trials=2", "test=true"]
+    status, out, _ = holotrain("fit", "-m", "sweep=optuna", *BRIEF, *words)
+    sweep, jobs = table()
+    values = [float(row["test/loss"]) for row in jobs]
+    assert status == 0 and [value for _, value in told] == values
+    assert f"best job: {values.index(min(values))}, test/loss" in out
+    assert yaml.safe_load((sweep / "optimization_results.yaml").read_text())["best_value"] == min(values)
+
+
 WRONG = [
+    (
+        ["sweep=optuna", "objective=test/acuracy"],
+        "objective: 'test/acuracy' is not one of train/loss, samples_per_second",
+    ),
+    (["sweep=optuna", "objective=test/loss", "test=false"], "objective: 'test/loss' is not one of"),
     (["hydra/sweeper=optuna"], "hydra.sweeper.direction=minimize: use maximize, the better values of val/accuracy"),
     (
         ["sweep=optuna", "trainer.limit_val_batches=0"],
@@ -88,6 +103,8 @@ def test_the_recommended_direction_is_that_of_the_metric():
     assert recommended("image_classification", "val/loss", None) == "minimize"
     assert recommended("causal_lm", "val/loss", "max") == "maximize"
     assert recommended("image_classification", "val/accuracy_top5", None) == "maximize"
+    assert recommended("causal_lm", "val/loss", "min", "samples_per_second") == "maximize"
+    assert recommended("image_classification", "val/accuracy", "max", "step_seconds") == "minimize"
 
 
 def test_a_plugin_that_is_not_installed_is_named(holotrain, monkeypatch):

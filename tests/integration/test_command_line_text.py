@@ -228,7 +228,7 @@ def test_mistakes_about_a_checkpoint_are_answered_in_a_line(holotrain, trained):
         (["generate", "prompt=" + "a" * 24], "it is 24 tokens long; it must be shorter than the model's context of 24"),
         (["generate"], 'generate needs prompt="..." or prompts=FILE'),
         (["generate", "prompt=a", "prompts=b"], "give either prompt= or prompts=, not both"),
-        (["generate", "prompts=number.jsonl"], "number.jsonl:1 is not a JSON object with a text field named prompt"),
+        (["generate", "prompts=number.jsonl"], "number.jsonl:1 is not a JSON object with a text named prompt"),
         (["generate", "prompt=a", "top_p=2"], "top_p must be in [1e-09, 1], not 2.0"),
         (["fit", "data.tokenizer=bpe"], "was trained with byte; leave the option out"),
         (["export", "format=onnx"], "format=onnx: needs a model of images"),

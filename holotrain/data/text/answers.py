@@ -132,7 +132,15 @@ class AnswerRules(DocumentRules):
 
 
 def chat_of(value: Any, name: str) -> list[Message]:
-    """The messages in a field, which may be JSON, as in a CSV file. Raises a ValueError if it holds none, or no answer."""
+    """The messages in a field. Raises a ValueError if it holds none, or no answer."""
+    messages = messages_in(value, name)
+    if not any(each["role"] == ASSISTANT for each in messages):
+        raise ValueError(f"has no message of the role assistant in {name!r}")
+    return messages
+
+
+def messages_in(value: Any, name: str) -> list[Message]:
+    """The messages in a field, which may be JSON, as in a CSV file. Raises a ValueError if it holds none."""
     try:
         found = json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -143,8 +151,6 @@ def chat_of(value: Any, name: str) -> list[Message]:
     for number, each in enumerate(messages, 1):
         if not (isinstance(each.get("role"), str) and isinstance(each.get("content"), str)):
             raise ValueError(f"has no text as role or content in message {number} of {name!r}")
-    if not any(each["role"] == ASSISTANT for each in messages):
-        raise ValueError(f"has no message of the role assistant in {name!r}")
     return messages
 
 
@@ -171,6 +177,26 @@ def of_pieces(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Sequenced:
     if answers[0]:  # after an empty prompt, whose place generate gives to the end token
         ids, answers = [tokenizer.end_id, *ids], [False, *answers]
     return np.array(ids), np.array(answers)
+
+
+def chat_to_answer(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple[np.ndarray, int]:
+    """The tokens (T,) after which the assistant answers, and the token that ends its answer.
+
+    Raises:
+        UserError: the chat template of the tokenizer cannot write the messages.
+    """
+    if tokenizer.chat is None:
+        before = plainly([*messages, {"role": ASSISTANT, "content": ""}])[:-1]
+        return of_pieces(before, tokenizer)[0], tokenizer.end_id
+    writer = _of_transformers(tokenizer.to_json())
+    try:
+        text = writer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template raises many kinds
+        raise UserError(f"the chat template of the tokenizer cannot write the messages ({first_line(error)})") from error
+    ids, answers = _of_template([{"role": "user", "content": "Hi"}, {"role": ASSISTANT, "content": "Hello"}], writer)
+    end = int(ids[answers][-1])
+    is_special = end in writer.added_tokens_decoder and writer.added_tokens_decoder[end].special
+    return np.array(writer(text, add_special_tokens=False)["input_ids"]), end if is_special else tokenizer.end_id
 
 
 @lru_cache(maxsize=4)
