@@ -130,7 +130,21 @@ def build_loggers(config: RunConfig, folder: Path, sweep: str | None = None) -> 
     for name, chosen in config.logger.items():
         known = _known_to_logger(name, chosen, folder, run) | _tags(chosen, config.tags)
         made.append(make(f"logger.{name}", chosen, Logger, group=sweep, **known))
+        _count_steps_done(made[-1])
     return made
+
+
+def _count_steps_done(logger: Logger) -> None:
+    """The logger counts as the screen does: steps that were done, and epochs from 1. Lightning (2.6) gives it what the n-th
+    step has measured at n - 1, with an epoch that counts from 0."""
+    log = logger.log_metrics
+
+    def log_metrics(metrics: dict[str, float], step: int | None = None) -> None:
+        if "epoch" in metrics and step is not None:
+            metrics, step = metrics | {"epoch": metrics["epoch"] + 1}, step + 1
+        log(metrics, step)
+
+    logger.log_metrics = log_metrics
 
 
 def _known_to_logger(name: str, chosen: ObjectConfig, folder: Path, run: str) -> dict[str, Any]:

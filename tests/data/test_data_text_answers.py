@@ -230,6 +230,9 @@ def test_what_a_template_refuses_is_named(tmp_path, folder):
         ({"messages": "m", "layout": "documents"}, "messages needs task=causal_lm"),
         ({"completion": "c", "streaming": True}, "streaming cannot be combined with completion"),
         ({"messages": "m", "unit": "line"}, "unit cannot be combined with messages"),
+        ({"messages": "m", "text": "t"}, "text cannot be combined with messages"),
+        ({"completion": "c", "label": "l"}, "label cannot be combined with completion"),
+        ({"prompt": "p"}, "prompt needs data.completion"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, message):

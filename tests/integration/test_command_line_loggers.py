@@ -91,6 +91,8 @@ def test_what_is_measured_stands_at_the_step_of_its_weights_and_no_curve_is_draw
     found, left = steps(folder), summary(folder)
     assert {tag for tag in found if "/" in tag} == {"val/loss", "val/accuracy", "best/val/loss", "test/loss", "test/accuracy"}
     assert left["samples_per_second"] > 0 and left["step_seconds"] > 0 and left["peak_memory_bytes"] > 2**20
+    assert found["val/loss"] == found["best/val/loss"] == [3, 6]
+    assert {value for _, value in Logged(folder).scalars("epoch")} == {1, 2}
     best = int(Path(left["checkpoint"]).stem.partition("step")[2])
     assert best in (3, 6) and found["test/loss"] == found["test/accuracy"] == [best]
     for command, split in (("test", "test"), ("validate", "val")):

@@ -242,7 +242,9 @@ class TextInColumns(TextDataModule):
     ) -> None:
         self.answers: dict[str, Any] = {"messages": messages, "completion": completion, "prompt": prompt}
         given = [name for name in ("messages", "completion") if self.answers[name]]
-        _check_answers(given, options)
+        if prompt != "prompt" and not completion:
+            raise ValueError("prompt needs data.completion, the column of what follows a prompt")
+        _check_answers(given, {"text": text != "text", "label": label, **options})
         super().__init__(**options)
         if given:
             self.layout = "answers"  # a row is a sequence
@@ -260,6 +262,9 @@ def _check_answers(given: list[str], options: dict[str, Any]) -> None:
         raise ValueError("messages cannot be combined with completion; rows have one of the two")
     if given and options.get("layout", "packed") != "packed":
         raise ValueError(f"{given[0]} needs task=causal_lm, which learns answers alone")
+    for name in ("text", "label"):
+        if given and options[name]:
+            raise ValueError(f"{name} cannot be combined with {given[0]}, in which a row has its texts")
     for name in ("streaming", "unit"):
         if given and options.get(name):
             raise ValueError(f"{name} cannot be combined with {given[0]}, of which a row is read whole before the training")
