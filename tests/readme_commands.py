@@ -77,7 +77,7 @@ BENCHES = {
     "bench_frontier.py": "--depth 2 --batch 1 --pixels 32 --tokens 16 --budgets 2 --rounds 1",
     "bench_generation.py": "--tokens 8 --rounds 1",
     "bench_ramps.py": "--depths 3 --steps 3 --pretrain 3 --seeds 2 --batch 2 --windows 4",
-    "bench_make_reversible.py": "--depths 1 2 --tokens 8 --batch 1",
+    "bench_make_reversible.py": "--depths 1 2 --tokens 8 --batch 1 --rounds 1",
     "bench_optimizers.py": "--tasks causal --methods AdamW associative --steps 2 --seeds 1 --rounds 1",
     "bench_overlap.py": "--groups 1 2 --rounds 1 --tries 1",
     "bench_tiles.py": "--depth 1 --dim 16 --heads 2 --tokens 16 --tiles 8 --rounds 1",

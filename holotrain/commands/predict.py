@@ -82,6 +82,7 @@ def _files_loader(config: RunConfig, described: dict[str, Any], path: Path) -> D
             packed=is_a(config.task, CAUSAL_LM),
             batch_size=batch_size,
             text=getattr(config.data, "text", "text"),
+            unit=getattr(config.data, "unit", None) or "file",
             expansion=getattr(config.data, "max_expansion", EXPANSION),
             num_workers=workers,
         )

@@ -142,7 +142,7 @@ def build_trainer(
     if profiler is not None:
         changed["profiler"] = _profiler(profiler, folder) if process is None or process.is_main else None
     if batches is not None:
-        changed |= validation(config, batches)
+        changed |= schedule_of_logs(config, batches)
     changed["enable_progress_bar"] = any(isinstance(callback, ProgressBar) for callback in callbacks)
     try:
         own |= changed | {"default_root_dir": folder, "callbacks": callbacks, "logger": logger}
@@ -151,29 +151,43 @@ def build_trainer(
         raise UserError(f"trainer: {first_line(error)}") from error
 
 
-def validation(config: ObjectConfig, batches: int) -> dict[str, Any]:
-    """Lightning's arguments for when to validate: as configured, and at the latest at the end of the training.
+def schedule_of_logs(config: ObjectConfig, batches: int) -> dict[str, Any]:
+    """Lightning's arguments for when to validate and log: as configured, and at the latest at the end of the training.
+
+    Epochs that end the training and are shorter than a ``val_check_interval`` of batches are validated one by one, unless
+    ``check_val_every_n_epoch`` is None.
 
     Args:
         batches: number of batches per epoch, before limit_train_batches.
     """
     limit = config.overfit_batches or (1.0 if config.limit_train_batches is None else config.limit_train_batches)
-    interval = 1.0 if config.val_check_interval is None else config.val_check_interval
     batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
-    configured = {"val_check_interval": interval, "check_val_every_n_epoch": config.check_val_every_n_epoch}
+    interval = 1.0 if config.val_check_interval is None else config.val_check_interval
+    found = {"val_check_interval": interval, "check_val_every_n_epoch": config.check_val_every_n_epoch}
     if not batches or config.fast_dev_run:
-        return configured
-    steps_an_epoch = -(-batches // config.accumulate_grad_batches)
-    last = config.max_epochs * batches if (config.max_epochs or 0) > 0 else None
-    if config.max_steps > 0:
-        whole, rest = divmod(config.max_steps, steps_an_epoch)
-        needed = whole * batches + rest * config.accumulate_grad_batches
-        last = needed if last is None else min(last, needed)
+        return found
+    of_epochs, of_steps = _lengths(config, batches)
+    last = min((each for each in (of_epochs, of_steps) if each is not None), default=None)
+    if last is not None and config.log_every_n_steps is not None:
+        steps = max(1, last // config.accumulate_grad_batches)
+        found["log_every_n_steps"] = min(config.log_every_n_steps, steps)
+    if isinstance(interval, int) and batches < interval and last == of_epochs and config.check_val_every_n_epoch:
+        found["val_check_interval"] = interval = 1.0
     if isinstance(interval, int):
-        return {"val_check_interval": min(interval, last or interval), "check_val_every_n_epoch": None}
+        return found | {"val_check_interval": min(interval, last or interval), "check_val_every_n_epoch": None}
     if last is not None and last < batches * config.check_val_every_n_epoch * interval:
-        return {"val_check_interval": last, "check_val_every_n_epoch": None}
-    return configured
+        return found | {"val_check_interval": last, "check_val_every_n_epoch": None}
+    return found
+
+
+def _lengths(config: ObjectConfig, batches: int) -> tuple[int | None, int | None]:
+    """The batches until max_epochs and until max_steps, for ``batches`` an epoch; None: no limit."""
+    of_epochs = config.max_epochs * batches if (config.max_epochs or 0) > 0 else None
+    if config.max_steps <= 0:
+        return of_epochs, None
+    steps_an_epoch = -(-batches // config.accumulate_grad_batches)
+    epochs, steps = divmod(config.max_steps, steps_an_epoch)
+    return of_epochs, epochs * batches + steps * config.accumulate_grad_batches
 
 
 def _profiler(name: str, folder: Path) -> Profiler:

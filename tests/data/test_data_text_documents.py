@@ -189,3 +189,15 @@ def test_loose_files_keep_order_and_name_under_lightning(tmp_path):
     with pytest.warns(UserWarning, match="left out 2 rows"):
         alone = text_files(tmp_path / "c.jsonl", ByteTokenizer(), 32, packed=False, batch_size=4)
     assert next(iter(alone))["names"] == names[2:] and len([*tmp_path.rglob("*")]) == 3  # nothing is written beside them
+
+
+def test_plain_text_needs_no_column_and_may_be_read_by_lines(tmp_path):
+    """As a model that learned from the column of a CSV file, or from lines, is asked."""
+    (tmp_path / "a.txt").write_text("one\n\nthree\n")
+    found = {}
+    for unit in ("file", "line"):
+        loader = text_files(tmp_path, ByteTokenizer(), 32, packed=False, batch_size=4, text="review", unit=unit)
+        batch = next(iter(loader))
+        found[unit] = dict(zip(batch["names"], batch["lengths"].tolist(), strict=True))
+    name = str(tmp_path / "a.txt")
+    assert found == {"file": {name: 13}, "line": {f"{name}:1": 5, f"{name}:3": 7}}

@@ -108,7 +108,7 @@ def of_transformers(tmp_path) -> list[str]:
     (folder / "text.txt").write_text("".join(f"a few words of line {number}\n" for number in range(8000)))
     model = ["task=causal_lm", "model=huggingface", f"model.name={folder / 'config.json'}", "optimizer=adamw"]
     data = ["data=text_files", f"data.files={folder / 'text.txt'}", "data.unit=line", "data.batch_size=1"]
-    context = ["data.context=2048", "data.val_fraction=0.1", "data.test_fraction=0.1"]
+    context = ["data.context=1024", "data.val_fraction=0.1", "data.test_fraction=0.1"]
     return [*model, *data, *context, "trainer.accelerator=cpu", "logger=none"]
 
 

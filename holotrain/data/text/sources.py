@@ -332,22 +332,24 @@ class HubText(FromHub, TextInColumns):
         return rows
 
 
-def texts_at(path: Path, text: str, expansion: float = EXPANSION) -> list[tuple[str, str]]:
-    """Name and text of the file at a path, or of all files below it; for files of rows, of each row that is not blank."""
+def texts_at(path: Path, text: str, unit: str = "file", expansion: float = EXPANSION) -> list[tuple[str, str]]:
+    """Name and text of the file at a path, or of all files below it; for files of rows, of each row that is not blank, and for
+    plain text of each ``unit``."""
     if not path.exists():
         raise UserError(f"texts: there is no file or folder {path}")
     found, blank = [], []
     for each in [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file()):
+        in_rows = each.suffix.lower() in KINDS
         try:
             with TemporaryDirectory() as cache:  # the library keeps its locks there
                 file = TextFile(each, each.name, "test")
-                rules = DocumentRules(text=text, skip=True)
+                rules = DocumentRules(text=text, skip=True) if in_rows else DocumentRules(unit)
                 (rows,) = rows_of([file], rules, Path(cache), streaming=True, expansion=expansion)
                 of_rows = [*enumerate(rows.batches("test", 1), 1)]
         except UserError as error:  # whose advice is for data
             raise UserError(f"texts: {str(error).removeprefix('data: ').partition('; data.on_error')[0]}") from error
-        in_rows = each.suffix.lower() in KINDS
-        found += [(f"{each}:{number}" if in_rows else str(each), one) for number, row in of_rows for one in row]
+        numbered = in_rows or unit != "file"
+        found += [(f"{each}:{number}" if numbered else str(each), one) for number, row in of_rows for one in row]
         blank += [f"{each}:{number}" for number, row in of_rows if in_rows and not row]
     warn_of_left_out("row", "without text", blank)
     if not found:
@@ -362,6 +364,7 @@ def text_files(
     packed: bool,
     batch_size: int,
     text: str = "text",
+    unit: str = "file",
     expansion: float = EXPANSION,
     **loading: Any,
 ) -> Loader:
@@ -373,6 +376,7 @@ def text_files(
         packed: all tokens of a text are targets, in blocks of at most ``context + 1`` that begin with an end token; False: a
             text is cut short between start and end token, as for classification.
         text: column that holds the text, in files of rows.
+        unit: what a document of plain text is: a file, or a paragraph or line, named ``FILE:NUMBER``.
         expansion: see :func:`~holotrain.data.hub.files_read`.
         loading: options of DataLoader, such as ``num_workers``.
 
@@ -380,7 +384,7 @@ def text_files(
         UserError: there is no text at ``path``, or it cannot be read.
     """
     end, rows = tokenizer.end_id, []
-    for name, written in texts_at(path, text, expansion):
+    for name, written in texts_at(path, text, unit, expansion):
         ids = tokenizer.encode(written)
         if packed:
             whole = np.concatenate([[end], ids, [end]])
