@@ -235,7 +235,7 @@ def write_texts(folder: Path, pattern: str, label: str | None) -> None:
             [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": name}] for n, (name, _) in enumerate(texts)
         ]
         rows = [
-            {"text": text, "prompt": text[:8], "completion": name, "messages": chat, label or "label": name}
+            {"text": text, "review": text, "prompt": text[:8], "completion": name, "messages": chat, label or "label": name}
             for (name, text), chat in zip(texts, chats, strict=True)
         ]
         path = folder / pattern.replace("*", "0")

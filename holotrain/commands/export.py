@@ -69,7 +69,8 @@ def run(config: ExportConfig, run: Run) -> int:
     summary = write_summary(run, config, model, checkpoint=str(path), metrics=metrics)
     rows = {
         "model of": path,
-        "weights": f"{weights / 2**20:.2f} MiB, {weights / (4 * summary.parameters):.3f} of the fp32 size",
+        "weights": f"{weights / 2**20:.2f} MiB"
+        + (f", {weights / (4 * summary.parameters):.3f} of the fp32 size" if config.int8 else ""),
         "written to": f"{folder}: {', '.join(file.name for file in written)}",
     }
     console.print(screen.table(summary.status, rows))

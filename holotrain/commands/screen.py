@@ -126,8 +126,9 @@ def _processes(config: RunConfig, process: ProcessRank, model: nn.Module) -> str
 
 def show_end(summary: Summary, folder: Path, **files: Path) -> None:
     """Prints the results, the same figures as summary.json, and what else the command has written, by what it holds."""
-    rows: dict[str, object] = dict(summary.metrics)
-    for name, value in summary.metrics.items():
+    results = {name: value for name, value in summary.metrics.items() if not name.startswith(("train/lr", "padding/"))}
+    rows: dict[str, object] = dict(results)
+    for name, value in results.items():
         if isinstance(value, float):
             rows[name] = f"{value:.4f}" if value == 0 or abs(value) >= 1e-3 else f"{value:.3g}"
     if summary.steps is not None and summary.epochs is not None:

@@ -325,7 +325,10 @@ def _missing_option(error: MissingConfigException, command: str) -> UserError:
     named = f"{group} is one of {', '.join(options)}"
     if len(named) > 200:
         named = f"holotrain {command} --help lists the {len(options)} options of {group}"
-    return UserError(f"{group}={option}: not found; {named}.{did_you_mean(option, options)}")
+    near = did_you_mean(option, options)
+    if group == "model" and Path(option).is_dir():
+        near = f" For the folder {option}, give model=huggingface model.name={option}"
+    return UserError(f"{group}={option}: not found; {named}.{near}")
 
 
 def _unknown_key(key: str, arguments: Arguments) -> UserError:

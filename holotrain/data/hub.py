@@ -370,7 +370,10 @@ def column(dataset: "Dataset | IterableDataset", option: str, name: str, source:
     features = dataset.features or {}
     if name not in features:
         names = ", ".join(features)
-        raise UserError(f"{option}: {source} have no column {name!r}; they have {names}.{did_you_mean(name, features)}")
+        near = did_you_mean(name, features)
+        if option == "data.text" and "messages" in features:
+            near = " For chats, give data.messages=messages"
+        raise UserError(f"{option}: {source} have no column {name!r}; they have {names}.{near}")
     return features[name]
 
 

@@ -27,6 +27,9 @@ NAMES = {
 """The special tokens that tasks need: padding, the start of a document, its end, a masked position; and common names of each.
 The first one is used if a token has to be added."""
 
+SETTING = {"pad": "pad_token", "start": "bos_token", "end": "eos_token", "mask": "mask_token"}
+"""What transformers call them."""
+
 
 CHAT = "chat_template"
 """The entry of a tokenizer's JSON that holds the chat template of its model: ``{"template": ..., "tokens": {"eos_token":
@@ -43,7 +46,7 @@ class Tokenizer(ABC):
     Attributes:
         vocab_size: number of ids, including special tokens.
         chat: how its model writes messages, see ``CHAT``; None: it has no template.
-        specials: the ids of ``pad``, ``start``, ``end`` and ``mask``; text never encodes to one of them.
+        specials: the ids of ``pad``, ``start``, ``end`` and, if there is one, ``mask``; text never encodes to one of them.
     """
 
     vocab_size: int
@@ -53,7 +56,13 @@ class Tokenizer(ABC):
     pad_id = property(lambda self: self.specials["pad"])
     start_id = property(lambda self: self.specials["start"])
     end_id = property(lambda self: self.specials["end"])
-    mask_id = property(lambda self: self.specials["mask"])
+
+    @property
+    def mask_id(self) -> int:
+        """Raises a UserError if there is no mask token."""
+        if "mask" not in self.specials:
+            raise UserError("data.tokenizer: it has no mask token, which masked_lm needs; with labels=False the data add one")
+        return self.specials["mask"]
 
     @property
     def dtype(self) -> np.dtype:
@@ -131,18 +140,20 @@ if hasattr(os, "register_at_fork"):
 class SubwordTokenizer(Tokenizer):
     """A tokenizer of the tokenizers library.
 
-    Its special tokens are found by their usual names and added if they are missing. Text that spells one
-    (``<s>``) is ordinary text.
+    Its special tokens are found by their usual names, or as the settings of its model name them. The token that ends a document
+    also stands for a missing start or padding, so that the vocabulary stays that of the model; without an end, all are added.
+    Text that spells a special token (``<s>``) is ordinary text.
 
     Args:
         text: the contents of a tokenizer.json.
         where: the origin of the text, for messages.
+        masks: add a mask token if there is none.
 
     Raises:
         UserError: it is not a tokenizer, or all names of a special token are ordinary tokens.
     """
 
-    def __init__(self, text: str, where: str = "tokenizer.json") -> None:
+    def __init__(self, text: str, where: str = "tokenizer.json", masks: bool = False) -> None:
         text, self.chat = plain_json(text, where)
         try:
             self._encoder = Encoder.from_str(text)
@@ -151,7 +162,10 @@ class SubwordTokenizer(Tokenizer):
         self._encoder.no_padding()
         self._encoder.no_truncation()
         self._encoder.encode_special_tokens = True
-        self.specials = {role: self._special(names, where) for role, names in NAMES.items()}
+        self.specials = self._known_specials()
+        for role, names in NAMES.items():
+            if role not in self.specials and (masks or role != "mask"):
+                self.specials[role] = self._added(names, where)
         self.vocab_size = 1 + max(self._encoder.get_vocab(with_added_tokens=True).values())  # shared ones have gaps
 
     @classmethod
@@ -196,12 +210,19 @@ class SubwordTokenizer(Tokenizer):
     def to_json(self) -> str:
         return self._encoder.to_str() if self.chat is None else with_chat(self._encoder.to_str(), self.chat)
 
-    def _special(self, names: Sequence[str], where: str) -> int:
-        """The id of the special token with one of these names, which is added if there is none."""
+    def _known_specials(self) -> dict[str, int]:
         special = {token.content: index for index, token in self._encoder.get_added_tokens_decoder().items() if token.special}
-        for name in names:
-            if name in special:
-                return special[name]
+        settings = self.chat["tokens"] if self.chat else {}
+        found = {}
+        for role, names in NAMES.items():
+            for name in (*names, settings.get(SETTING[role])):
+                if name in special:
+                    found[role] = special[name]
+                    break
+        return {"pad": found["end"], "start": found["end"], **found} if "end" in found else found
+
+    def _added(self, names: Sequence[str], where: str) -> int:
+        """The id of a new special token with one of these names."""
         for name in names:
             if self._encoder.token_to_id(name) is None:
                 self._encoder.add_special_tokens([name])
@@ -217,8 +238,9 @@ def spelled(token: str) -> str:
     return token.removeprefix("##").replace("\u2581", " ")
 
 
-def tokenizer_from_json(text: str, where: str = "tokenizer.json") -> Tokenizer:
-    """The tokenizer of :meth:`Tokenizer.to_json`, or of any tokenizer.json. Nothing in the text is executed.
+def tokenizer_from_json(text: str, where: str = "tokenizer.json", masks: bool = False) -> Tokenizer:
+    """The tokenizer of :meth:`Tokenizer.to_json`, or of any tokenizer.json. Nothing in the text is executed. ``masks``: add a
+    mask token if there is none.
 
     Raises:
         UserError: the text is not a tokenizer; the message names ``where`` it is from.
@@ -229,11 +251,12 @@ def tokenizer_from_json(text: str, where: str = "tokenizer.json") -> Tokenizer:
         raise UserError(f"data.tokenizer: {where} is not a tokenizer.json ({error})") from error
     if content == json.loads(ByteTokenizer().to_json()):
         return ByteTokenizer()
-    return SubwordTokenizer(text, where)
+    return SubwordTokenizer(text, where, masks)
 
 
-def known_tokenizer(name: str) -> Tokenizer | None:
+def known_tokenizer(name: str, masks: bool = False) -> Tokenizer | None:
     """The tokenizer ``byte``, or that of a tokenizer.json at a path; None for ``bpe``, which needs documents to be trained.
+    ``masks``: add a mask token if there is none.
 
     Raises:
         UserError: there is no such file, or it is not a tokenizer.
@@ -245,7 +268,7 @@ def known_tokenizer(name: str) -> Tokenizer | None:
     path = Path(name).expanduser()
     if path.suffix != ".json" and not path.exists():
         check_choice("data.tokenizer", name, ["byte", "bpe", "PATH/tokenizer.json"])
-    return tokenizer_from_json(with_template_of(path.parent, tokenizer_text(path)), str(path))
+    return tokenizer_from_json(with_template_of(path.parent, tokenizer_text(path)), str(path), masks)
 
 
 def plain_json(text: str, where: str = "tokenizer.json") -> tuple[str, dict[str, Any] | None]:

@@ -251,7 +251,8 @@ class TransformersReader:
         for row, prompt in enumerate(prompts):
             self._tokens[row, longest - len(prompt) :] = prompt
             self._mask[row, longest - len(prompt) :] = 1
-        self._model, self._cache = model, None
+        self._model: nn.Module = model
+        self._cache: dict[str, Any] = {}  # by its name, which is past_key_values before transformers 5.24
 
     def read(self, tokens: Tensor | None = None) -> Tensor:
         """The logits (B, V) of the token after ``tokens`` (B,); None: after the prompts."""
@@ -263,10 +264,10 @@ class TransformersReader:
             input_ids=self._tokens,
             attention_mask=self._mask,
             position_ids=positions,
-            past_key_values=self._cache,
             use_cache=True,
+            **self._cache,
         )
-        self._cache = found.past_key_values
+        self._cache = {name: found[name] for name in found.keys() & {"cache", "past_key_values"}}
         return found.logits[:, -1]
 
 
@@ -325,4 +326,6 @@ def _save_tokenizer(folder: Path, text: str, context: int | None, chat: Mapping[
     if chat is not None:
         tokens |= chat["tokens"]
         more["chat_template"] = chat["template"]
+    if "eos_token" in tokens:
+        tokens = {"pad_token": tokens["eos_token"], **tokens}  # as in the training
     needed(*TRANSFORMERS).PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens, **more).save_pretrained(folder)

@@ -80,7 +80,7 @@ def folder_of(name: str, download: bool = False) -> Path:
         if not download:
             raise ValueError(
                 f"there is no folder {name}, and no model of this name in the cache of Hugging Face; "
-                "download=true downloads one from the Hub"
+                "model.download=true downloads one from the Hub"
             ) from error
         raise ValueError(f"cannot download {name} ({first_line(error)})") from error
 

@@ -1,5 +1,6 @@
 """Tokenizers: text comes back, special tokens are never text, and all of it travels as a string."""
 
+import json
 import multiprocessing
 import os
 import random
@@ -95,17 +96,28 @@ def word_level(path, special=(), ordinary=()):
 
 
 def test_a_file_keeps_its_own_special_tokens_and_gets_what_it_lacks(tmp_path):
-    tokenizer = known_tokenizer(str(word_level(tmp_path / "t.json", ["[CLS]", "[PAD]"])))
+    tokenizer = known_tokenizer(str(word_level(tmp_path / "t.json", ["[CLS]", "[PAD]"])), masks=True)
     assert (tokenizer.start_id, tokenizer.pad_id) == (3, 4)
     assert {tokenizer.end_id, tokenizer.mask_id} == {5, 6} and tokenizer.vocab_size == 7
     assert tokenizer.encode("the fox the").tolist() == [0, 1, 0]  # not cut short, as the file would
     assert tokenizer_from_json(tokenizer.to_json()).specials == tokenizer.specials
 
 
+def test_the_vocabulary_of_a_causal_model_stays_as_it_is(tmp_path):
+    """Its end token stands for padding and start, as transformers are told to do; the settings of its model name others."""
+    tokenizer = known_tokenizer(str(word_level(tmp_path / "tokenizer.json", ["<|endoftext|>", "<|turn|>"])))
+    assert tokenizer.vocab_size == 5 and tokenizer.specials == {"pad": 3, "start": 3, "end": 3}
+    with pytest.raises(UserError, match="it has no mask token"):
+        _ = tokenizer.mask_id
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}", "pad_token": "<|turn|>"}))
+    tokenizer = known_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.vocab_size == 5 and tokenizer.specials == {"pad": 4, "start": 3, "end": 3}
+
+
 def test_names_that_ordinary_tokens_have_are_refused(tmp_path):
     path = word_level(tmp_path / "t.json", ordinary=NAMES["mask"])
     with pytest.raises(UserError, match=r"t\.json has no special token <mask>") as error:
-        known_tokenizer(str(path))
+        known_tokenizer(str(path), masks=True)
     assert "\n" not in str(error.value)
 
 
@@ -131,7 +143,7 @@ def test_bytes_are_counted_in_tokenizers_that_are_not_byte_level(tmp_path):
     words = {"##ing": 3, "\u2581the": 4, "<0x0A>": 1, "é": 2}
     tokenizer = known_tokenizer(str(word_level(tmp_path / "t.json", ordinary=words)))
     assert tokenizer.byte_lengths[3 : 3 + len(words)].tolist() == list(words.values())
-    assert tokenizer.byte_lengths[list(tokenizer.specials.values())].tolist() == [0] * 4
+    assert tokenizer.byte_lengths[list(tokenizer.specials.values())].tolist() == [0] * 3
 
 
 def test_a_forked_process_reads_on_by_itself():

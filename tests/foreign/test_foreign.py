@@ -73,7 +73,7 @@ def test_weights_and_tokenizer_of_a_folder(holotrain, tmp_path):
     words = [*SHORT, *words_of("bert", "sequence_classification"), "optimizer.lr=1e-9", "hydra.run.dir=run"]
     status, out, err = holotrain("fit", *words)
     assert status == 0
-    assert "tensors of network; new: bert.pooler" in err and "left out: cls.predictions" in err
+    assert "tensors of network; new, with random values: bert.pooler" in err and "left out: cls.predictions" in err
     assert "the data have 263 words and the model has 260; 3 rows are added" in err
     trained = package.load("run").model.bert
     for name, weight in theirs.bert.encoder.state_dict().items():
@@ -95,14 +95,17 @@ def test_images_of_another_size_and_number_of_classes(tmp_path, capsys):
     large.model.save_pretrained(tmp_path / "vit")
     small = HuggingFace(str(tmp_path / "vit"), "image_classification", classes=5, image_size=16, channels=3)
     said = small.start_from(None)
-    assert "of another size, fitted: vit.embeddings.position_embeddings" in said and "new: classifier.bias" in said
+    assert (
+        "of another size, fitted: vit.embeddings.position_embeddings" in said
+        and "new, with random values: classifier.bias" in said
+    )
     assert_equal(small.model.vit.layernorm.weight, large.model.vit.layernorm.weight)
     sizes = {"depth": 2, "embed_dim": 32, "num_heads": 2, "patch_size": 4}
     big = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=3, **sizes)
     torch.save(big.state_dict(), tmp_path / "big.pth")
     little = Timm("vit_tiny_patch16_224", classes=5, image_size=16, channels=1, arguments=sizes)
     said = little.start_from(str(tmp_path / "big.pth"))
-    assert said.endswith("new: head.bias, head.weight")
+    assert said.endswith("new, with random values: head.bias, head.weight")
     assert_equal(little.model.blocks[0].attn.qkv.weight, big.blocks[0].attn.qkv.weight)
     with pytest.raises(ValueError, match="do not fit"):
         little.start_from(str(tmp_path / "vit"))
@@ -122,7 +125,8 @@ def test_images_of_another_size_and_number_of_classes(tmp_path, capsys):
         ([*TINY, "model.adapters={r: 4}"], "model.adapters: give a width, or model.adapters._target_=peft.LoraConfig"),
         ([*TINY, "model.pretrained=nowhere"], "model: there is no file nowhere"),
         (["model=huggingface", "model.name=./nowhere"], "model.name: there is no folder ./nowhere"),
-        (["model=huggingface", "model.name=someone/something"], "download=true downloads one from the Hub"),
+        (["model=vit"], "For the folder vit, give model=huggingface model.name=vit"),
+        (["model=huggingface", "model.name=someone/something"], "model.download=true downloads one from the Hub"),
         (
             ["model=huggingface", "model.name=vit", "task=causal_lm", *TEXT],
             "transformers has no AutoModelForCausalLM of type vit",

@@ -131,7 +131,7 @@ def test_an_export_is_all_that_is_needed(holotrain, trained, int8):
     ask = ["prompt=fig lime", "max_tokens=8", "temperature=0"]
     holotrain("generate", f"ckpt_path={checkpoint}", *ask, f"int8={int8}", "hydra.run.dir=before")
     status, out, _ = holotrain("export", f"ckpt_path={checkpoint}", "to=exported", f"int8={int8}")
-    assert status == 0 and "of the fp32 size" in out
+    assert status == 0 and ("of the fp32 size" in out) == (int8 == "true")
     checkpoint.unlink(), shutil.rmtree("texts"), shutil.rmtree("tokens", ignore_errors=True)
     assert holotrain("generate", "ckpt_path=exported", *ask, "hydra.run.dir=after")[0] == 0
     assert generations("before") == generations("after")
@@ -197,7 +197,7 @@ def test_fine_tuning_of_a_masked_model(holotrain, trained):
     checkpoint = trained("masked_lm, bpe")
     words = ["task=sequence_classification", *QUICK, *TASKS["sequence_classification"], f"model.pretrained={checkpoint}"]
     status, _, err = holotrain("fit", *words, "model.trained=head")
-    assert status == 0 and "new: head.classify.bias, head.classify.weight" in err
+    assert status == 0 and "new, with random values: head.classify.bias, head.classify.weight" in err
     before = torch.load(checkpoint, weights_only=True)["state_dict"]
     after = torch.load(only(Path("runs/fit")) / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
     kept = [name for name in after if name in before and not name.startswith("model.head.")]

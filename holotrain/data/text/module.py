@@ -117,9 +117,11 @@ class TextDataModule(LoadingModule):
         self.cache = Path(cache_dir).expanduser()
         self.num_proc, self.streaming, self.epoch_batches = num_proc, streaming, epoch_batches
         self.loading["collate_fn"] = as_it_is
-        self._tokenizer = (
-            tokenizer_from_json(tokenizer_json, "tokenizer_json") if tokenizer_json else known_tokenizer(tokenizer)
-        )
+        masks = layout == "documents" and not labels
+        if tokenizer_json:
+            self._tokenizer = tokenizer_from_json(tokenizer_json, "tokenizer_json", masks)
+        else:
+            self._tokenizer = known_tokenizer(tokenizer, masks)
         self._corpora: dict[str, Corpus] | None = None
 
     @abstractmethod
