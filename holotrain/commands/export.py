@@ -67,10 +67,10 @@ def run(config: ExportConfig, run: Run) -> int:
     weights = storage_bytes(model)
     metrics = {"bytes": sum(file.stat().st_size for file in written), "storage_bytes": weights}
     summary = write_summary(run, config, model, checkpoint=str(path), metrics=metrics)
+    share = f", {weights / (4 * summary.parameters):.3f} of the fp32 size" if config.int8 else ""
     rows = {
         "model of": path,
-        "weights": f"{weights / 2**20:.2f} MiB"
-        + (f", {weights / (4 * summary.parameters):.3f} of the fp32 size" if config.int8 else ""),
+        "weights": f"{weights / 2**20:.2f} MiB{share}",
         "written to": f"{folder}: {', '.join(file.name for file in written)}",
     }
     console.print(screen.table(summary.status, rows))

@@ -108,11 +108,11 @@ def of_transformers(tmp_path) -> list[str]:
     (folder / "text.txt").write_text("".join(f"a few words of line {number}\n" for number in range(8000)))
     model = ["task=causal_lm", "model=huggingface", f"model.name={folder / 'config.json'}", "optimizer=adamw"]
     data = ["data=text_files", f"data.files={folder / 'text.txt'}", "data.unit=line", "data.batch_size=1"]
-    context = ["data.context=1024", "data.val_fraction=0.1", "data.test_fraction=0.1"]
+    context = ["data.context=2048", "data.val_fraction=0.1", "data.test_fraction=0.1"]
     return [*model, *data, *context, "trainer.accelerator=cpu", "logger=none"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_of_transformers_is_trained_within_the_least_memory(holotrain, of_transformers):
     """auto finds what needs least: all blocks are checkpointed, and their MLPs in tiles."""
     fit = ["fit", *of_transformers, "trainer.max_steps=2", "test=false", "backward=auto"]
