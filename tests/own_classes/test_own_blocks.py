@@ -109,12 +109,12 @@ def test_a_mistake_is_one_line(typed, words, said):
 
 
 def test_plans_know_it(typed):
-    typed.done("plan", *NET, "model.depth=16", "data.batch_size=64", "model.blocks=null", "json=plan.json", "memory=4GiB")
+    typed.done("plan", *NET, "model.depth=4", "data.batch_size=8", "model.blocks=null", "json=plan.json", "memory=1MiB")
     # with two lists nothing can be chosen; with one, plan and auto take it
     Path("own_blocks.py").write_text(BLOCKS.replace("range(2)", "range(0)"))
     sys.modules.pop("own_blocks")
-    words = [*NET, "model.depth=16", "data.batch_size=64"]
-    out = typed.done("plan", *words, "json=plan.json", "memory=4GiB")
+    words = [*NET, "model.depth=4", "data.batch_size=8"]
+    out = typed.done("plan", *words, "json=plan.json", "memory=1MiB")
     assert "reversible, 4bit" in out
     plan = json.loads(Path("plan.json").read_text())
     assert plan["footprints"]["autograd"]["peak"] > 0
