@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-from covering import long, slow
+from covering import slow
 from made_once import made_once
 from small_run import fit_in
 
@@ -30,7 +30,7 @@ TINY = [
 
 KINDS = [
     ("gpt2", "causal_lm"),
-    long("bert", "masked_lm"),
+    slow("bert", "masked_lm"),
     slow("llama", "sequence_classification"),
     slow("timm", "image_classification"),
 ]

@@ -54,7 +54,8 @@ def run(config: ExportConfig, run: Run) -> int:
             else:
                 saved.save(folder, target, arguments, model, extra=extra, tokenizer=tokenizer)
                 if chat is not None:
-                    write_json(folder / SETTINGS, {CHAT: chat["template"], **chat["tokens"]})
+                    template = {CHAT: chat["template"]} if chat["template"] else {}
+                    write_json(folder / SETTINGS, template | chat["tokens"])
                 names = [saved.WEIGHTS, saved.CONFIG, saved.TOKENIZER, SETTINGS]
         if config.format != "safetensors":
             example = torch.zeros(2, arguments["channels"], arguments["image_size"], arguments["image_size"])

@@ -33,7 +33,7 @@ from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_trainer import build_trainer, check_division, check_training_device, device_kind, device_name
 from holotrain.config.command_options import FitConfig
 from holotrain.config.composition import MODES, key_of
-from holotrain.config.option_groups import ERROR_DIFFUSION, is_a
+from holotrain.config.option_groups import ERROR_DIFFUSION, TEXT, is_a
 from holotrain.config.structured import to_container
 from holotrain.dashboard.charts import tensorboard_layout
 from holotrain.dashboard.table import UNCOMPARED, flat
@@ -133,7 +133,7 @@ class Training:
         self.loggers = build_loggers(config, run.folder, run.folder.parent.name if run.varied else None)
         callbacks = build_fit_callbacks(config, run.folder, task, data)
         self.monitor = next((each for each in callbacks if isinstance(each, ModelCheckpoint) and each.monitor), None)
-        self.objective = objective_of(config, task)
+        self.objective = objective_of(config, task, data)
         selecting = (self.monitor.monitor, self.monitor.mode) if self.monitor else (None, None)
         check_direction(*(self.objective or selecting), run.direction)
         self.measured = Measured(config.resume, self.monitor)
@@ -173,8 +173,7 @@ class Training:
 
     def _test(self) -> None:
         config, data, run = self.config, self.data, self.run
-        can_test = is_overridden("test_step", self.task) and is_overridden("test_dataloader", data)  # those of others
-        if not can_test or not config.test or config.trainer.limit_test_batches == 0:
+        if not is_tested(config, self.task, data):
             return
         if run.process is not None:  # the strategy may have sharded the trained task
             self.task = build_task(config, data)
@@ -234,16 +233,25 @@ class Training:
         return last if last.exists() else None
 
 
-def objective_of(config: FitConfig, task: pl.LightningModule) -> tuple[str, str] | None:
+def is_tested(config: FitConfig, task: pl.LightningModule, data: pl.LightningDataModule) -> bool:
+    can_test = is_overridden("test_step", task) and is_overridden("test_dataloader", data)  # those of others
+    return can_test and config.test and config.trainer.limit_test_batches != 0
+
+
+def objective_of(config: FitConfig, task: pl.LightningModule, data: pl.LightningDataModule) -> tuple[str, str] | None:
     """What a sweep optimises instead of the metric that selects the best checkpoint, and ``min`` or ``max``. Raises a UserError
     if the training does not measure it."""
     if config.objective is None:
         return None
-    modes = {"train/loss": "min"} | dict.fromkeys(FIGURES, "min") | {"samples_per_second": "max", "tokens_per_second": "max"}
-    for metric, mode in monitored_by(task).items():
-        modes[metric] = mode
-        if config.test:
-            modes[metric.replace("val/", "test/")] = mode
+    modes = {"train/loss": "min"} | dict.fromkeys(FIGURES, "min") | {"samples_per_second": "max"}
+    if is_a(config.data, TEXT):
+        modes["tokens_per_second"] = "max"
+    else:
+        del modes["tokens_per_second"]
+    if config.trainer.limit_val_batches != 0:
+        modes |= monitored_by(task)
+    if is_tested(config, task, data):
+        modes |= {metric.replace("val/", "test/"): mode for metric, mode in monitored_by(task).items()}
     check_choice("objective", config.objective, modes)
     return config.objective, modes[config.objective]
 

@@ -5,9 +5,10 @@ import time
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import described_model, in_int8
@@ -17,7 +18,7 @@ from holotrain.commands.summary import write_summary
 from holotrain.commands.writing import write_whole
 from holotrain.config.build_trainer import autocast_of, check_device, device_kind
 from holotrain.config.command_options import GenerateConfig
-from holotrain.data.text.answers import Message, chat_to_answer, messages_in
+from holotrain.data.text.answers import Message, chat_to_answer, chat_writer, messages_in
 from holotrain.data.tokenizers import Tokenizer, tokenizer_from_json
 from holotrain.errors import UserError, as_user_error
 from holotrain.files import from_json, read_text
@@ -29,55 +30,55 @@ GENERATIONS = "generations.jsonl"
 
 
 def run(config: GenerateConfig, run: Run) -> int:
-    """Prints the texts and writes one object per prompt, with ``prompt`` and ``text``, to generations.jsonl."""
+    """Prints the texts and writes one object per prompt, with ``prompt`` or ``messages`` and ``text``, to generations.jsonl."""
     path = config.checkpoint
     check_device(config.trainer)
-    device = torch.device(device_kind(config.trainer.accelerator))
     model, kept = described_model(path)
     tokenizer = tokenizer_from_json(kept["tokenizer"])
     in_int8(model, config.int8)
-    model = model.to(device).eval()
-    asked = prompts(config)
-    context = cast(int, model.context)
-    started = [encoded(each, tokenizer, context, len(asked) > 1) for each in asked]
-    starts = [ids for ids, _ in started]
-    ends = list(dict.fromkeys([*(end for _, end in started), tokenizer.end_id]))
+    model = model.to(device_kind(config.trainer.accelerator)).eval()
+    asked, context = prompts(config), cast(int, model.context)
+    starts, ends = encoded(asked, tokenizer, context)
 
-    generator = torch.Generator(device).manual_seed(config.seed)
-    sampling = Sampling(config.temperature, config.top_k, config.top_p)
     shown = Shown(tokenizer, asked[0].shown) if config.stream and len(asked) == 1 else None
-    tokens: list[torch.Tensor] = []
     began = time.monotonic()
+    drawn = sampled(config, model, starts, ends, shown)
+    seconds = time.monotonic() - began
+    answers = [tokenizer.decode(list(takewhile(lambda token: token not in ends, row.tolist()))) for row in drawn]
+    if shown is not None:
+        shown.add()
+    else:
+        print("".join(f"{each.shown}{answer}\n\n" for each, answer in zip(asked, answers, strict=True)), end="")
+    rows = [each.row | {"text": answer} for each, answer in zip(asked, answers, strict=True)]
+    write_whole(run.folder / GENERATIONS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+    count, longest = int((~torch.isin(drawn, torch.tensor(ends))).sum()), max(len(ids) for ids in starts)
+    full = context if longest + config.max_tokens > context == longest + drawn.shape[1] else None
+    metrics, speed = {"texts": len(asked), "tokens": count}, drawn.numel() / seconds
+    summary = write_summary(run, config, model, checkpoint=str(path), metrics=metrics, tokens_per_second=speed)
+    lines = {
+        "tokens": f"{count} in {counted(len(asked), 'text')}, {speed:.1f} tokens/s",
+        "ended": full and f"because the model's context of {full} tokens was full",
+        "written to": run.folder / GENERATIONS,
+    }
+    plain(stderr=True).print(screen.table(summary.status, lines))  # stdout has only the texts
+    return 0
+
+
+def sampled(
+    config: GenerateConfig, model: nn.Module, starts: list[torch.Tensor], ends: list[int], shown: "Shown | None"
+) -> torch.Tensor:
+    """The tokens after each prompt (B, T), on the CPU."""
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(config.seed)
+    sampling = Sampling(config.temperature, config.top_k, config.top_p)
+    tokens = []
     with autocast_of(config.trainer), as_user_error("generate"):
         compiled = bool(config.compile)
         for token in generate(model, starts, config.max_tokens, sampling, ends, generator, compiled=compiled):
             tokens.append(token.cpu())
             if shown is not None:
                 shown.add(int(token[0]))
-    seconds = time.monotonic() - began
-    drawn = torch.stack(tokens, dim=1)
-    answers = [tokenizer.decode(list(takewhile(lambda token: token not in ends, row.tolist()))) for row in drawn]
-    lines = ""
-    for each, answer in zip(asked, answers, strict=True):
-        lines += json.dumps({each.field: each.value, "text": answer}, ensure_ascii=False) + "\n"
-        if shown is None:
-            print(f"{each.shown}{answer}\n")
-    if shown is not None:
-        shown.add()
-    write_whole(run.folder / GENERATIONS, lines)
-
-    count = int((~torch.isin(drawn, torch.tensor(ends))).sum())
-    metrics, speed = {"texts": len(asked), "tokens": count}, drawn.numel() / seconds
-    longest = max(len(ids) for ids in starts)
-    full = context if longest + config.max_tokens > context == longest + len(tokens) else None
-    summary = write_summary(run, config, model, checkpoint=str(path), metrics=metrics, tokens_per_second=speed)
-    rows = {
-        "tokens": f"{count} in {counted(len(asked), 'text')}, {speed:.1f} tokens/s",
-        "ended": full and f"because the model's context of {full} tokens was full",
-        "written to": run.folder / GENERATIONS,
-    }
-    plain(stderr=True).print(screen.table(summary.status, rows))  # stdout has only the texts
-    return 0
+    return torch.stack(tokens, dim=1)
 
 
 class Shown:
@@ -100,16 +101,17 @@ class Shown:
 
 @dataclass
 class Prompt:
-    """What the model is asked: a text to continue, or a chat to answer, and its ``field`` in a file of prompts."""
+    """A text to continue, or a chat to answer.
 
-    field: str
-    value: str | list[Message]
+    Attributes:
+        row: what it is in a file of prompts: ``{"prompt": ...}`` or ``{"messages": ...}``.
+        shown: the text that is printed before the answer.
+        messages: the chat; None: a text.
+    """
+
+    row: dict[str, Any]
+    shown: str
     messages: list[Message] | None = None
-
-    @property
-    def shown(self) -> str:
-        """The text that is printed before the answer."""
-        return str(self.value) if self.messages is None else f"{self.messages[-1]['content']}\n"
 
 
 def prompts(config: GenerateConfig) -> list[Prompt]:
@@ -132,7 +134,9 @@ def prompts(config: GenerateConfig) -> list[Prompt]:
 
 
 def _prompt(text: str, is_chat: bool) -> Prompt:
-    return Prompt("prompt", text, [{"role": "user", "content": text}] if is_chat else None)
+    if not is_chat:
+        return Prompt({"prompt": text}, text)
+    return Prompt({"prompt": text}, f"{text}\n", [{"role": "user", "content": text}])
 
 
 def _of_row(line: str, is_chat: bool, where: str) -> Prompt:
@@ -140,21 +144,32 @@ def _of_row(line: str, is_chat: bool, where: str) -> Prompt:
         row = from_json(line)
         if "messages" in row:
             messages = messages_in(row["messages"], "messages")
-            return Prompt("messages", row["messages"], messages)
+            return Prompt({"messages": messages}, f"{messages[-1]['content']}\n", messages)
         row["prompt"].encode()  # fails for what is no text
         return _prompt(row["prompt"], is_chat)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"prompts: {where} is not a JSON object with a text named prompt, or a chat named messages") from error
+        expected = "a JSON object with a text named prompt, or a chat named messages"
+        said = f" ({error})" if isinstance(error, ValueError) else ""
+        raise UserError(f"prompts: {where} is not {expected}{said}") from error
 
 
-def encoded(prompt: Prompt, tokenizer: Tokenizer, context: int, several: bool) -> tuple[torch.Tensor, int]:
-    """The tokens of a prompt (an end token for an empty one), and the token that ends an answer. Raises a UserError if the
-    prompt fills the model's context."""
-    if prompt.messages is None:
-        ids, end = tokenizer.encode(str(prompt.value)), tokenizer.end_id
-    else:
-        ids, end = chat_to_answer(prompt.messages, tokenizer)
-    if len(ids) >= context:
-        which = f"prompts: {prompt.shown[:20]!r}... is" if several else "prompt: it is"
-        raise UserError(f"{which} {counted(len(ids), 'token')} long; it must be shorter than the model's context of {context}")
-    return torch.from_numpy(ids.astype("int64")) if len(ids) else torch.tensor([tokenizer.end_id]), end
+def encoded(prompts: list[Prompt], tokenizer: Tokenizer, context: int) -> tuple[list[torch.Tensor], list[int]]:
+    """The tokens (T,) of each prompt (an end token for an empty one), and the tokens that end an answer.
+
+    Raises:
+        UserError: a prompt fills the model's context, or a chat template refuses one.
+    """
+    starts, ends = [], {tokenizer.end_id: None}
+    writer = chat_writer(tokenizer) if any(prompt.messages for prompt in prompts) else None
+    for prompt in prompts:
+        if prompt.messages is None:
+            ids = tokenizer.encode(prompt.shown)
+        else:
+            ids, end = chat_to_answer(prompt.messages, tokenizer, writer)
+            ends[end] = None
+        if len(ids) >= context:
+            which = f"prompts: {prompt.shown[:20]!r}... is" if len(prompts) > 1 else "prompt: it is"
+            size = counted(len(ids), "token")
+            raise UserError(f"{which} {size} long; it must be shorter than the model's context of {context}")
+        starts.append(torch.from_numpy(ids.astype("int64")) if len(ids) else torch.tensor([tokenizer.end_id]))
+    return starts, [*ends]

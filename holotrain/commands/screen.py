@@ -125,7 +125,8 @@ def _processes(config: RunConfig, process: ProcessRank, model: nn.Module) -> str
 
 
 def show_end(summary: Summary, folder: Path, **files: Path) -> None:
-    """Prints the results, the same figures as summary.json, and what else the command has written, by what it holds."""
+    """Prints the results of summary.json, but no rate and no share of padding, and what else the command has written, by what
+    it holds."""
     results = {name: value for name, value in summary.metrics.items() if not name.startswith(("train/lr", "padding/"))}
     rows: dict[str, object] = dict(results)
     for name, value in results.items():

@@ -150,7 +150,7 @@ def row(folder: Path) -> dict[str, Any] | None:
 def best_of(folders: Iterable[Path]) -> tuple[Path, str, float] | None:
     """The run with the best value of what the sweep optimises, that metric and the value; None unless several have one
     metric."""
-    found = [(_optimised(one), folder) for folder in folders if (one := read(folder))]
+    found = [(_objective(one), folder) for folder in folders if (one := read(folder))]
     found = [(value, folder, name, mode) for (name, mode, value), folder in found if name and value is not None]
     if len(found) < 2 or len({(name, mode) for _, _, name, mode in found}) > 1:
         return None
@@ -162,17 +162,18 @@ def best(folder: Path) -> float | None:
     """What a training returns to a sweeper: the value of the objective, else the best value of the metric that selected its
     best checkpoint; the worst possible one if it never was finite. None: the training had no such metric. Raises what
     :func:`read` does."""
-    name, mode, value = _optimised(read(folder) or {})
+    name, mode, value = _objective(read(folder) or {})
     if name is None or value is not None:
         return value
     return -math.inf if mode == "max" else math.inf
 
 
-def _optimised(found: dict[str, Any]) -> tuple[str | None, str | None, float | None]:
-    """The metric that a sweep optimises, its mode and its value."""
+def _objective(found: dict[str, Any]) -> tuple[str | None, str | None, float | None]:
+    """The metric that a sweep optimises, its mode and its value; a training that has failed or diverged may have been fast."""
     metrics = found.get("metrics", {})
     if name := found.get("objective"):
-        return name, found.get("objective_mode"), (metrics | {figure: found[figure] for figure in FIGURES}).get(name)
+        figures = {figure: found[figure] for figure in FIGURES} if found["status"] == "completed" else {}
+        return name, found.get("objective_mode"), (metrics | figures).get(name)
     name = found.get("monitor")
     return name, found.get("mode"), metrics.get(f"best/{name}")
 

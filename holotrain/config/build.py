@@ -193,7 +193,9 @@ def task_of(model: nn.Module | None, config: RunConfig, described: dict[str, Any
             known["scheduler"] = partial(make_scheduler, config.scheduler, config.trainer.max_epochs)
     if "tokenizer" in described:
         tokenizer = tokenizer_from_json(described["tokenizer"])
-        known |= {"token_bytes": torch.from_numpy(tokenizer.byte_lengths), "mask_id": tokenizer.mask_id}
+        known["token_bytes"] = torch.from_numpy(tokenizer.byte_lengths)
+        if "mask_id" in signature(config.task.target).options:
+            known["mask_id"] = tokenizer.mask_id
     chosen = replace(config.task, arguments=with_data_properties("task", config.task, described["facts"]))
     task = make("task", chosen, pl.LightningModule, **known)
     if config.backward.on_mismatch != ON_MISMATCH[0]:

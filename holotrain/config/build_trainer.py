@@ -142,7 +142,7 @@ def build_trainer(
     if profiler is not None:
         changed["profiler"] = _profiler(profiler, folder) if process is None or process.is_main else None
     if batches is not None:
-        changed |= schedule_of_logs(config, batches)
+        changed |= validation_and_logging(config, batches)
     changed["enable_progress_bar"] = any(isinstance(callback, ProgressBar) for callback in callbacks)
     try:
         own |= changed | {"default_root_dir": folder, "callbacks": callbacks, "logger": logger}
@@ -151,11 +151,11 @@ def build_trainer(
         raise UserError(f"trainer: {first_line(error)}") from error
 
 
-def schedule_of_logs(config: ObjectConfig, batches: int) -> dict[str, Any]:
+def validation_and_logging(config: ObjectConfig, batches: int) -> dict[str, Any]:
     """Lightning's arguments for when to validate and log: as configured, and at the latest at the end of the training.
 
-    Epochs that end the training and are shorter than a ``val_check_interval`` of batches are validated one by one, unless
-    ``check_val_every_n_epoch`` is None.
+    If ``max_epochs`` ends the training and an epoch has fewer batches than ``val_check_interval``, every epoch is validated,
+    unless ``check_val_every_n_epoch`` is None.
 
     Args:
         batches: number of batches per epoch, before limit_train_batches.
@@ -166,7 +166,7 @@ def schedule_of_logs(config: ObjectConfig, batches: int) -> dict[str, Any]:
     found = {"val_check_interval": interval, "check_val_every_n_epoch": config.check_val_every_n_epoch}
     if not batches or config.fast_dev_run:
         return found
-    of_epochs, of_steps = _lengths(config, batches)
+    of_epochs, of_steps = _batches_until_the_end(config, batches)
     last = min((each for each in (of_epochs, of_steps) if each is not None), default=None)
     if last is not None and config.log_every_n_steps is not None:
         steps = max(1, last // config.accumulate_grad_batches)
@@ -180,7 +180,7 @@ def schedule_of_logs(config: ObjectConfig, batches: int) -> dict[str, Any]:
     return found
 
 
-def _lengths(config: ObjectConfig, batches: int) -> tuple[int | None, int | None]:
+def _batches_until_the_end(config: ObjectConfig, batches: int) -> tuple[int | None, int | None]:
     """The batches until max_epochs and until max_steps, for ``batches`` an epoch; None: no limit."""
     of_epochs = config.max_epochs * batches if (config.max_epochs or 0) > 0 else None
     if config.max_steps <= 0:

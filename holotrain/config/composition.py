@@ -136,7 +136,7 @@ def require_new_names(config_dir: str) -> None:
 MODES = {"max": "maximize", "min": "minimize"}  # directions of Optuna, by the mode of a ModelCheckpoint
 
 
-LOW_IS_BETTER = ("loss", "perplexity", "bits", "seconds", "bytes")
+LOW_IS_BETTER = ("loss", "error", "perplexity", "bits", "seconds", "bytes", "mae", "mse", "distance")
 """Parts of names of metrics."""
 
 

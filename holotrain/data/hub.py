@@ -372,7 +372,7 @@ def column(dataset: "Dataset | IterableDataset", option: str, name: str, source:
         names = ", ".join(features)
         near = did_you_mean(name, features)
         if option == "data.text" and "messages" in features:
-            near = " For chats, give data.messages=messages"
+            near = " For chats (task=causal_lm), give data.messages=messages"
         raise UserError(f"{option}: {source} have no column {name!r}; they have {names}.{near}")
     return features[name]
 

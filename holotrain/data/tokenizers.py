@@ -32,8 +32,8 @@ SETTING = {"pad": "pad_token", "start": "bos_token", "end": "eos_token", "mask":
 
 
 CHAT = "chat_template"
-"""The entry of a tokenizer's JSON that holds the chat template of its model: ``{"template": ..., "tokens": {"eos_token":
-...}}``. Other programs expect it in a file of its own."""
+"""The entry of a tokenizer's JSON that holds the chat template of its model, which may be null, and the names of its special
+tokens: ``{"template": ..., "tokens": {"eos_token": ...}}``. Other programs expect them in files of their own."""
 
 
 SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
@@ -61,7 +61,7 @@ class Tokenizer(ABC):
     def mask_id(self) -> int:
         """Raises a UserError if there is no mask token."""
         if "mask" not in self.specials:
-            raise UserError("data.tokenizer: it has no mask token, which masked_lm needs; with labels=False the data add one")
+            raise UserError("data.tokenizer: it has no mask token, which masked_lm needs")
         return self.specials["mask"]
 
     @property
@@ -147,14 +147,15 @@ class SubwordTokenizer(Tokenizer):
     Args:
         text: the contents of a tokenizer.json.
         where: the origin of the text, for messages.
-        masks: add a mask token if there is none.
 
     Raises:
         UserError: it is not a tokenizer, or all names of a special token are ordinary tokens.
     """
 
-    def __init__(self, text: str, where: str = "tokenizer.json", masks: bool = False) -> None:
-        text, self.chat = plain_json(text, where)
+    def __init__(self, text: str, where: str = "tokenizer.json") -> None:
+        text, self._settings = plain_json(text, where)
+        self.chat = self._settings if self._settings and self._settings["template"] else None
+        self._where = where
         try:
             self._encoder = Encoder.from_str(text)
         except Exception as error:  # the library raises Exception itself
@@ -163,10 +164,14 @@ class SubwordTokenizer(Tokenizer):
         self._encoder.no_truncation()
         self._encoder.encode_special_tokens = True
         self.specials = self._known_specials()
-        for role, names in NAMES.items():
-            if role not in self.specials and (masks or role != "mask"):
-                self.specials[role] = self._added(names, where)
+        for role in ("pad", "start", "end"):
+            self._add(role)
         self.vocab_size = 1 + max(self._encoder.get_vocab(with_added_tokens=True).values())  # shared ones have gaps
+
+    def add_mask(self) -> None:
+        """Adds a mask token, if there is none."""
+        self._add("mask")
+        self.vocab_size = max(self.vocab_size, 1 + self.mask_id)
 
     @classmethod
     def trained(cls, texts: Iterable[str], vocab_size: int) -> "SubwordTokenizer":
@@ -208,11 +213,11 @@ class SubwordTokenizer(Tokenizer):
         return lengths
 
     def to_json(self) -> str:
-        return self._encoder.to_str() if self.chat is None else with_chat(self._encoder.to_str(), self.chat)
+        return self._encoder.to_str() if self._settings is None else with_chat(self._encoder.to_str(), self._settings)
 
     def _known_specials(self) -> dict[str, int]:
         special = {token.content: index for index, token in self._encoder.get_added_tokens_decoder().items() if token.special}
-        settings = self.chat["tokens"] if self.chat else {}
+        settings = self._settings["tokens"] if self._settings else {}
         found = {}
         for role, names in NAMES.items():
             for name in (*names, settings.get(SETTING[role])):
@@ -221,14 +226,17 @@ class SubwordTokenizer(Tokenizer):
                     break
         return {"pad": found["end"], "start": found["end"], **found} if "end" in found else found
 
-    def _added(self, names: Sequence[str], where: str) -> int:
-        """The id of a new special token with one of these names."""
-        for name in names:
-            if self._encoder.token_to_id(name) is None:
-                self._encoder.add_special_tokens([name])
-                return cast(int, self._encoder.token_to_id(name))
-        taken = ", ".join(names)
-        raise UserError(f"data.tokenizer: {where} has no special token {names[0]}, and {taken} are ordinary tokens in it")
+    def _add(self, role: str) -> None:
+        """Adds a special token with one of its usual names, if there is none for this role."""
+        if role in self.specials:
+            return
+        free = next((name for name in NAMES[role] if self._encoder.token_to_id(name) is None), None)
+        if free is None:
+            taken = ", ".join(NAMES[role])
+            lacks = f"{self._where} has no special token {NAMES[role][0]}"
+            raise UserError(f"data.tokenizer: {lacks}, and {taken} are ordinary tokens in it")
+        self._encoder.add_special_tokens([free])
+        self.specials[role] = cast(int, self._encoder.token_to_id(free))
 
 
 def spelled(token: str) -> str:
@@ -238,9 +246,8 @@ def spelled(token: str) -> str:
     return token.removeprefix("##").replace("\u2581", " ")
 
 
-def tokenizer_from_json(text: str, where: str = "tokenizer.json", masks: bool = False) -> Tokenizer:
-    """The tokenizer of :meth:`Tokenizer.to_json`, or of any tokenizer.json. Nothing in the text is executed. ``masks``: add a
-    mask token if there is none.
+def tokenizer_from_json(text: str, where: str = "tokenizer.json") -> Tokenizer:
+    """The tokenizer of :meth:`Tokenizer.to_json`, or of any tokenizer.json. Nothing in the text is executed.
 
     Raises:
         UserError: the text is not a tokenizer; the message names ``where`` it is from.
@@ -251,12 +258,11 @@ def tokenizer_from_json(text: str, where: str = "tokenizer.json", masks: bool = 
         raise UserError(f"data.tokenizer: {where} is not a tokenizer.json ({error})") from error
     if content == json.loads(ByteTokenizer().to_json()):
         return ByteTokenizer()
-    return SubwordTokenizer(text, where, masks)
+    return SubwordTokenizer(text, where)
 
 
-def known_tokenizer(name: str, masks: bool = False) -> Tokenizer | None:
+def known_tokenizer(name: str) -> Tokenizer | None:
     """The tokenizer ``byte``, or that of a tokenizer.json at a path; None for ``bpe``, which needs documents to be trained.
-    ``masks``: add a mask token if there is none.
 
     Raises:
         UserError: there is no such file, or it is not a tokenizer.
@@ -268,11 +274,11 @@ def known_tokenizer(name: str, masks: bool = False) -> Tokenizer | None:
     path = Path(name).expanduser()
     if path.suffix != ".json" and not path.exists():
         check_choice("data.tokenizer", name, ["byte", "bpe", "PATH/tokenizer.json"])
-    return tokenizer_from_json(with_template_of(path.parent, tokenizer_text(path)), str(path), masks)
+    return tokenizer_from_json(with_template_of(path.parent, tokenizer_text(path)), str(path))
 
 
 def plain_json(text: str, where: str = "tokenizer.json") -> tuple[str, dict[str, Any] | None]:
-    """A tokenizer.json as other programs read it, and the chat template that was in it."""
+    """A tokenizer.json as other programs read it, and the ``CHAT`` that was in it."""
     if f'"{CHAT}"' not in text:
         return text, None
     try:
@@ -283,19 +289,19 @@ def plain_json(text: str, where: str = "tokenizer.json") -> tuple[str, dict[str,
         return text, None
     chat = content.pop(CHAT, None)
     tokens = chat.get("tokens") if isinstance(chat, dict) else None
-    texts = [chat.get("template"), *tokens, *tokens.values()] if isinstance(tokens, dict) else [None]
+    texts = [chat.get("template") or "", *tokens, *tokens.values()] if isinstance(tokens, dict) else [None]
     if chat is not None and not all(isinstance(each, str) for each in texts):
         raise UserError(f"data.tokenizer: the chat template in {where} is damaged")
     return json.dumps(content), chat
 
 
 def with_chat(text: str, chat: dict[str, Any]) -> str:
-    """A tokenizer.json with a chat template in it."""
+    """A tokenizer.json with ``CHAT`` in it."""
     return json.dumps(from_json(text) | {CHAT: chat})
 
 
 def with_template_of(folder: Path, text: str) -> str:
-    """A tokenizer.json with the chat template in the folder of its model, if there is one.
+    """A tokenizer.json with the chat template and the names of special tokens in the folder of its model, if there are any.
 
     Raises:
         UserError: a file cannot be read.
@@ -306,14 +312,18 @@ def with_template_of(folder: Path, text: str) -> str:
         template = read_text(jinja) if jinja.is_file() else said.get(CHAT)
         if isinstance(template, list):  # several, each with a name
             template = next((each.get("template") for each in template if each.get("name") == "default"), None)
-        if not isinstance(template, str):
-            return text
         tokens = {name: each.get("content") if isinstance(each, dict) else each for name, each in said.items()}
         named = {name: each for name, each in tokens.items() if name.endswith("_token") and isinstance(each, str)}
-        return with_chat(text, {"template": template, "tokens": named})
+        template = template if isinstance(template, str) else None
     except (OSError, ValueError, AttributeError, TypeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"data.tokenizer: cannot read the chat template in {folder} ({reason})") from error
+    if not template and not named:
+        return text
+    try:
+        return with_chat(text, {"template": template, "tokens": named})
+    except (ValueError, TypeError):
+        return text  # who reads it says that it is no tokenizer.json
 
 
 def tokenizer_text(path: Path) -> str:

@@ -113,10 +113,8 @@ def generate(
         raise ValueError(f"a prompt of {max(lengths)} tokens leaves no room in a context of {context}")
     room = min(max_tokens, context - max(lengths))
     sampling = sampling or Sampling()
-    ends = [end_id] if isinstance(end_id, int) else list(end_id or ())
-
-    def ended(tokens: Tensor) -> Tensor:
-        return torch.isin(tokens, torch.tensor(ends, device=tokens.device))
+    end_ids = [end_id] if isinstance(end_id, int) else list(end_id or ())
+    ends = torch.tensor(end_ids, dtype=torch.long, device=next(model.parameters()).device)
 
     def drawn() -> Iterator[Tensor]:  # never yields within inference mode
         with torch.inference_mode():
@@ -126,12 +124,12 @@ def generate(
         for _ in range(room):
             with torch.inference_mode():
                 last, tokens = tokens, sampling.draw(reader.read(tokens), generator)
-                if ends and last is not None:  # what has ended stays so
-                    tokens = tokens.masked_fill(ended(last), ends[0])
+                if end_ids and last is not None:  # what has ended stays so
+                    tokens = tokens.masked_fill(torch.isin(last, ends), end_ids[0])
             with torch.inference_mode(False):  # a caller in inference mode gets an ordinary tensor too
                 copy = tokens.clone()
             yield copy
-            if ends and bool(ended(tokens).all()):
+            if end_ids and bool(torch.isin(tokens, ends).all()):
                 return
 
     return drawn()

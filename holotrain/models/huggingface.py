@@ -285,7 +285,7 @@ def _fit_to_data(
     if vocab is not None and vocab > (getattr(network, "vocab_size", None) or vocab):
         network.vocab_size = vocab
     if pad_id is not None and head == "sequence_classification" and network.model_type not in FROM_PADDING:
-        network.pad_token_id = pad_id  # models without a first token for the class look for the last word
+        network.pad_token_id = pad_id  # models without a first token for the class look for the last word that is not this
     for name, value in image.items():
         if value is not None and hasattr(network, name):
             setattr(network, name, value)
@@ -321,11 +321,12 @@ def _save_tokenizer(folder: Path, text: str, context: int | None, chat: Mapping[
         "sep_token": ("[SEP]",),
     }
     found = {role: next((name for name in names if name in known), None) for role, names in roles.items()}
-    tokens = {role: name for role, name in found.items() if name is not None}
     more: dict[str, Any] = {} if context is None else {"model_max_length": context}
-    if chat is not None:
-        tokens |= chat["tokens"]
+    own = {} if chat is None else chat["tokens"]
+    if chat is not None and chat["template"]:
         more["chat_template"] = chat["template"]
-    if "eos_token" in tokens:
-        tokens = {"pad_token": tokens["eos_token"], **tokens}  # as in the training
+    # The training pads with the first of these, too.
+    pads = (found["pad_token"], own.get("pad_token"), found["eos_token"], own.get("eos_token"))
+    found = found | own | {"pad_token": next((name for name in pads if name is not None), None)}
+    tokens = {role: name for role, name in found.items() if name is not None}
     needed(*TRANSFORMERS).PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens, **more).save_pretrained(folder)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from holotrain.config.build_trainer import schedule_of_logs
+from holotrain.config.build_trainer import validation_and_logging
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.structured import group_defaults, object_config
 from holotrain.folders import run_folder
@@ -38,14 +38,14 @@ def trainer_of(**options) -> ObjectConfig:
     ],
 )
 def test_a_training_is_validated_before_it_ends(options, batches, expected):
-    found = schedule_of_logs(trainer_of(**options), batches)
+    found = validation_and_logging(trainer_of(**options), batches)
     assert (found["val_check_interval"], found["check_val_every_n_epoch"]) == expected
 
 
 def test_a_short_training_is_logged():
-    assert schedule_of_logs(trainer_of(max_steps=8, log_every_n_steps=20), 100)["log_every_n_steps"] == 8
-    assert schedule_of_logs(trainer_of(max_steps=80, log_every_n_steps=20), 100)["log_every_n_steps"] == 20
-    assert schedule_of_logs(trainer_of(max_steps=8, log_every_n_steps=0), 100)["log_every_n_steps"] == 0
+    assert validation_and_logging(trainer_of(max_steps=8, log_every_n_steps=20), 100)["log_every_n_steps"] == 8
+    assert validation_and_logging(trainer_of(max_steps=80, log_every_n_steps=20), 100)["log_every_n_steps"] == 20
+    assert validation_and_logging(trainer_of(max_steps=8, log_every_n_steps=0), 100)["log_every_n_steps"] == 0
 
 
 @pytest.mark.parametrize(

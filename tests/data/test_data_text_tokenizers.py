@@ -96,7 +96,8 @@ def word_level(path, special=(), ordinary=()):
 
 
 def test_a_file_keeps_its_own_special_tokens_and_gets_what_it_lacks(tmp_path):
-    tokenizer = known_tokenizer(str(word_level(tmp_path / "t.json", ["[CLS]", "[PAD]"])), masks=True)
+    tokenizer = known_tokenizer(str(word_level(tmp_path / "t.json", ["[CLS]", "[PAD]"])))
+    tokenizer.add_mask()
     assert (tokenizer.start_id, tokenizer.pad_id) == (3, 4)
     assert {tokenizer.end_id, tokenizer.mask_id} == {5, 6} and tokenizer.vocab_size == 7
     assert tokenizer.encode("the fox the").tolist() == [0, 1, 0]  # not cut short, as the file would
@@ -109,15 +110,16 @@ def test_the_vocabulary_of_a_causal_model_stays_as_it_is(tmp_path):
     assert tokenizer.vocab_size == 5 and tokenizer.specials == {"pad": 3, "start": 3, "end": 3}
     with pytest.raises(UserError, match="it has no mask token"):
         _ = tokenizer.mask_id
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}", "pad_token": "<|turn|>"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"pad_token": "<|turn|>"}))
     tokenizer = known_tokenizer(str(tmp_path / "tokenizer.json"))
-    assert tokenizer.vocab_size == 5 and tokenizer.specials == {"pad": 4, "start": 3, "end": 3}
+    assert tokenizer.vocab_size == 5 and tokenizer.specials == {"pad": 4, "start": 3, "end": 3} and tokenizer.chat is None
+    assert tokenizer_from_json(tokenizer.to_json()).specials == tokenizer.specials
 
 
 def test_names_that_ordinary_tokens_have_are_refused(tmp_path):
     path = word_level(tmp_path / "t.json", ordinary=NAMES["mask"])
     with pytest.raises(UserError, match=r"t\.json has no special token <mask>") as error:
-        known_tokenizer(str(path), masks=True)
+        known_tokenizer(str(path)).add_mask()
     assert "\n" not in str(error.value)
 
 

@@ -29,9 +29,7 @@ MODELS = {
 def write_chats(folder: Path) -> None:
     """Two hundred chats of one question, and a tiny model with a chat template, as transformers save it."""
     import transformers
-    from tokenizers import Tokenizer as Encoder
-
-    from holotrain.data.tokenizers import SubwordTokenizer
+    from tokenizers import ByteLevelBPETokenizer
 
     folder.mkdir(exist_ok=True)
     asked = [f"what is {n % 10} + {n // 20}?" for n in range(200)]
@@ -40,9 +38,10 @@ def write_chats(folder: Path) -> None:
         for n, text in enumerate(asked)
     ]
     (folder / "chat.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
-    encoder = Encoder.from_str(SubwordTokenizer.trained(asked, 280).to_json())
-    encoder.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=encoder, eos_token="<|im_end|>", chat_template=TEMPLATE)
+    encoder = ByteLevelBPETokenizer()
+    encoder.train_from_iterator(asked, 280, min_frequency=0, show_progress=False, special_tokens=["<|im_start|>", "<|im_end|>"])
+    options = {"tokenizer_object": encoder._tokenizer, "eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    tokenizer = transformers.PreTrainedTokenizerFast(**options)
     tokenizer.save_pretrained(folder / "tiny")
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
     torch.manual_seed(0)
@@ -75,9 +74,13 @@ def test_chats_are_learned_and_a_killed_training_continues_bit_for_bit(tmp_path,
     rows = [json.loads(line) for line in (whole / "of_generate/generations.jsonl").read_text().splitlines()]
     assert rows[0]["text"] == rows[1]["text"] and rows[0]["messages"] == asked["messages"]
     assert rows[0]["text"].strip().startswith("it is ")
+    run_in(whole, "generate", "ckpt_path=run", "chat=false", *words[:2], "prompt=what is 3", "hydra.run.dir=of_text")
+    (plain,) = (json.loads(line) for line in (whole / "of_text/generations.jsonl").read_text().splitlines())
+    assert plain["prompt"] == "what is 3" and plain["text"] != rows[1]["text"]
     if model == "huggingface":
         exported = transformers.AutoTokenizer.from_pretrained(whole / "exported")
-        assert exported.chat_template == TEMPLATE and exported.eos_token == "<|im_end|>"
+        assert exported.chat_template == TEMPLATE and exported.eos_token == exported.pad_token == "<|im_end|>"
+        assert len(exported) == len(transformers.AutoTokenizer.from_pretrained(whole / "tiny"))
         ids = exported.apply_chat_template(asked["messages"], add_generation_prompt=True, return_tensors="pt")
         answered = transformers.AutoModelForCausalLM.from_pretrained(whole / "exported").generate(**ids, do_sample=False)
         assert exported.decode(answered[0, ids["input_ids"].shape[1] :], skip_special_tokens=True) == rows[0]["text"]

@@ -76,7 +76,7 @@ def test_sequences_of_a_model_of_others():
 
 
 CASES = [(name, {}) for name in TRANSFORMERS if name.startswith("Rev") and name != "RevSwin"]
-CASES += [("RoBERTa", {"norm": "post"}), ("RevSwin", {"backward": "pareprop"})]
+CASES += [("GPT", {}), ("RoBERTa", {"norm": "post"}), ("RevSwin", {"backward": "pareprop"})]
 QUICK = [("RevViT", {}), ("RoBERTa", {"norm": "post"})]
 MODELS = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
 

@@ -311,7 +311,7 @@ TIMM = {
         row("FasterNet", "fasternet_t0", stages("stages.{}.blocks", 3, start=1)),
         row("StarNet", "starnet_s1", stages("stages.{}[1:]")),
         row("ResNet", "resnet34", stages("layer{}[1:]", 4, start=1)),
-        row("NFNet", "nf_resnet50", ["stages.2[1:]", "stages.3[1:]"]),
+        row("NF-ResNet", "nf_resnet50", ["stages.2[1:]", "stages.3[1:]"]),
         row("CSPNet", "cspresnet50", stages("stages.{}.blocks")),
         row("EfficientNet", "efficientnet_b0", stages("blocks.{}[1:]", 3, start=3)),
         row("MobileNetV3", "mobilenetv3_large_100", ["blocks.2[1:]", "blocks.3[1:]", "blocks.5[1:]"]),

@@ -90,7 +90,7 @@ class AnswerRules(DocumentRules):
     def tokens(self, batch: Mapping[str, Sequence[Any]], part: str, tokenizer: Tokenizer) -> pa.Table:
         """The ``tokens`` of each row, and its ``answers``: 1 for each token of an answer."""
         found = []
-        writer = _of_transformers(tokenizer.to_json()) if self.messages and tokenizer.chat is not None else None
+        writer = chat_writer(tokenizer) if self.messages else None
         for pieces, messages in self._rows(batch, part):
             if messages is None or writer is None:
                 found.append(of_pieces(pieces, tokenizer))
@@ -179,24 +179,31 @@ def of_pieces(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Sequenced:
     return np.array(ids), np.array(answers)
 
 
-def chat_to_answer(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple[np.ndarray, int]:
+def chat_to_answer(messages: Sequence[Message], tokenizer: Tokenizer, writer: Any) -> tuple[np.ndarray, int]:
     """The tokens (T,) after which the assistant answers, and the token that ends its answer.
+
+    Args:
+        writer: from :func:`chat_writer`.
 
     Raises:
         UserError: the chat template of the tokenizer cannot write the messages.
     """
-    if tokenizer.chat is None:
-        before = plainly([*messages, {"role": ASSISTANT, "content": ""}])[:-1]
-        return of_pieces(before, tokenizer)[0], tokenizer.end_id
-    writer = _of_transformers(tokenizer.to_json())
+    answered = [*messages, {"role": ASSISTANT, "content": "Hello"}]
+    if writer is None:
+        return of_pieces(plainly(answered)[:-1], tokenizer)[0], tokenizer.end_id
     try:
         text = writer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        ids, answers = of_template(answered, writer)
     except Exception as error:  # a template raises many kinds
         raise UserError(f"the chat template of the tokenizer cannot write the messages ({first_line(error)})") from error
-    ids, answers = _of_template([{"role": "user", "content": "Hi"}, {"role": ASSISTANT, "content": "Hello"}], writer)
-    end = int(ids[answers][-1])
-    is_special = end in writer.added_tokens_decoder and writer.added_tokens_decoder[end].special
-    return np.array(writer(text, add_special_tokens=False)["input_ids"]), end if is_special else tokenizer.end_id
+    added = writer.added_tokens_decoder
+    special = [each for each in ids[answers].tolist() if each in added and added[each].special]
+    return np.array(writer(text, add_special_tokens=False)["input_ids"]), special[-1] if special else tokenizer.end_id
+
+
+def chat_writer(tokenizer: Tokenizer) -> Any:
+    """The tokenizer of transformers with the same chat template; None: there is no template."""
+    return None if tokenizer.chat is None else _of_transformers(tokenizer.to_json())
 
 
 @lru_cache(maxsize=4)

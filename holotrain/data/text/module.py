@@ -117,11 +117,11 @@ class TextDataModule(LoadingModule):
         self.cache = Path(cache_dir).expanduser()
         self.num_proc, self.streaming, self.epoch_batches = num_proc, streaming, epoch_batches
         self.loading["collate_fn"] = as_it_is
-        masks = layout == "documents" and not labels
-        if tokenizer_json:
-            self._tokenizer = tokenizer_from_json(tokenizer_json, "tokenizer_json", masks)
-        else:
-            self._tokenizer = known_tokenizer(tokenizer, masks)
+        self._tokenizer = (
+            tokenizer_from_json(tokenizer_json, "tokenizer_json") if tokenizer_json else known_tokenizer(tokenizer)
+        )
+        if isinstance(self._tokenizer, SubwordTokenizer) and layout == "documents" and not labels:  # masked_lm
+            self._tokenizer.add_mask()
         self._corpora: dict[str, Corpus] | None = None
 
     @abstractmethod

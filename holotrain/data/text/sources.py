@@ -244,7 +244,8 @@ class TextInColumns(TextDataModule):
         given = [name for name in ("messages", "completion") if self.answers[name]]
         if prompt != "prompt" and not completion:
             raise ValueError("prompt needs data.completion, the column of what follows a prompt")
-        _check_answers(given, {"text": text != "text", "label": label, **options})
+        columns = {"text": text if text != "text" else None, "label": label}
+        _check_answers(given, columns | options)
         super().__init__(**options)
         if given:
             self.layout = "answers"  # a row is a sequence
@@ -348,8 +349,10 @@ def texts_at(path: Path, text: str, unit: str = "file", expansion: float = EXPAN
                 of_rows = [*enumerate(rows.batches("test", 1), 1)]
         except UserError as error:  # whose advice is for data
             raise UserError(f"texts: {str(error).removeprefix('data: ').partition('; data.on_error')[0]}") from error
-        numbered = in_rows or unit != "file"
-        found += [(f"{each}:{number}" if numbered else str(each), one) for number, row in of_rows for one in row]
+        texts = [(number, one) for number, row in of_rows for one in row]
+        if not in_rows and unit == "paragraph":  # of which the library's rows may hold several
+            texts = [*enumerate((one for _, one in texts), 1)]
+        found += [(f"{each}:{number}" if in_rows or unit != "file" else str(each), one) for number, one in texts]
         blank += [f"{each}:{number}" for number, row in of_rows if in_rows and not row]
     warn_of_left_out("row", "without text", blank)
     if not found:
