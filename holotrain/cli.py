@@ -25,7 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from holotrain.commands.log_file import logged
-from holotrain.config.command_line import HELP, SHOWS, Arguments, explaining, parse, parse_words, quoted
+from holotrain.config.command_line import HELP, SHOWS, Arguments, explaining, parse, parse_words, quoted, readable
 from holotrain.config.command_options import WORD_COMMANDS
 from holotrain.config.composition import composed, config_folder, direction, key_of, register, to_plain
 from holotrain.config.help import command_help, overview, word_command_help
@@ -232,6 +232,8 @@ class Launch:
         if swept:
             job.write(folder)
         with logged(folder, [self.arguments.command, *job.overrides]) if swept else nullcontext():
+            if swept and "json=-" not in job.overrides:
+                print(f"job {job.number}: {' '.join(map(readable, job.overrides))}")
             self._run_job(job, config, hydra, folder)
         value = None
         if swept:

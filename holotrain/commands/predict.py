@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from holotrain.commands import screen
@@ -39,6 +40,8 @@ def run(config: PredictConfig, run: Run) -> int:
         check_device(config.trainer)
         model, described = described_model(path)
         task = task_of(model, config, described)
+        if not is_overridden("predict_step", task):
+            raise UserError(f"predict: {config.task.name} has no predict_step, which takes a batch of images or texts")
         loader = _files_loader(config, described, Path(files))
     else:
         data, task = prepared("predict", config, run)

@@ -60,7 +60,7 @@ def show_start(
         "data": f"{run.choices.get('data', config.data.name)}, {_batches(config, run.process)}",
         "text": text,
         "samples": _samples(sizes),
-        "warning": _warning(sizes),
+        "warning": _warning(sizes, hasattr(data, "val_fraction") or hasattr(config.data, "val_fraction")),
         "backward": _backward(config),
         "between blocks": kept_between_blocks(model) if fits else None,
         "synthesis": getattr(config.synthesis, "mode", None),
@@ -92,12 +92,13 @@ def _samples(sizes: dict[str, int]) -> str | None:
     return ", ".join(f"{size} to {part}" for part, size in sizes.items()) or None
 
 
-def _warning(sizes: dict[str, int]) -> str | None:
-    """That the figures of a small validation set are coarse."""
+def _warning(sizes: dict[str, int], has_fraction: bool) -> str | None:
+    """That the figures of a small validation set are coarse. ``has_fraction``: the data have an option for its share."""
     size = sizes.get("val", FEW)
     if size >= FEW:
         return None
-    return f"only {counted(size, 'sample')} to validate with, so val/... is coarse; raise data.val_fraction, or give more"
+    remedy = "raise data.val_fraction, or give more" if has_fraction else "give more"
+    return f"only {counted(size, 'sample')} to validate with, so val/... is coarse; {remedy}"
 
 
 def _pretrained(config: RunConfig, fits: bool) -> str | None:
@@ -134,6 +135,8 @@ def show_end(summary: Summary, folder: Path, **files: Path) -> None:
             rows[name] = f"{value:.4f}" if value == 0 or abs(value) >= 1e-3 else f"{value:.3g}"
     if summary.steps is not None and summary.epochs is not None:
         rows["steps"] = f"{summary.steps} in {counted(summary.epochs, 'epoch')}"
+    if summary.early_stopping_patience is not None:
+        rows["ended"] = f"early, after {counted(summary.early_stopping_patience, 'validation')} without improvement"
     if summary.samples_per_second is not None and summary.step_seconds is not None:
         tokens = f"{summary.tokens_per_second:.0f} tokens/s, " if summary.tokens_per_second is not None else ""
         rows["throughput"] = f"{tokens}{summary.samples_per_second:.1f} samples/s, {summary.step_seconds * 1e3:.1f} ms per step"

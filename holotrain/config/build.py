@@ -129,6 +129,9 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
     with as_user_error("model"), allocated():
         chosen = replace(config.model, arguments=model_arguments(config, facts))
         model = make("model", chosen, nn.Module)
+    if isinstance(model, pl.LightningModule):  # whose steps and optimizer would not be used
+        target = config.model.target
+        raise UserError(f"model.{TARGET}: {target} is a LightningModule, which is a task; give task.{TARGET}={target}")
     _make_reversible(model, config.model)
     try:
         if backward.blocks:

@@ -148,7 +148,8 @@ def _found(target: str) -> griffe.Object:
         if module is not None:
             break
     else:
-        raise ValueError(f"there is no package {parts[0]!r} with a source in Python")
+        near = did_you_mean(parts[0], (file.stem for file in Path().glob("*.py")))
+        raise ValueError(f"there is no package {parts[0]!r} with a source in Python, installed or in this folder.{near}")
     node: griffe.Object | griffe.Alias = module
     for place, part in enumerate(parts[length:], length):
         member = node.members.get(part)

@@ -86,7 +86,8 @@ def with_defaults(
 def _check_unused(group: str, task: str, overrides: Iterable[str]) -> None:
     for word in overrides:
         if re.match(rf"[+~]?{group}[.=]", word):
-            raise UserError(f"{word}: {'the given task' if task == PYTHON_OBJECT else task} takes no {group}")
+            own = "; in its constructor, make_reversible(self.net) does it" if word.startswith("model.reversible=") else ""
+            raise UserError(f"{word}: {'the given task' if task == PYTHON_OBJECT else task} takes no {group}{own}")
 
 
 def without_replaced_options(
