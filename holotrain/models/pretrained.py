@@ -235,11 +235,8 @@ class Loaded:
 
     def __str__(self) -> str:
         """A line for people: the number of tensors that were loaded, and the names of all others."""
-        parts = {
-            "new, with random values": (*self.missing, *self.head),
-            "left out": self.unexpected,
-            "of another size, fitted": self.resized,
-        }
+        new = {"new, random": (*self.missing, *self.head)}
+        parts = new | {"left out": self.unexpected, "of another size, fitted": self.resized}
         lists = [f"{name}: {', '.join(sorted(names))}" for name, names in parts.items() if names]
         return "; ".join([f"{counted(len(self.loaded), 'tensor')} of {self.source}", *lists])
 

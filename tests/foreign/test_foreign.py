@@ -73,7 +73,7 @@ def test_weights_and_tokenizer_of_a_folder(holotrain, tmp_path):
     words = [*SHORT, *words_of("bert", "sequence_classification"), "optimizer.lr=1e-9", "hydra.run.dir=run"]
     status, out, err = holotrain("fit", *words)
     assert status == 0
-    assert "tensors of network; new, with random values: bert.pooler" in err and "left out: cls.predictions" in err
+    assert "tensors of network; new, random: bert.pooler" in err and "left out: cls.predictions" in err
     assert "the data have 263 words and the model has 260; 3 rows are added" in err
     trained = package.load("run").model.bert
     for name, weight in theirs.bert.encoder.state_dict().items():
@@ -95,17 +95,14 @@ def test_images_of_another_size_and_number_of_classes(tmp_path, capsys):
     large.model.save_pretrained(tmp_path / "vit")
     small = HuggingFace(str(tmp_path / "vit"), "image_classification", classes=5, image_size=16, channels=3)
     said = small.start_from(None)
-    assert (
-        "of another size, fitted: vit.embeddings.position_embeddings" in said
-        and "new, with random values: classifier.bias" in said
-    )
+    assert "of another size, fitted: vit.embeddings.position_embeddings" in said and "new, random: classifier.bias" in said
     assert_equal(small.model.vit.layernorm.weight, large.model.vit.layernorm.weight)
     sizes = {"depth": 2, "embed_dim": 32, "num_heads": 2, "patch_size": 4}
     big = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=3, **sizes)
     torch.save(big.state_dict(), tmp_path / "big.pth")
     little = Timm("vit_tiny_patch16_224", classes=5, image_size=16, channels=1, arguments=sizes)
     said = little.start_from(str(tmp_path / "big.pth"))
-    assert said.endswith("new, with random values: head.bias, head.weight")
+    assert said.endswith("new, random: head.bias, head.weight")
     assert_equal(little.model.blocks[0].attn.qkv.weight, big.blocks[0].attn.qkv.weight)
     with pytest.raises(ValueError, match="do not fit"):
         little.start_from(str(tmp_path / "vit"))

@@ -8,7 +8,7 @@ import os
 import re
 import sysconfig
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -244,8 +244,7 @@ class TextInColumns(TextDataModule):
         given = [name for name in ("messages", "completion") if self.answers[name]]
         if prompt != "prompt" and not completion:
             raise ValueError("prompt needs data.completion, the column of what follows a prompt")
-        columns = {"text": text if text != "text" else None, "label": label}
-        _check_answers(given, columns | options)
+        _check_answers(given, {"text": text != "text", "label": label, **options})
         super().__init__(**options)
         if given:
             self.layout = "answers"  # a row is a sequence
@@ -263,12 +262,9 @@ def _check_answers(given: list[str], options: dict[str, Any]) -> None:
         raise ValueError("messages cannot be combined with completion; rows have one of the two")
     if given and options.get("layout", "packed") != "packed":
         raise ValueError(f"{given[0]} needs task=causal_lm, which learns answers alone")
-    for name in ("text", "label"):
-        if given and options[name]:
-            raise ValueError(f"{name} cannot be combined with {given[0]}, in which a row has its texts")
-    for name in ("streaming", "unit"):
+    for name in ("text", "label", "streaming", "unit"):
         if given and options.get(name):
-            raise ValueError(f"{name} cannot be combined with {given[0]}, of which a row is read whole before the training")
+            raise ValueError(f"{name} cannot be combined with {given[0]}: a row holds its texts, and is read whole")
 
 
 class TextFiles(Expanding, TextInColumns):
@@ -334,8 +330,7 @@ class HubText(FromHub, TextInColumns):
 
 
 def texts_at(path: Path, text: str, unit: str = "file", expansion: float = EXPANSION) -> list[tuple[str, str]]:
-    """Name and text of the file at a path, or of all files below it; for files of rows, of each row that is not blank, and for
-    plain text of each ``unit``."""
+    """Name and text of each row that is not blank, and of each ``unit`` of plain text, in a file or folder."""
     if not path.exists():
         raise UserError(f"texts: there is no file or folder {path}")
     found, blank = [], []
@@ -349,9 +344,9 @@ def texts_at(path: Path, text: str, unit: str = "file", expansion: float = EXPAN
                 of_rows = [*enumerate(rows.batches("test", 1), 1)]
         except UserError as error:  # whose advice is for data
             raise UserError(f"texts: {str(error).removeprefix('data: ').partition('; data.on_error')[0]}") from error
-        texts = [(number, one) for number, row in of_rows for one in row]
-        if not in_rows and unit == "paragraph":  # of which the library's rows may hold several
-            texts = [*enumerate((one for _, one in texts), 1)]
+        texts: Iterable[tuple[int, str]] = [(number, one) for number, row in of_rows for one in row]
+        if unit == "paragraph" and not in_rows:  # of which the library's rows may hold several
+            texts = enumerate([one for _, one in texts], 1)
         found += [(f"{each}:{number}" if in_rows or unit != "file" else str(each), one) for number, one in texts]
         blank += [f"{each}:{number}" for number, row in of_rows if in_rows and not row]
     warn_of_left_out("row", "without text", blank)
