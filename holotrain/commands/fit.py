@@ -243,10 +243,8 @@ def objective_of(config: FitConfig, task: pl.LightningModule, data: pl.Lightning
     if the training does not measure it."""
     if config.objective is None:
         return None
-    modes = {"train/loss": "min"} | dict.fromkeys(FIGURES, "min") | {"samples_per_second": "max"}
-    if is_a(config.data, TEXT):
-        modes["tokens_per_second"] = "max"
-    else:
+    modes = {"train/loss": "min"} | {name: "max" if name.endswith("per_second") else "min" for name in FIGURES}
+    if not is_a(config.data, TEXT):
         del modes["tokens_per_second"]
     if config.trainer.limit_val_batches != 0:
         modes |= monitored_by(task)

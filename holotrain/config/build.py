@@ -197,7 +197,7 @@ def task_of(model: nn.Module | None, config: RunConfig, described: dict[str, Any
     if "tokenizer" in described:
         tokenizer = tokenizer_from_json(described["tokenizer"])
         known["token_bytes"] = torch.from_numpy(tokenizer.byte_lengths)
-        if "mask_id" in signature(config.task.target).options:
+        if takes(config.task, "mask_id"):
             known["mask_id"] = tokenizer.mask_id
     chosen = replace(config.task, arguments=with_data_properties("task", config.task, described["facts"]))
     task = make("task", chosen, pl.LightningModule, **known)

@@ -268,6 +268,8 @@ class TransformersReader:
             **self._cache,
         )
         self._cache = {name: found[name] for name in found.keys() & {"cache", "past_key_values"}}
+        if not self._cache:  # the next token would be read without those before it
+            raise ValueError(f"a {type(self._model).__name__} keeps no keys and values, so it generates no text here")
         return found.logits[:, -1]
 
 

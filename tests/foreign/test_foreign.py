@@ -16,6 +16,7 @@ from left_by_runs import assert_same_weights, summary
 import holotrain as package
 from holotrain.models import HuggingFace, Timm, generate
 from holotrain.models.generation import Sampling
+from holotrain.models.huggingface import TransformersReader
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
@@ -52,6 +53,18 @@ def test_generated_tokens_are_those_of_the_whole_context(tmp_path, kind):
         for token in row:
             assert model(text[None])[0, -1].argmax() == token
             text = torch.cat((text, token[None]))
+
+
+def test_a_model_that_keeps_no_keys_and_values_does_not_generate():
+    """Each token would be read without those before it."""
+
+    class Stateful(torch.nn.Linear):
+        def forward(self, input_ids, **options):
+            logits = super().forward(torch.zeros(*input_ids.shape, 2))
+            return transformers.utils.ModelOutput(logits=logits, state=logits)
+
+    with pytest.raises(ValueError, match="a Stateful keeps no keys and values"):
+        TransformersReader(Stateful(2, 9), [torch.tensor([5, 6])]).read()
 
 
 @pytest.mark.slow
