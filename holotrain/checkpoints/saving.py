@@ -91,7 +91,8 @@ OF_THE_BEST = re.compile(r"best-epoch\d+-step\d+(-v\d+)?\.ckpt")
 
 class BestCheckpoint(ExactCheckpoint):
     """Keeps the checkpoints with the best values of a validation metric, as ``best-epoch<n>-step<n>.ckpt``: counted
-    from 1, as on the screen, and the optimizer steps that were done.
+    from 1, as on the screen, and the optimizer steps that were done. Of equal values
+    the latest counts, which was trained longest.
 
     A run that was killed may leave one that the checkpoint it is resumed from does not know. It is removed as soon as there are
     ``save_top_k`` without it, or replaced when the training comes to its step again.
@@ -126,6 +127,11 @@ class BestCheckpoint(ExactCheckpoint):
         self.last_every_n_steps = every_n_train_steps
         self._loaded = False
         self._left: list[str] = []
+
+    def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
+        worst_kept = self.best_k_models.get(self.kth_best_model_path)
+        equal = current is not None and worst_kept is not None and bool(current == worst_kept)
+        return super().check_monitor_top_k(trainer, current) or equal
 
     def format_checkpoint_name(self, metrics: dict[str, Tensor], *rest: Any, **options: Any) -> str:
         return super().format_checkpoint_name(metrics | {"epoch": metrics["epoch"] + 1}, *rest, **options)

@@ -1,6 +1,5 @@
 """``holotrain validate`` and ``test``: evaluates a checkpoint, as the end of ``fit`` does too, or pretrained weights."""
 
-import os
 import warnings
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from holotrain.config.build_callbacks import build_loggers, build_matrices
 from holotrain.config.build_trainer import build_trainer, check_device, check_division
 from holotrain.config.command_options import CheckpointConfig, RunConfig
 from holotrain.data.images import ImageDataModule
-from holotrain.data.loader import LoadingModule
+from holotrain.data.loader import LoadingModule, usable_cores
 from holotrain.errors import UserError
 from holotrain.numeric import counted
 from holotrain.optimizers.low_bit import UnfitState
@@ -148,7 +147,7 @@ def shared_data(stage: str, config: RunConfig, checkpoint: Path | None, run: Run
 def warn_of_workers(config: RunConfig) -> None:
     """One line about more workers than cores. torch has one for each loader and each epoch, which name no option."""
     workers = getattr(config.data, "num_workers", None)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     if isinstance(workers, int) and workers > cores:
         warnings.filterwarnings("ignore", message="This DataLoader will create .* worker processes")
         there = counted(cores, "core")

@@ -136,7 +136,7 @@ class Training:
         self.objective = objective_of(config, task, data)
         selecting = (self.monitor.monitor, self.monitor.mode) if self.monitor else (None, None)
         check_direction(*(self.objective or selecting), run.direction)
-        self.measured = Measured(config.resume, self.monitor)
+        self.measured = Measured(run.started, config.resume, self.monitor)
         kept = KeepConfiguration(config, run.choices, description(config, data))
         callbacks += [kept, self.measured, self.same_folder]
         options = config.trainer

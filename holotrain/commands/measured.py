@@ -1,6 +1,7 @@
 """What a training has measured, in its checkpoints and in its summary."""
 
 import math
+import time
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,6 +27,7 @@ class Measured(pl.Callback):
     the best value so far of the metric that selects the best checkpoint, as ``best/val/...``.
 
     Args:
+        started: when the run began, by ``time.monotonic``.
         resumed: the training goes on with the numbers of the checkpoint; otherwise it begins without any.
         monitor: selects the best checkpoint. Its state is saved in checkpoints, so a resumed training goes on from there.
 
@@ -33,15 +35,15 @@ class Measured(pl.Callback):
         diverged: which loss is not finite, and since when; None: all were finite at the end of the last epoch.
     """
 
-    def __init__(self, resumed: bool, monitor: ModelCheckpoint | None = None) -> None:
-        self.resumed, self.monitor = resumed, monitor
+    def __init__(self, started: float, resumed: bool, monitor: ModelCheckpoint | None = None) -> None:
+        self.started, self.resumed, self.monitor = started, resumed, monitor
         self.best: float | None = None
         self.diverged: str | None = None
         self._before: dict[str, Any] = {}
 
     def results(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Fields of a summary by their names, each as it was measured last."""
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {"seconds": self._before.get("seconds", 0) + time.monotonic() - self.started}
         for callback in trainer.callbacks:  # ty: ignore[missing-attribute]
             if isinstance(callback, ThroughputMonitor):
                 found |= {name: getattr(callback, name) for name in OF_THROUGHPUT}
@@ -56,7 +58,7 @@ class Measured(pl.Callback):
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         if self.resumed and isinstance(kept := checkpoint.get(KEY), dict):
-            figures = {name: value for name, value in _numbers(kept).items() if name in (*OF_THROUGHPUT, *OF_MEMORY)}
+            figures = {name: value for name, value in _numbers(kept).items() if name in ("seconds", *OF_THROUGHPUT, *OF_MEMORY)}
             self._before = figures | {"metrics": _numbers(kept.get("metrics"))}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

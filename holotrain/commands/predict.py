@@ -22,6 +22,7 @@ from holotrain.config.option_groups import CAUSAL_LM, IMAGES, TEXT, is_a
 from holotrain.data.decoding import MEGAPIXELS
 from holotrain.data.image_folder import NamedImageFiles, image_files
 from holotrain.data.limits import EXPANSION
+from holotrain.data.loader import worker_count
 from holotrain.data.text.sources import text_files
 from holotrain.data.tokenizers import tokenizer_from_json
 from holotrain.errors import UserError
@@ -75,7 +76,7 @@ def run(config: PredictConfig, run: Run) -> int:
 
 
 def _files_loader(config: RunConfig, described: dict[str, Any], path: Path) -> DataLoader:
-    workers = getattr(config.data, "num_workers", 0)
+    workers = worker_count(getattr(config.data, "num_workers", 0))
     batch_size, facts = getattr(config.data, "batch_size", None) or 32, described["facts"]
     if "tokenizer" in described:
         return text_files(

@@ -10,6 +10,7 @@ from holotrain.commands import summary
 from holotrain.commands.console import plain
 from holotrain.commands.writing import write_whole
 from holotrain.config.command_options import ReportConfig
+from holotrain.config.jobs import JOB, UNENDED, read_job
 from holotrain.dashboard.logs import read_events, read_images, read_scalars, read_texts
 from holotrain.dashboard.page import page
 from holotrain.dashboard.table import Reported
@@ -21,7 +22,7 @@ from holotrain.numeric import counted
 LARGEST = 2**20
 """Bytes of a config.yaml. Those of a run have some thousand; PyYAML reads about 100 KiB a second."""
 
-LEFT_BY_RUNS = ("config.yaml", summary.SUMMARY, "tensorboard", "csv")
+LEFT_BY_RUNS = ("config.yaml", summary.SUMMARY, "tensorboard", "csv", JOB)
 
 
 def run(config: ReportConfig) -> int:
@@ -39,7 +40,7 @@ def run(config: ReportConfig) -> int:
             refuse_links(folder := folders[place], LEFT_BY_RUNS)
             config_yaml, ended, events = _config(folder / "config.yaml"), summary.read(folder) or {}, read_events(folder)
             curves, images, texts = read_scalars(folder, events), read_images(events), read_texts(events)
-            read[place] = Reported(folder, config_yaml, ended, curves, images, texts)
+            read[place] = Reported(folder, config_yaml, ended, curves, images, texts, *_job(folder / JOB))
         except UserError as error:  # the other runs are still worth comparing
             unreadable[place] = error
     if not read:
@@ -90,6 +91,14 @@ def _runs_in(folder: Path) -> list[Path]:
 
 def _is_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in LEFT_BY_RUNS)
+
+
+def _job(path: Path) -> tuple[list[str], str | None]:
+    """The overrides of a job of a sweep, and why it failed; a job that has not ended may still be running."""
+    job = read_job(path)
+    if job is None:
+        return [], None
+    return job.overrides, None if job.error == UNENDED else job.error
 
 
 def _config(path: Path) -> dict:

@@ -65,6 +65,7 @@ def show_start(
         "between blocks": kept_between_blocks(model) if fits else None,
         "synthesis": getattr(config.synthesis, "mode", None),
         "optimizer": _optimizer(config, config.optimizer, run) if fits and config.optimizer else None,
+        "schedule": _schedule(config.scheduler, run) if fits and config.scheduler else None,
         "precision": config.trainer.precision + ("" if products == "highest" else f", products of float32: {products} (TF32)"),
         "device": device_name(config.trainer.accelerator),
         "weights": None if origin else _pretrained(config, fits),
@@ -187,6 +188,11 @@ def _optimizer(config: RunConfig, optimizer: ObjectConfig, run: Run) -> str:
     name, rate = run.choices.get("optimizer", optimizer.name), getattr(optimizer, "lr", None)
     words = [name, *([] if rate is None else [f"learning rate {rate:g}"])]
     return ", ".join([*words, "in the backward"] if config.steps_in_backward else words)
+
+
+def _schedule(scheduler: ObjectConfig, run: Run) -> str:
+    options = [f"{name} {value:g}" for name, value in scheduler.arguments.items() if isinstance(value, int | float) and value]
+    return ", ".join([run.choices.get("scheduler", scheduler.name), *options])
 
 
 def _large(count: int) -> str:

@@ -37,9 +37,10 @@ class Summary:
     """The results of a run. Times in seconds, memory in bytes; None where a figure does not apply.
 
     ``monitor`` is the metric that selects the best checkpoint, and ``mode`` its ``max`` or ``min``; ``objective`` and
-    ``objective_mode`` are those of what a sweep optimises instead. ``between_blocks`` says
-    what a training kept between blocks that ``make_reversible`` coupled. ``step_peak_bytes`` is what the tensors of a step took
-    on a CPU, ``planned_step_bytes`` what was planned, if something was chosen by a plan. ``early_stopping_patience`` is that of
+    ``objective_mode`` are those of what a sweep optimises instead. ``between_blocks`` says what a training kept between blocks
+    that ``make_reversible`` coupled. ``step_peak_bytes`` is what the tensors of a step took on a CPU, ``planned_step_bytes``
+    what was planned, if something was chosen by a plan. ``seconds`` counts every part of a training that was resumed,
+    ``overrides`` are those of the last part, and ``choices`` the option of each group. ``early_stopping_patience`` is that of
     the EarlyStopping that ended the training.
     """
 
@@ -73,6 +74,7 @@ class Summary:
     early_stopping_patience: int | None = None
     name: str | None = None
     tags: list[str] = field(default_factory=list)
+    choices: dict[str, str] = field(default_factory=dict)
 
 
 def write_summary(run: Run, config: RunConfig, model: nn.Module, status: str = "completed", **results: Any) -> Summary:
@@ -80,16 +82,17 @@ def write_summary(run: Run, config: RunConfig, model: nn.Module, status: str = "
     from holotrain.config.build_trainer import device_name
 
     trainer = config.trainer
+    results.setdefault("seconds", time.monotonic() - run.started)
     summary = Summary(
         command=run.command,
         status=status,
         overrides=[readable(word) for word in run.overrides],
+        choices=run.choices,
         device=device_name(trainer.accelerator),
         precision=trainer.precision,
         backward=config.backward.name,
         synthesis=getattr(config.synthesis, "mode", "none"),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        seconds=time.monotonic() - run.started,
         float32_matmul_precision=trainer.float32_matmul_precision,
         strategy=trainer.strategy,
         processes=run.process.size if run.process else 1,

@@ -27,6 +27,7 @@ from holotrain.models.building import allocated
 from holotrain.models.checkpoint_files import read_weights
 from holotrain.models.external import ExternalModel
 from holotrain.models.pretrained import load_pretrained
+from holotrain.numeric import require_at_least
 from holotrain.optimizers.stepping import InBackward
 from holotrain.reversible import make_reversible
 from holotrain.reversible.in_place import checks_in
@@ -217,7 +218,9 @@ def make_optimizer(chosen: ObjectConfig, clip_value: float | None, model: nn.Mod
         clip_value: to what an optimizer that steps in the backward clips the entries of gradients; of others the trainer does.
     """
     arguments = {name: value for name, value in chosen.arguments.items() if name != groups.IN_BACKWARD}
-    with as_user_error("optimizer", ["weight_decay"]):
+    with as_user_error("optimizer", ["lr", "weight_decay"]):
+        if isinstance(rate := arguments.get("lr"), int | float):
+            require_at_least(0, lr=rate)  # torch's message names no option
         of = model if takes(chosen, "model") else decay_groups(model, arguments.get("weight_decay", 0.0))
     optimizer = make("optimizer", replace(chosen, arguments=arguments), Optimizer, of)
     if not chosen.arguments.get(groups.IN_BACKWARD, False):

@@ -248,17 +248,15 @@ def _only_computes(where: str, target: str) -> bool:
         return False
 
 
-OF_ANY_GROUP = ("experiment", "debug", "sweep", "task")
-"""Groups whose files change others."""
+OF_ANY_GROUP = ("experiment", "debug", "sweep", "task", "data")
+"""Groups whose files may change others."""
 
 
 def _named_in_files(config_dir: str | None) -> set[tuple[str, str]]:
     """The classes that ``conf`` and the user's folder name, each with its place in a configuration."""
     found = {("model", node[TARGET]) for node in models().values()}
     for folder, group in itertools.product(filter(None, (config_folder(), config_dir)), {*GROUPS, *OF_ANY_GROUP}):
-        places = [""] if group in OF_ANY_GROUP else [group]
-        if group == "task":  # a file there may change other groups, or be a task alone
-            places.append("task")
+        places = [group, ""] if group in OF_ANY_GROUP else [group]
         for path in Path(folder, group).rglob("*.yaml"):
             try:
                 node = OmegaConf.to_container(OmegaConf.load(path))

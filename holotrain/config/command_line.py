@@ -166,7 +166,8 @@ def parse(argv: list[str]) -> Arguments:
         elif word.startswith("-"):
             raise _unknown_flag(word, next(words, ""), arguments)
         elif not key_of(word) or ("=" not in word and not word.startswith("~")):
-            raise UserError(f"{word!r} is not an override; write group=option or key=value, without spaces around =")
+            near = did_you_mean(word, ("resume=true", "test=false", "compile=true"))
+            raise UserError(f"{word!r} is not an override; write group=option or key=value, without spaces around =.{near}")
         else:
             arguments.words.append(word)
             arguments.overrides.append(_verbatim(word))

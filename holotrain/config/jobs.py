@@ -24,6 +24,9 @@ from holotrain.folders import refuse_links, relative_to_cwd
 
 JOB = "job.json"
 
+UNENDED = "its process died"
+"""The error of a job until it ends."""
+
 
 @dataclass
 class Job:
@@ -32,7 +35,7 @@ class Job:
     number: int
     overrides: list[str]
     exit_status: int = 1
-    error: str | None = "its process died"
+    error: str | None = UNENDED
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -41,11 +44,16 @@ class Job:
 
 def read_jobs(folder: Path) -> dict[Path, Job]:
     """The jobs that have begun, by their folders, in order. What is not one of our files is left out."""
-    jobs, kinds = {}, {each.name: str(each.type) for each in fields(Job)}
-    for path in folder.rglob(JOB):
-        with suppress(UserError):
-            jobs[path.parent] = Job(**read_fields(path, kinds, "job", ("error",)))
+    jobs = {path.parent: job for path in folder.rglob(JOB) if (job := read_job(path))}
     return dict(sorted(jobs.items(), key=lambda item: item[1].number))
+
+
+def read_job(path: Path) -> Job | None:
+    """What a job has left in this file; None: it is missing, or not one of our files."""
+    kinds = {each.name: str(each.type) for each in fields(Job)}
+    with suppress(UserError, OSError):
+        return Job(**read_fields(path, kinds, "job", ("error",)))
+    return None
 
 
 def prepare_sweep(start: Start) -> Path:

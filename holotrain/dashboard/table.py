@@ -27,6 +27,8 @@ class Reported:
         summary: content of summary.json; empty without one (the run is not finished, or was killed).
         curves: its scalars by tag.
         images, texts: the last of each tag.
+        words: the overrides of its command line, of a run without a summary.
+        failure: why it failed, if it is a job of a sweep that did.
     """
 
     folder: Path
@@ -35,12 +37,20 @@ class Reported:
     curves: dict[str, Curve] = field(default_factory=dict)
     images: dict[str, Medium] = field(default_factory=dict)
     texts: dict[str, Medium] = field(default_factory=dict)
+    words: list[str] = field(default_factory=list)
+    failure: str | None = None
 
     @property
     def overrides(self) -> dict[str, str]:
-        """The overrides of its command line."""
-        words = (word.lstrip("+~").partition("=") for word in self.summary.get("overrides", []))
-        return {key: value for key, _, value in words if key.split(".")[0] not in UNCOMPARED}
+        """The overrides of its command line; a class, such as that of ``model._target_``, stands for its group."""
+        words = (word.lstrip("+~").partition("=") for word in self.summary.get("overrides", self.words))
+        return {key.removesuffix("._target_"): value for key, _, value in words if key.split(".")[0] not in UNCOMPARED}
+
+    @property
+    def status(self) -> str:
+        if self.summary:
+            return self.summary["status"]
+        return f"failed: {self.failure}" if self.failure else "unfinished"
 
     @property
     def name(self) -> str:
@@ -139,9 +149,9 @@ def columns(runs: list[Reported]) -> list[Column]:
         ("seconds", "time, s", None, 1),
     ):
         values = [None if (value := run.summary.get(name)) is None else value * factor for run in runs]
-        if values != [None] * len(runs):
-            found.append(_figures(heading, values, better))
-    found.append(Column("status", [run.summary.get("status", "unfinished") for run in runs]))
+        found.append(_figures(heading, values, better))
+    found = [column for column in found if any(column.cells)]
+    found.append(Column("status", [run.status for run in runs]))
     found.append(Column("folder", [str(run.folder) for run in runs]))
     return found
 
@@ -175,13 +185,13 @@ def _metric_names(runs: list[Reported]) -> list[str]:
 
 
 def _value(run: Reported, key: str) -> Any:
-    """An option's value; for a group, the option on the command line, or else its kind."""
+    """An option's value; for a group, the option that was chosen, or else its kind."""
     node: Any = run.config
     for part in key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
-    if isinstance(node, Mapping):
-        return run.overrides.get(key, node.get("kind"))
-    return run.overrides.get(key) if node is None else node
+    if node is not None and not isinstance(node, Mapping):
+        return node
+    return (run.summary.get("choices") or {}).get(key) or (node or {}).get("kind") or run.overrides.get(key)
 
 
 def _different(values: dict[str, list[Any]]) -> dict[str, list[Any]]:

@@ -1,5 +1,6 @@
 """Loaders that leave the global random state alone and can be resumed in mid-epoch, and augmentation that is seeded."""
 
+import os
 import random
 import sys
 import traceback
@@ -125,20 +126,30 @@ class ResumableLoader(OwnGenerator, StatefulDataLoader):
         self.batch_sampler.load_state_dict(state_dict)
 
 
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def worker_count(wanted: int | None) -> int:
+    """Worker processes of a loader; None: one a core, at most 8."""
+    return min(usable_cores(), 8) if wanted is None else wanted
+
+
 class LoadingModule(ShowsInherited, pl.LightningDataModule):
     """What the loaders of a data module take.
 
     Args:
-        num_workers: worker processes that load data; 0: load in the training process
+        num_workers: worker processes that load data; 0: load in the training process; null: one a core, at most 8
         pin_memory: pin batches in host memory for faster copies to a GPU; null: if a GPU is used
         seed: seed of the order of batches and of augmentation
     """
 
-    def __init__(self, num_workers: int = 0, pin_memory: bool | None = None, seed: int = 0) -> None:
+    def __init__(self, num_workers: int | None = 0, pin_memory: bool | None = None, seed: int = 0) -> None:
         super().__init__()
         require_at_least(0, num_workers=num_workers)
         pinned = torch.cuda.is_available() if pin_memory is None else pin_memory
-        self.loading: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pinned}
+        self.loading: dict[str, Any] = {"num_workers": worker_count(num_workers), "pin_memory": pinned}
         self.seed = seed
 
     @property

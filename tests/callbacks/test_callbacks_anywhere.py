@@ -79,6 +79,17 @@ def test_a_metric_of_the_users_chooses_the_best(tmp_path):
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["best-epoch2-step4.ckpt"]
 
 
+class Constant(Regression):
+    def validation_step(self, batch, batch_idx):
+        self.log("val/accuracy", 0.75)
+
+
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_of_equal_values_the_latest_is_kept(tmp_path, mode):
+    fit(Constant(), tmp_path, [progress("lines"), BestCheckpoint(tmp_path, "val/accuracy", mode)])
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["best-epoch2-step4.ckpt"]
+
+
 def test_what_looks_at_a_training_does_not_change_it(tmp_path):
     names = ("Predictions", "ConfusionMatrix", "OptimizationMonitor", "Histograms")
     assert_trains_as_without([getattr(callbacks, name)() for name in names], tmp_path)

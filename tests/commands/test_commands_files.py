@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from types import SimpleNamespace
 
@@ -82,22 +83,25 @@ TRAINER = SimpleNamespace(callbacks=[], callback_metrics={"val/loss": torch.tens
 
 @pytest.mark.parametrize("kept", [None, [], {"metrics": 3}, {"command": 1, "status": "completed", "step_seconds": "fast"}])
 def test_what_is_no_measurement_is_left_out(kept):
-    measured = Measured(resumed=True)
+    measured = Measured(time.monotonic(), resumed=True)
     measured.on_load_checkpoint(TRAINER, None, {"measured": kept})
-    assert measured.results(TRAINER) == {"metrics": {"val/loss": 0.5}}
+    found = measured.results(TRAINER)
+    assert found.pop("seconds") < 100 and found == {"metrics": {"val/loss": 0.5}}
 
 
 @pytest.mark.parametrize("resumed", [True, False])
 def test_only_a_resumed_training_has_the_numbers_of_its_checkpoint(resumed):
-    measured = Measured(resumed)
-    held = {"metrics": {"train/loss": 2.0, "val/loss": 3.0, 4: 5.0}, "step_seconds": 0.1}
+    measured = Measured(time.monotonic(), resumed)
+    held = {"metrics": {"train/loss": 2.0, "val/loss": 3.0, 4: 5.0}, "step_seconds": 0.1, "seconds": 1000.0}
     measured.on_load_checkpoint(TRAINER, None, {"measured": held})
     before = {"metrics": {"train/loss": 2.0, "val/loss": 0.5}, "step_seconds": 0.1}
-    assert measured.results(TRAINER) == (before if resumed else {"metrics": {"val/loss": 0.5}})
+    found = measured.results(TRAINER)
+    assert (found.pop("seconds") > 1000) is resumed  # the time of all parts
+    assert found == (before if resumed else {"metrics": {"val/loss": 0.5}})
 
 
 def test_a_loss_that_is_not_finite_is_named_once_and_forgotten_if_it_recovers():
-    measured, trainer = Measured(resumed=False), SimpleNamespace(current_epoch=0, callback_metrics={})
+    measured, trainer = Measured(0.0, resumed=False), SimpleNamespace(current_epoch=0, callback_metrics={})
     said = []
     for trainer.current_epoch, loss in enumerate([1.0, math.nan, math.nan, 2.0, math.inf]):
         trainer.callback_metrics["train/loss"] = torch.tensor(loss)

@@ -92,6 +92,20 @@ def test_the_table_begins_with_what_differs_and_ends_with_the_folder():
     assert options == [["option", "lr=0.001", "lr=0.003"], ["optimizer.lr", "0.001", "0.003"]]
 
 
+def test_what_was_chosen_is_shown_also_of_resumed_runs_of_own_classes_and_of_failed_jobs():
+    first, resumed, own = (reported(name, 0.1, 0.5) for name in ("first", "resumed", "own"))
+    first.summary["overrides"] = ["model=gpt_tiny", "+model.dim=16"]
+    resumed.summary |= {"overrides": ["resume=true"], "choices": {"model": "roberta_tiny"}}
+    own.summary["overrides"] = ["model._target_=mine.Net"]
+    for run, kind in ((first, "gpt"), (own, "Net")):
+        run.config["model"] = {"kind": kind}
+    failed = Reported(Path("2"), words=["model=gpt_tiny"], failure="out of memory at step 1")
+    cells = {column.name: column.cells for column in columns([first, resumed, own, failed])}
+    assert cells["model"] == ["gpt", "roberta_tiny", "Net", "gpt_tiny"] and "model._target_" not in cells
+    assert cells["status"] == [*["completed"] * 3, "failed: out of memory at step 1"]
+    assert all(any(column) for column in cells.values()) and "tokens/s" not in cells
+
+
 def test_the_page_asks_for_nothing_from_elsewhere():
     text = page([reported("a", 1e-3, 0.5)])
     read = Read(text)

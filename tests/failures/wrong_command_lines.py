@@ -15,6 +15,7 @@ TABLES = {
         ("fitt", "Did you mean 'fit'?"),
         ("report", "report needs the folder of a run or sweep"),
         ("fit word", "'word' is not an override; write group=option or key=value"),
+        ("fit resume", "without spaces around =. Did you mean 'resume=true'?"),
         ("fit optimizer.lr = 1", "'optimizer.lr' is not an override; write group=option or key=value, without spaces"),
         ("fit --config-dir nowhere", "--config-dir: there is no folder nowhere"),
         ("fit --cfg", "--cfg needs a value"),
@@ -50,6 +51,7 @@ TABLES = {
         # types and ranges
         ("fit trainer.precision=bf16-mixd", "Did you mean 'bf16-mixed'?"),
         ("fit optimizer.lr=nan", "optimizer.lr: nan is not a number"),
+        ("fit optimizer.lr=-1", "optimizer.lr: must be at least 0, not -1"),
         ("fit seed=-1", "seed must be in [0, 4294967296), not -1"),
         ("fit memory=lots", "memory: 'lots' is not an amount of memory; write a number and its unit"),
         ("fit backward.store=40", "backward.store: must be a number of blocks up to 6 or indices below 6, not 40"),

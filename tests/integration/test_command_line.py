@@ -18,6 +18,7 @@ from left_by_runs import only, rows, scalars, summary, weights
 from shown_runs import Logged
 from small_run import SMALL
 
+from holotrain.data.loader import worker_count
 from holotrain.schedules import OF_REVERSIBLE
 
 QUICK = [*SMALL, "test=false", "logger=none", "callbacks.progress=null"]
@@ -215,7 +216,7 @@ def test_checkpoints_that_do_not_fit_are_refused(holotrain, trained):
             ["fit", f"ckpt_path={checkpoint}", "optimizer=adamw"],
             "trained with holotrain.tasks.optimizer_functions.sgd and can only",
         ),
-        (["fit", f"ckpt_path={checkpoint}", "synthesis.exclude=['*norm*']"], "another synthesis: parameters is"),
+        (["fit", f"ckpt_path={checkpoint}", "synthesis.exclude=['*norm*']", "trainer.max_epochs=3"], "another synthesis: parameters is"),
         (["fit", f"ckpt_path={folder}"], "checkpoints/last.ckpt has trained 2 epochs; to train on, give more"),
     ]:
         status, _, err = holotrain(*words)
@@ -253,6 +254,7 @@ def test_one_line_says_that_there_are_more_workers_than_cores(holotrain, monkeyp
         assert holotrain("fit", *QUICK, "data.num_workers=2")[0] == 0
     said = [str(each.message) for each in found if "worker" in str(each.message)]
     assert said == ["data.num_workers=2: 1 core here; more workers than cores may be slower"]
+    assert (worker_count(None), worker_count(0), worker_count(3)) == (1, 0, 3)
 
 
 STARVED = """

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
+from holotrain.config.jobs import Job
 from holotrain.dashboard.charts import CHARTS
 
 
@@ -70,7 +71,11 @@ def test_a_sweep_in_tensorboard_and_in_a_report(holotrain):
     page = Path("pages/both.html").read_text()
     assert "synthesis=associative" in page and "Synthesis time" in page and "holotrain:" not in page
     assert [path.name for path in Path("pages").iterdir()] == ["both.html"]
-    # a job that still runs, and one that logged nothing
+    # a job that failed before its training, one that still runs, and one that logged nothing
+    Job(2, ["optimizer.lr=1"], 2, "out of memory").write(sweep / "2")
+    assert f"{sweep}/2 has no scalars" in holotrain.done("report", str(sweep))
+    assert "failed: out of memory" in Path("report.html").read_text()
+    shutil.rmtree(sweep / "2")
     (sweep / "0" / "summary.json").unlink()
     shutil.rmtree(sweep / "1" / "tensorboard")
     assert f"{sweep}/1 has no scalars" in holotrain.done("report", f"{sweep}/*")
