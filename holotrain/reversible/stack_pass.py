@@ -42,6 +42,7 @@ class StackPass:
         self._schedules = stack.checks.in_force(stack.schedules, stack.blocks)
         self._weights = stack.weights
         self._recorder: Recorder | None = None
+        self._coupling: TwoStep | None = None
         self._changed: dict[int, int] = {}  # the block before which the model changed the stream, and the one that ran last
         self._on_backward = WeakMethod(self.close)
 
@@ -67,18 +68,21 @@ class StackPass:
         if bits is None:
             x = self._graph[0].to(x.dtype)  # which is on the grid
         graphs, weights = (self._graph_before, self._graph), self._weights[index]
-        coupling = TwoStep(self._grid, x, graphs, self._sign, weights, bits, rebuilt, self._on_backward)
+        before = None if bits is None else self._coupling
+        coupling = TwoStep(self._grid, x, graphs, self._sign, weights, bits, rebuilt, before, self._on_backward)
         self._recorder.begin_block(index, schedule, coupling, block, (self._stream, self._before), forward)
         self._recorder.call.present = None  # what the model does between its blocks may draw random numbers
         with in_trace("forward", index):
             coupled = self._recorder.update("block", block, self._before, self._stream, rest)
         self._before, self._stream, self._following = self._stream, coupled, index + 1
-        self._graph_before, self._graph = self._graph, _with_version(coupling.take_graph())
+        self._coupling = coupling
+        passed, carrier, returned = coupling.take_graphs()
+        self._graph_before, self._graph = _with_version(passed), _with_version(carrier)
         if self._choice is not None:
             self._choice.see(coupled)
         may_change = self._choice is not None or self._following in self._stack.changed  # in place, by the model
-        carrier = self._graph[0]
-        self._returned = carrier.to(coupling.written_as, copy=may_change and carrier.dtype == coupled.dtype)
+        shared = may_change and returned is carrier and carrier.dtype == coupled.dtype
+        self._returned = returned.clone() if shared else returned
         self._version = version_of(self._returned)
         others, coupling.others = coupling.others, None  # the graph holds the coupling, and must not hold these
         if self._task == -1:

@@ -27,8 +27,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holotrain.numeric import counted
+from holotrain.reversible import coupling_ops
 from holotrain.reversible.block import Coupling
 from holotrain.reversible.context import has_no_data
+from holotrain.reversible.coupling_ops import is_fused
 from holotrain.reversible.grid import Grid
 from holotrain.reversible.reads import version_of
 from holotrain.reversible.replaced_forward import stream_in
@@ -144,6 +146,7 @@ class TwoStep(Coupling):
         weights: a where the sign is 1, and where it is -1.
         bits: m; None for the first block, which has no x[k-1].
         rebuilt: the bits that the division drops are kept for :meth:`undo`.
+        before: the coupling of the block before, whose source the target is.
         on_backward: refers to what a backward calls that reaches the block.
     """
 
@@ -160,14 +163,19 @@ class TwoStep(Coupling):
         weights: tuple[float, float],
         bits: int | None,
         rebuilt: bool,
+        before: TwoStep | None = None,
         on_backward: Callable[[], Callable[[], None] | None] = lambda: None,
     ) -> None:
         self.grid, self._sign, self._weights, self._bits, self._rebuilt = grid, sign, weights, bits, rebuilt
         # The graph holds the coupling, which lets go of what is in the graph.
         self._x: Tensor | None = x
         self._graphs = graphs
-        self._carried: Tensor | None = None
+        self._carried: tuple[Tensor, ...] = ()
         self._coupled: tuple[Tensor, ...] = ()
+        self._before, self._next_bits = before, None
+        self._rebuilt_x: tuple[Tensor, torch.cuda.Stream | None] | None = None
+        if before is not None:
+            before._next_bits = bits
         self._read_as, self._on_backward = x.dtype, on_backward
         self.others: tuple[Any, ...] | None = None
         """What the block returned behind its stream; None: it returned one tensor."""
@@ -176,6 +184,9 @@ class TwoStep(Coupling):
         """The source in the dtype of the block. In the forward it is the very tensor of the model, whose hooks may want the
         gradient."""
         x, self._x = self._x, None
+        (rebuilt, stream), self._rebuilt_x = self._rebuilt_x or (None, None), None
+        if rebuilt is not None and stream == _stream_of(rebuilt):  # the memory of another CUDA stream may be used again
+            return rebuilt
         return source.to(self._read_as) if x is None else x
 
     def couple(self, target: Tensor, source: Tensor, output: Any) -> Tensor:
@@ -200,14 +211,13 @@ class TwoStep(Coupling):
         carried = [graph for graph, _ in self._graphs]
         self._carried = _TwoStep.apply(*carried, update, target, source, self)
         (coupled,), self._coupled, self._graphs = self._coupled, (), ()
-        self.grid.watch(coupled)
         return coupled
 
-    def take_graph(self) -> Tensor:
-        """The tensor that carries the gradient of the coupled stream, once."""
-        carried, self._carried = self._carried, None
-        assert carried is not None
-        return carried
+    def take_graphs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The tensors that carry the gradients of the source, for the next block's coupling, and of the coupled stream; and this
+        stream in the dtype of the block, which may be the second. Once."""
+        (passed, carrier, *narrow), self._carried = self._carried, ()
+        return passed, carrier, narrow[0] if narrow else carrier
 
     def reached(self) -> None:
         if (call := self._on_backward()) is not None:
@@ -227,6 +237,14 @@ class TwoStep(Coupling):
             target = torch.empty_strided(coupled.shape, self._strides, dtype=coupled.dtype, device=coupled.device)
         elif not last_use:
             target = torch.empty_like(coupled)
+        if is_fused(coupled):
+            read_as = target.dtype if self._before is None else self._before._read_as
+            narrow = target.new_empty(0) if read_as == target.dtype else torch.empty_like(target, dtype=read_as)
+            fixed = (self._sign, self.grid.step, self._low[0], self._numbers(coupled.dtype), self._bits)
+            coupling_ops.uncouple(target, narrow, coupled, source, stream_in(output), *fixed)
+            if self._before is not None and narrow.numel():
+                self._before._rebuilt_x = narrow, _stream_of(narrow)
+            return target
         pieces = in_pieces(target, coupled, source, stream_in(output), self._sign * 2**self._bits, *self._factors()[1:])
         for (part, total, read, update, scale, *weights), low in zip(pieces, self._low, strict=False):
             part.copy_(total - self._step(read, update, *weights)).mul_(scale)
@@ -247,10 +265,20 @@ class TwoStep(Coupling):
         weight = self._sign * ((above - below) / 2) + (above + below) / 2
         return gain, weight, 1 - weight - gain
 
-    def merged(self, target: Tensor, source: Tensor, update: Tensor) -> Tensor:
-        """x[k+1]; keeps the bits that it drops of the target."""
-        coupled = torch.empty_like(update, dtype=source.dtype)
+    def _numbers(self, dtype: torch.dtype) -> tuple[float, ...]:
+        """a and 1 - a - g, where the sign is 1 and where it is -1, in a dtype."""
+        return coupling_ops.factors(self._weights, self._bits, self._sign.dtype, dtype)
+
+    def merged(self, target: Tensor, source: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
+        """x[k+1], and the same in the dtype of the update; keeps the bits that it drops of the target."""
         self._low, self._strides = [], target.stride()
+        if is_fused(source):
+            kept = self._rebuilt and self._bits is not None
+            fixed = (self._sign, self.grid.step, self.grid.largest, self._numbers(source.dtype), self._bits or 0, kept)
+            coupled, low, narrow = coupling_ops.couple(target, source, update, *fixed, update.dtype)
+            self._low = [low]
+            return coupled, narrow if narrow.numel() else coupled
+        coupled = torch.empty_like(update, dtype=source.dtype)
         pieces = in_pieces(coupled, target, source, update, self._sign, *self._factors()[1:])
         for part, before, read, each, sign, *weights in pieces:
             part.copy_(self._step(read, each, *weights))
@@ -258,7 +286,8 @@ class TwoStep(Coupling):
                 part.addcmul_(self._divided_and_packed(before, self._bits), sign)
         if self._low and has_no_data(coupled) and (pieces := coupled.numel() / max(part.numel(), 1)) > 1:
             self._low.append(self._low[0].new_empty(round(len(self._low[0]) * (pieces - 1))))
-        return coupled
+        self.grid.watch(coupled)
+        return coupled, coupled.to(update.dtype)
 
     def _divided_and_packed(self, target: Tensor, bits: int) -> Tensor:
         """``x[k-1] / 2^m``, rounded down to the grid. Keeps the bits that this drops."""
@@ -268,23 +297,57 @@ class TwoStep(Coupling):
             self._low.append(packed(units.sub_(whole, alpha=2**bits).to(torch.uint8), bits))
         return whole.mul_(self.grid.step)
 
-    def gradients(self, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Those of target, source and update."""
-        gain, weight, rest = (each.to(grad.dtype) if isinstance(each, Tensor) else each for each in self._factors())
-        return None if self._bits is None else grad * gain, grad * rest, (grad * weight).to(self.written_as)
+    def gradients(self, passed: Tensor | None, grad: Tensor | None, narrow: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Those of target, source and update.
+
+        That of the target is not yet multiplied by g. The coupling before does it, whose source the target was, and adds it to its
+        own: one kernel less, and one tensor.
+
+        Args:
+            passed: of the source, from the next coupling, whose target it was.
+            grad, narrow: of the coupled stream, from the two tensors that carry it.
+        """
+        if grad is None:
+            assert narrow is not None
+            grad, narrow = narrow.to(self._carries), None
+        gain = 0.0 if self._next_bits is None else 2.0**-self._next_bits
+        if is_fused(grad) and not torch.is_grad_enabled():
+            fixed = (self._sign, self._numbers(grad.dtype), gain, self.written_as)
+            total, of_source, of_update = coupling_ops.gradients(grad, narrow, passed, *fixed)
+            grad = grad if narrow is None else total
+        else:
+            grad = grad if narrow is None else grad + narrow
+            sign, weight, rest = (each.to(grad.dtype) for each in (self._sign, *self._factors()[1:]))
+            of_source = grad * rest if passed is None else torch.addcmul(grad * rest, passed, sign * gain)
+            of_update = (grad * weight).to(self.written_as)
+        return None if self._bits is None else grad, of_source, of_update
+
+
+def _stream_of(tensor: Tensor) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
 
 class _TwoStep(torch.autograd.Function):
+    """Takes the tensors that carry the gradients of target and source, and the update. Returns those of the source, for the next
+    coupling, and of the coupled stream; and that stream in the dtype of the update, if it is another."""
+
     @staticmethod
     def forward(
         ctx, target_graph: Tensor, source_graph: Tensor, update: Tensor, target: Tensor, source: Tensor, coupling: TwoStep
-    ) -> Tensor:
-        ctx.coupling = coupling
-        coupled = coupling.merged(target, source, update)
+    ) -> tuple[Tensor, ...]:
+        ctx.coupling, coupling._carries = coupling, source_graph.dtype
+        ctx.set_materialize_grads(False)
+        coupled, narrow = coupling.merged(target, source, update)
         coupling._coupled = (coupled.detach(),)
-        return coupled.to(source_graph.dtype)
+        if narrow.dtype == source_graph.dtype:
+            return source_graph.detach(), narrow
+        return source_graph.detach(), coupled.to(source_graph.dtype), narrow
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # ty: ignore[incompatible-method-override]
+    def backward(  # ty: ignore[invalid-method-override]
+        ctx, passed: Tensor | None, grad: Tensor | None, narrow: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         ctx.coupling.reached()
-        return *ctx.coupling.gradients(grad), None, None, None
+        if grad is None and narrow is None:
+            return (None,) * 6
+        return *ctx.coupling.gradients(passed, grad, narrow), None, None, None

@@ -1,0 +1,150 @@
+"""Counts, on fake tensors and without a GPU, what a block costs one: kernels, and bytes that they read and write.
+
+    python scripts/bench_counted.py --json scripts/results/counted.json
+
+One block, forward and backward, of a model that is trained plain, with gradient checkpointing, and with make_reversible, whose
+streams are in fp32 or fp64. Matrix products and attention are left out, since they are the same: what is counted is the work on
+elements, which waits for memory. A kernel reads its inputs and writes its outputs once. Views cost nothing. The figures are the
+difference of two depths, so that they hold for a block in the middle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from bench_common import arguments, begin, write_json
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
+from holotrain.reversible import make_reversible, two_step
+from holotrain.reversible.stack import stacks_in
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "attention", "convolution", "linear")
+"""Parts of the names of operations that are the same in all ways of training."""
+
+ALLOCATING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh", "_unsafe_view"}
+
+
+class Counting(TorchDispatchMode):
+    """Counts kernels, and the bytes of their inputs and outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels, self.bytes, self.width = 0, 0, 0
+        self.names: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args: Any = (), kwargs: Any = None):
+        made = func(*args, **(kwargs or {}))
+        name = func.name().partition("::")[2].partition(".")[0]
+        if func.is_view or name in ALLOCATING or any(part in name for part in PRODUCTS):
+            return made
+        read, written = tensors((args, kwargs)), tensors(made)
+        if not written and not func._schema.is_mutable:  # such as a question about a device
+            return made
+        self.kernels += 1
+        storages = {(id(each.untyped_storage()), each.storage_offset()): each for each in read}
+        new = [each for each in written if (id(each.untyped_storage()), each.storage_offset()) not in storages]
+        changed = [args[place] for place, each in enumerate(func._schema.arguments) if each.is_write and place < len(args)]
+        moved = sum(each.nbytes for each in (*storages.values(), *new, *tensors(changed)))
+        if name == "uncouple":  # which only writes its first two
+            moved -= sum(each.nbytes for each in args[:2] if each is not args[2])
+        self.bytes += moved
+        self.names[name] = self.names.get(name, 0) + moved
+        return made
+
+
+def tensors(node: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(node) if isinstance(leaf, Tensor)]
+
+
+def llama(depth: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaModel
+
+    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 64}
+    config = LlamaConfig(**sizes, num_hidden_layers=depth, use_cache=False, attn_implementation="sdpa")
+    return LlamaModel(config).bfloat16()
+
+
+def gpt2(depth: int) -> nn.Module:
+    from transformers import GPT2Config, GPT2Model
+
+    config = GPT2Config(n_layer=depth, vocab_size=64, use_cache=False, attn_implementation="sdpa")
+    return GPT2Model(config)
+
+
+MODELS = {
+    "Llama 4096/11008, 2,048 tokens, bf16": (llama, (1, 2048), False),
+    "GPT-2 768, 8 x 1,024, bf16 autocast": (gpt2, (8, 1024), True),
+}
+"""Each model with the shape of its batch, and whether it trains under autocast."""
+
+
+def coupled(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    make_reversible(model)
+    for stack in stacks_in(model):
+        stack.stream_dtype = dtype
+    return model
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # ty: ignore[call-non-callable]
+    return model
+
+
+WAYS: dict[str, tuple[Callable[[nn.Module], nn.Module], bool]] = {
+    "plain": (lambda model: model, False),
+    "checkpointing": (checkpointed, False),
+    "make_reversible, several kernels": (partial(coupled, dtype=torch.float32), False),
+    "make_reversible": (partial(coupled, dtype=torch.float32), True),
+    "make_reversible, fp64 streams": (partial(coupled, dtype=torch.float64), True),
+}
+"""How a model is trained, and whether Triton's kernels couple its blocks, as on a GPU."""
+
+
+def counted(make: Callable[[int], nn.Module], way: Callable, depth: int, shape: tuple[int, int], mixed: bool) -> Counting:
+    with torch.device("meta"):
+        model = way(make(depth).train())
+    with fake_tensors():
+        fake_parameters(model, torch.device("cpu"))
+        for _ in range(2):  # the first one also makes the gradients
+            embedded = torch.empty(*shape, model.config.hidden_size, dtype=model.dtype).requires_grad_()
+            with Counting() as found:
+                with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                    out = model(inputs_embeds=embedded).last_hidden_state
+                out.backward(torch.empty_like(out))
+    found.width = model.config.hidden_size
+    return found
+
+
+def main() -> None:
+    options = arguments(__doc__).parse_args()
+    results = begin(options)
+    for name, (make, shape, mixed) in MODELS.items():
+        rows: dict[str, dict[str, float]] = {}
+        for way, (change, fused) in WAYS.items():
+            with patch.object(two_step, "is_fused", lambda stream, fused=fused: fused), patch.object(two_step, "PIECES", 1):
+                less, more = (counted(make, change, depth, shape, mixed) for depth in (4, 6))
+            rows[way] = row = {"kernels": (more.kernels - less.kernels) / 2, "bytes": (more.bytes - less.bytes) / 2}
+            beyond = ""
+            if "checkpointing" in rows and way != "checkpointing":
+                kernels, moved = (row[key] - rows["checkpointing"][key] for key in ("kernels", "bytes"))
+                row["bytes_an_element"] = moved / (shape[0] * shape[1] * more.width)
+                beyond = f"; over checkpointing {kernels:.0f} kernels, {row['bytes_an_element']:.1f} bytes an element"
+            print(f"{name}; {way}: {row['kernels']:.0f} kernels, {row['bytes'] / 2**20:.0f} MiB{beyond}")
+            if __import__("os").environ.get("NAMES") and way!="plain":
+                diff={k:(more.names[k]-less.names.get(k,0))/2/2**20 for k in more.names}
+                base=diff if way=="checkpointing" else base
+                print({k:v-base.get(k,0) for k,v in sorted(diff.items(), key=lambda x:-x[1]) if abs(v-base.get(k,0))>.1})
+        results[name] = rows
+    if options.json:
+        write_json(options.json, results)
+
+
+if __name__ == "__main__":
+    main()
