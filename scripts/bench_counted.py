@@ -36,8 +36,7 @@ class Counting(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kernels, self.bytes, self.width = 0, 0, 0
-        self.names: dict[str, int] = {}
+        self.kernels, self.bytes = 0, 0
 
     def __torch_dispatch__(self, func, types, args: Any = (), kwargs: Any = None):
         made = func(*args, **(kwargs or {}))
@@ -55,7 +54,6 @@ class Counting(TorchDispatchMode):
         if name == "uncouple":  # which only writes its first two
             moved -= sum(each.nbytes for each in args[:2] if each is not args[2])
         self.bytes += moved
-        self.names[name] = self.names.get(name, 0) + moved
         return made
 
 
@@ -118,30 +116,39 @@ def counted(make: Callable[[int], nn.Module], way: Callable, depth: int, shape: 
                 with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
                     out = model(inputs_embeds=embedded).last_hidden_state
                 out.backward(torch.empty_like(out))
-    found.width = model.config.hidden_size
     return found
+
+
+def width_of(make: Callable[[int], nn.Module]) -> int:
+    with torch.device("meta"):
+        return make(1).config.hidden_size  # ty: ignore[unresolved-attribute]
+
+
+def rows_of(name: str) -> dict[str, dict[str, float]]:
+    """The figures of a model, by the way it is trained."""
+    make, shape, mixed = MODELS[name]
+    rows: dict[str, dict[str, float]] = {}
+    for way, (change, fused) in WAYS.items():
+        with patch.object(two_step, "is_fused", lambda stream, fused=fused: fused), patch.object(two_step, "PIECES", 1):
+            less, more = (counted(make, change, depth, shape, mixed) for depth in (4, 6))
+        rows[way] = row = {"kernels": (more.kernels - less.kernels) / 2, "bytes": (more.bytes - less.bytes) / 2}
+        if "make_reversible" in way:
+            row["kernels_over_checkpointing"], moved = (row[key] - rows["checkpointing"][key] for key in ("kernels", "bytes"))
+            row["bytes_an_element"] = moved / (shape[0] * shape[1] * width_of(make))
+    return rows
 
 
 def main() -> None:
     options = arguments(__doc__).parse_args()
     results = begin(options)
-    for name, (make, shape, mixed) in MODELS.items():
-        rows: dict[str, dict[str, float]] = {}
-        for way, (change, fused) in WAYS.items():
-            with patch.object(two_step, "is_fused", lambda stream, fused=fused: fused), patch.object(two_step, "PIECES", 1):
-                less, more = (counted(make, change, depth, shape, mixed) for depth in (4, 6))
-            rows[way] = row = {"kernels": (more.kernels - less.kernels) / 2, "bytes": (more.bytes - less.bytes) / 2}
-            beyond = ""
-            if "checkpointing" in rows and way != "checkpointing":
-                kernels, moved = (row[key] - rows["checkpointing"][key] for key in ("kernels", "bytes"))
-                row["bytes_an_element"] = moved / (shape[0] * shape[1] * more.width)
-                beyond = f"; over checkpointing {kernels:.0f} kernels, {row['bytes_an_element']:.1f} bytes an element"
-            print(f"{name}; {way}: {row['kernels']:.0f} kernels, {row['bytes'] / 2**20:.0f} MiB{beyond}")
-            if __import__("os").environ.get("NAMES") and way!="plain":
-                diff={k:(more.names[k]-less.names.get(k,0))/2/2**20 for k in more.names}
-                base=diff if way=="checkpointing" else base
-                print({k:v-base.get(k,0) for k,v in sorted(diff.items(), key=lambda x:-x[1]) if abs(v-base.get(k,0))>.1})
-        results[name] = rows
+    for name in MODELS:
+        results[name] = rows_of(name)
+        for way, row in results[name].items():
+            over = ""
+            if "bytes_an_element" in row:
+                kernels, moved = row["kernels_over_checkpointing"], row["bytes_an_element"]
+                over = f"; over checkpointing {kernels:.0f} kernels and {moved:.1f} bytes an element"
+            print(f"{name}; {way}: {row['kernels']:.0f} kernels, {row['bytes'] / 2**20:,.0f} MiB{over}")
     if options.json:
         write_json(options.json, results)
 

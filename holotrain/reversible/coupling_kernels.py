@@ -1,8 +1,8 @@
-"""The Triton kernels of the two-step coupling: one for each direction, and one for gradients. Imported only if Triton is installed.
+"""The Triton kernels of the two-step coupling: one for each direction, and one for gradients. Imported only with Triton.
 
 Elements are taken in the order of memory, eight neighbours at a time: their dropped bits fill one byte of each plane, and there
-are m planes. ``sample_stride`` is the stride of the first dimension, ``batch`` its size; they tell the sample of an element in any
-layout without gaps.
+are m planes. ``sample_stride`` is the stride of the first dimension, ``batch`` its size; they tell the sample of an element in
+any layout without gaps.
 
 No product and sum may be contracted to one operation, which rounds differently: kernels are launched with
 ``enable_fp_fusion=False``, and both directions call :func:`_step`.
@@ -27,8 +27,10 @@ EIGHTS = 128
 def _number(value, dtype: tl.constexpr):
     """Triton passes numbers in fp32; those of fp64 come as the integer with the same bits."""
     if dtype == tl.float64:
-        return value.to(tl.int64).to(tl.float64, bitcast=True)
-    return value
+        number = value.to(tl.int64).to(tl.float64, bitcast=True)
+    else:
+        number = value
+    return number
 
 
 @triton.jit
@@ -72,17 +74,18 @@ def _places(count, WIDE: tl.constexpr, EIGHTS: tl.constexpr):
 def _positive(sign, group, place, here, sample_stride, batch, ALIGNED: tl.constexpr):
     """Whether the sign of each element's sample is 1; ``ALIGNED``: eight neighbours are of one sample."""
     if ALIGNED:
-        sample = (group * 8 // sample_stride) % batch
-        return (tl.load(sign + sample) > 0) & here
-    sample = (place // sample_stride) % batch
-    return tl.load(sign + sample, mask=here, other=1.0) > 0
+        found = tl.load(sign + (group * 8 // sample_stride) % batch)
+    else:
+        found = tl.load(sign + (place // sample_stride) % batch, mask=here, other=1.0)
+    return (found > 0) & here
 
 
 @triton.jit
 def _couple(
     target, source, update, sign, unit_at, largest, coupled, narrow, low,
     count, sample_stride, batch, planes, weight_above, weight_below, rest_above, rest_below,
-    BITS: tl.constexpr, KEPT: tl.constexpr, NARROW: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, EIGHTS: tl.constexpr,
+    BITS: tl.constexpr, KEPT: tl.constexpr, NARROW: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
+    EIGHTS: tl.constexpr,
 ):  # fmt: skip
     group, place, here = _places(count, WIDE, EIGHTS)
     positive = _positive(sign, group, place, here, sample_stride, batch, ALIGNED)
@@ -167,15 +170,17 @@ def _launch(kernel: Any, like: Tensor, *arguments: Any, **constants: Any) -> Non
     tensors = [each for each in arguments if isinstance(each, Tensor)]
     numbers = arguments[len(tensors) :]
     grid = (-(-count // (8 * EIGHTS)),)
-    kernel[grid](*tensors, count, max(stride, 1), len(like), *numbers, **constants, **flags, num_warps=4, enable_fp_fusion=False)
+    kernel[grid](
+        *tensors, count, max(stride, 1), len(like), *numbers, **constants, **flags, num_warps=4, enable_fp_fusion=False
+    )
 
 
 def couple(
-    target: Tensor, source: Tensor, update: Tensor, sign: Tensor, unit: Tensor, largest: Tensor, coupled: Tensor, narrow: Tensor,
-    low: Tensor, numbers: Sequence[float], bits: int,
+    target: Tensor, source: Tensor, update: Tensor, sign: Tensor, unit: Tensor, largest: Tensor, coupled: Tensor,
+    narrow: Tensor, low: Tensor, numbers: Sequence[float], bits: int,
 ) -> None:  # fmt: skip
-    """Writes ``coupled``; ``narrow``, the same in another dtype, unless it is empty; and ``low`` (bits, n / 8), unless it is empty.
-    Raises ``largest`` to the largest magnitude.
+    """Writes ``coupled`` and, unless they are empty, ``narrow``, the same in another dtype, and ``low``, the bits that are
+    dropped of the target, (bits, n / 8). Raises ``largest`` to the largest magnitude.
 
     Args:
         target, source, update, coupled, narrow: of one layout without gaps.
@@ -203,9 +208,9 @@ def gradients(
     grad: Tensor, narrow: Tensor, passed: Tensor, sign: Tensor, total: Tensor, of_source: Tensor, of_update: Tensor,
     numbers: Sequence[float], gain: float,
 ) -> None:  # fmt: skip
-    """Writes those of the source and of the update, from those of the coupled stream, ``grad + narrow``, and of the stream after
-    the next, ``passed``, of which ``gain`` with the sign comes from the source. ``narrow`` and ``passed`` may be empty; without the
-    first ``total``, their sum, is not written."""
+    """Writes those of the source and of the update, from those of the coupled stream, ``grad + narrow``, and of the stream
+    after the next, ``passed``, of which ``gain`` with the sign comes from the source. ``narrow`` and ``passed`` may be empty;
+    without ``narrow``, ``total``, the sum, is not written."""
     flags = {"NARROW": narrow.numel() > 0, "PASSED": passed.numel() > 0}
     tensors = (grad, narrow, passed, sign, total, of_source, of_update)
     _launch(_gradients, grad, *tensors, *_numbers((*numbers, gain), grad.dtype), **flags)

@@ -1,7 +1,7 @@
 """The two-step coupling in one kernel for each direction, as operators that fake tensors know.
 
-They are for CUDA (:func:`is_fused`). Elsewhere, and where Triton is missing, :mod:`holotrain.reversible.two_step` computes the same,
-bit for bit, by several operations.
+They are for CUDA (:func:`is_fused`). Elsewhere, and where Triton is missing, :mod:`holotrain.reversible.two_step` computes the
+same, bit for bit, by several operations.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def _works(device: torch.device) -> bool:
     try:
         couple(one, one, one, sign, sign[0], torch.zeros_like(sign[0]), (1.0, 1.0, 0.0, 0.0), 0, False, torch.float32)
     except Exception as error:  # what is missing shows as errors of many kinds
-        warnings.warn(f"Triton cannot compile for {device}, so the coupling takes several kernels: {error!s:.200}", stacklevel=2)
+        warnings.warn(
+            f"Triton cannot compile for {device}, so the coupling takes several kernels: {error!s:.200}", stacklevel=2
+        )
         return False
     return True
 
@@ -44,8 +46,8 @@ def _works(device: torch.device) -> bool:
 def factors(
     weights: tuple[float, float], bits: int | None, streams: torch.dtype, dtype: torch.dtype
 ) -> tuple[float, float, float, float]:
-    """``a`` and ``1 - a - g``, each where the sign is 1 and where it is -1: as operations in the dtype of the streams give them,
-    and then in ``dtype``."""
+    """``a`` and ``1 - a - g``, each where the sign is 1 and where it is -1: as operations in the dtype of the streams give
+    them, and then in ``dtype``."""
     above, below = weights
     found = []
     for sign in (1, -1):
@@ -126,7 +128,10 @@ def uncouple(
     from holotrain.reversible import coupling_kernels
 
     # The kept bits are in the order of the coupled stream's memory.
-    written = [each if not each.numel() or _alike(each, coupled) else torch.empty_like(coupled, dtype=each.dtype) for each in (target, narrow)]
+    written = [
+        each if not each.numel() or _alike(each, coupled) else torch.empty_like(coupled, dtype=each.dtype)
+        for each in (target, narrow)
+    ]
     coupling_kernels.uncouple(coupled, _as(source, coupled), _as(update, coupled), sign, unit, low, *written, numbers, bits)
     for result, own in zip((target, narrow), written, strict=True):
         if own is not result:
@@ -140,7 +145,13 @@ def _(target, narrow, coupled, source, update, sign, unit, low, numbers, bits):
 
 @torch.library.custom_op("holotrain::coupling_gradients", mutates_args=())
 def gradients(
-    grad: Tensor, narrow: Tensor | None, passed: Tensor | None, sign: Tensor, numbers: Sequence[float], gain: float, dtype: torch.dtype
+    grad: Tensor,
+    narrow: Tensor | None,
+    passed: Tensor | None,
+    sign: Tensor,
+    numbers: Sequence[float],
+    gain: float,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """
     Args:

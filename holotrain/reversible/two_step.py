@@ -151,6 +151,8 @@ class TwoStep(Coupling):
     """
 
     grid: Grid
+    written_as: torch.dtype
+    _carries: torch.dtype
     _low: list[Tensor]
     """The bits that the division drops, packed, of each piece."""
 
@@ -214,8 +216,8 @@ class TwoStep(Coupling):
         return coupled
 
     def take_graphs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The tensors that carry the gradients of the source, for the next block's coupling, and of the coupled stream; and this
-        stream in the dtype of the block, which may be the second. Once."""
+        """The tensors that carry the gradients of the source, for the next block's coupling, and of the coupled stream; and
+        this stream in the dtype of the block, which may be the second. Once."""
         (passed, carrier, *narrow), self._carried = self._carried, ()
         return passed, carrier, narrow[0] if narrow else carrier
 
@@ -300,8 +302,8 @@ class TwoStep(Coupling):
     def gradients(self, passed: Tensor | None, grad: Tensor | None, narrow: Tensor | None) -> tuple[Tensor | None, ...]:
         """Those of target, source and update.
 
-        That of the target is not yet multiplied by g. The coupling before does it, whose source the target was, and adds it to its
-        own: one kernel less, and one tensor.
+        That of the target is not yet multiplied by g. The coupling before, whose source the target was, does it and adds it to
+        its own: one kernel less, and one tensor.
 
         Args:
             passed: of the source, from the next coupling, whose target it was.
@@ -328,8 +330,8 @@ def _stream_of(tensor: Tensor) -> torch.cuda.Stream | None:
 
 
 class _TwoStep(torch.autograd.Function):
-    """Takes the tensors that carry the gradients of target and source, and the update. Returns those of the source, for the next
-    coupling, and of the coupled stream; and that stream in the dtype of the update, if it is another."""
+    """Takes the tensors that carry the gradients of target and source, and the update. Returns those of the source, for the
+    next coupling, and of the coupled stream; and that stream in the dtype of the update, if it is another."""
 
     @staticmethod
     def forward(
@@ -344,7 +346,7 @@ class _TwoStep(torch.autograd.Function):
         return source_graph.detach(), coupled.to(source_graph.dtype), narrow
 
     @staticmethod
-    def backward(  # ty: ignore[invalid-method-override]
+    def backward(  # ty: ignore[incompatible-method-override]
         ctx, passed: Tensor | None, grad: Tensor | None, narrow: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         ctx.coupling.reached()

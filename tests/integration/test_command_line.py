@@ -216,7 +216,10 @@ def test_checkpoints_that_do_not_fit_are_refused(holotrain, trained):
             ["fit", f"ckpt_path={checkpoint}", "optimizer=adamw"],
             "trained with holotrain.tasks.optimizer_functions.sgd and can only",
         ),
-        (["fit", f"ckpt_path={checkpoint}", "synthesis.exclude=['*norm*']", "trainer.max_epochs=3"], "another synthesis: parameters is"),
+        (
+            ["fit", f"ckpt_path={checkpoint}", "synthesis.exclude=['*norm*']", "trainer.max_epochs=3"],
+            "another synthesis: parameters is",
+        ),
         (["fit", f"ckpt_path={folder}"], "checkpoints/last.ckpt has trained 2 epochs; to train on, give more"),
     ]:
         status, _, err = holotrain(*words)

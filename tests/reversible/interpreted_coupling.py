@@ -1,7 +1,7 @@
 """Compares the kernels of the two-step coupling with the several operations of a CPU, bit for bit, in Triton's interpreter.
 
-Not a test by itself: test_reversible_coupling_kernels.py starts it with TRITON_INTERPRET=1, set before Triton is imported, and with
-the number of random cases; ``model`` in its place trains a small model.
+Not a test by itself: test_reversible_coupling_kernels.py starts it with TRITON_INTERPRET=1, set before Triton is imported, and
+with the number of random cases; ``model`` in its place trains a small model.
 """
 
 import random
@@ -40,7 +40,7 @@ def laid_out(values: Tensor, layout: str) -> Tensor:
 def same(found: Tensor, expected: Tensor, what: str) -> None:
     assert found.dtype == expected.dtype and found.shape == expected.shape, what
     if expected.dtype == torch.bfloat16:  # the interpreter cuts bits off instead of rounding
-        torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-30, msg=lambda text: f'{what}: {text}')
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-30, msg=lambda text: f"{what}: {text}")
     else:
         assert torch.equal(found, expected), f"{what}: {(found - expected).abs().max()}"
 
@@ -76,7 +76,7 @@ def check(draw: random.Random) -> None:
             found = [coupled.clone(), narrowed.clone(), coupling.grid.largest]
             if m is not None:
                 rebuilt = coupling.undo(coupled, source, update, last_use)
-                assert torch.equal(rebuilt, target), (way, shape, streams, block, m, unit, (rebuilt - target).abs().max(), target.stride(), coupled.stride(), update.stride(), last_use)
+                assert torch.equal(rebuilt, target)
                 strides = zip(rebuilt.stride(), target.stride(), shape, strict=True)
                 assert all(own == other or length == 1 for own, other, length in strides)
                 earlier._x = None

@@ -1,0 +1,92 @@
+"""The kernels of the two-step coupling: numbers in Triton's interpreter, code for GPUs, and what they cost there, counted."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from covering import slow
+
+from holotrain.reversible import coupling_ops
+from holotrain.reversible.grid import Grid
+from holotrain.reversible.two_step import TwoStep, weights
+
+without_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+@without_triton
+@pytest.mark.parametrize("cases", ["model", 50, slow(1000)])
+def test_kernels_compute_what_several_operations_do(cases):
+    """Bit for bit: random shapes, dtypes, layouts, signs and numbers of bits, and the gradients of a whole model."""
+    here = Path(__file__)
+    paths = os.pathsep.join([str(here.parents[2]), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    command = [sys.executable, str(here.with_name("interpreted_coupling.py")), str(cases)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert run.returncode == 0, run.stderr
+
+
+@without_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("streams", ["fp32", "fp64"])
+@pytest.mark.parametrize("kernel", ["_couple", "_uncouple", "_gradients"])
+def test_code_for_a_gpu_reads_wide_and_contracts_nothing(kernel, streams, capability):
+    """A product and a sum in one instruction round once, and the inverse would no longer be one."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from holotrain.reversible import coupling_kernels
+
+    function = getattr(coupling_kernels, kernel)
+    flags = {"BITS": 3, "KEPT": True, "NARROW": True, "PASSED": True, "ALIGNED": True, "WIDE": False}
+    constants = {"EIGHTS": coupling_kernels.EIGHTS} | {name: flags[name] for name in function.arg_names if name in flags}
+    number = "fp32" if streams == "fp32" else "i64"
+    kinds = dict.fromkeys(constants, "constexpr") | dict.fromkeys(("count", "sample_stride", "batch", "planes"), "i32")
+    for name in ("weight_above", "weight_below", "rest_above", "rest_below", "gain"):
+        kinds[name] = number
+    kinds |= {"update": "*bf16", "narrow": "*bf16", "of_update": "*bf16", "low": "*u8"}
+    signature = {name: kinds.get(name, f"*{streams}") for name in function.arg_names}
+    wide = [place for place, name in enumerate(function.arg_names) if signature[name].startswith("*") or name == "count"]
+    source = ASTSource(function, signature, constants, {(place,): [["tt.divisibility", 16]] for place in wide})
+    made = compile(source, GPUTarget("cuda", capability, 32), {"num_warps": 4, "enable_fp_fusion": False}).asm["ptx"]
+    assert f".target sm_{capability}" in made
+    assert "fma." not in made and "ld.global.v4.b32" in made
+
+
+@pytest.mark.parametrize("streams", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_kernels_are_given_the_factors_that_tensors_have(streams, dtype):
+    sign = torch.tensor([1.0, -1.0], dtype=streams)
+    for m in (None, *range(1, 9)):
+        pair = (weights([m or 4, 2, 2, 4], 1)[0], weights([m or 4, 2, 2, 4], -1)[0])
+        coupling = TwoStep(Grid(torch.tensor(1.0, dtype=streams), False), sign, (), sign, pair, m, True)
+        _, a, rest = coupling._factors()
+        assert coupling_ops.factors(pair, m, streams, dtype) == (*a.to(dtype).tolist(), *rest.to(dtype).tolist())
+
+
+@pytest.mark.slow
+def test_the_coupling_is_cheap_beside_checkpointing(monkeypatch):
+    """Of a block of Llama's size, forward and backward, in work on elements alone."""
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+    import bench_counted
+
+    row = bench_counted.rows_of("Llama 4096/11008, 2,048 tokens, bf16")["make_reversible"]
+    assert row["kernels_over_checkpointing"] <= 15 and row["bytes_an_element"] <= 60
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_computes_what_its_several_operations_do(dtype, monkeypatch):
+    import interpreted_coupling as cases
+
+    torch.set_default_device("cuda")
+    try:
+        cases.train(dtype)
+    finally:
+        torch.set_default_device("cpu")
