@@ -13,7 +13,7 @@ from holotrain.commands.console import console
 from holotrain.commands.memory_limits import runs_of
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import SUMMARY, Summary
-from holotrain.config.build_trainer import device_name, model_parallel_size
+from holotrain.config.build_trainer import device_kind, device_name, model_parallel_size
 from holotrain.config.command_options import RunConfig
 from holotrain.config.fine_tuning import loads_weights
 from holotrain.config.objects import ObjectConfig
@@ -48,7 +48,7 @@ def show_start(
     if is_a(config.model, *COMPATIBLE[ERROR_DIFFUSION][0]):
         named += f", rule {config.model.rule}, depth {config.model.depth}, width {config.model.width}"
     sizes = {} if data is None else _sizes(data, PARTS.get(run.command, ()))
-    products, fits = config.trainer.float32_matmul_precision, run.command == "fit"
+    fits = run.command == "fit"
     whole = sum(parameter.numel() for parameter in model.parameters())
     learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     trainable = f", {_large(learned)} trainable" if 0 < learned < whole else ""
@@ -66,7 +66,7 @@ def show_start(
         "synthesis": getattr(config.synthesis, "mode", None),
         "optimizer": _optimizer(config, config.optimizer, run) if fits and config.optimizer else None,
         "schedule": _schedule(config.scheduler, run) if fits and config.scheduler else None,
-        "precision": config.trainer.precision + ("" if products == "highest" else f", products of float32: {products} (TF32)"),
+        "precision": _precision(config),
         "device": device_name(config.trainer.accelerator),
         "weights": None if origin else _pretrained(config, fits),
         "checkpoint": origin,
@@ -188,6 +188,16 @@ def _optimizer(config: RunConfig, optimizer: ObjectConfig, run: Run) -> str:
     name, rate = run.choices.get("optimizer", optimizer.name), getattr(optimizer, "lr", None)
     words = [name, *([] if rate is None else [f"learning rate {rate:g}"])]
     return ", ".join([*words, "in the backward"] if config.steps_in_backward else words)
+
+
+def _precision(config: RunConfig) -> str:
+    found, products = config.trainer.precision, config.trainer.float32_matmul_precision
+    if products != "highest":
+        return f"{found}, products of float32: {products} (TF32)"
+    others = {"bf16-mixed": "32-true for float32 throughout", "32-true": "bf16-mixed or 16-mixed is faster"}
+    if device_kind(config.trainer.accelerator) == "cuda" and found in others:
+        return f"{found} (trainer.precision={others[found]})"
+    return found
 
 
 def _schedule(scheduler: ObjectConfig, run: Run) -> str:

@@ -249,7 +249,7 @@ def can_be_coupled(model: ObjectConfig | None) -> TypeGuard[ObjectConfig]:
 
 def trainer_options(
     accelerator: Literal["auto", "cpu", "gpu", "mps"] = "auto",
-    precision: Literal["32-true", "64-true", "bf16-mixed", "16-mixed"] = "32-true",
+    precision: Literal["auto", "32-true", "64-true", "bf16-mixed", "16-mixed"] = "auto",
     float32_matmul_precision: Literal["highest", "high", "medium"] = "highest",
     gradient_clip_algorithm: Literal["norm", "value"] | None = "norm",
     strategy: Literal["single", "ddp", "fsdp", "tp", "pipeline"] = "single",
@@ -272,7 +272,8 @@ def trainer_options(
 
     Args:
         accelerator: cpu, gpu (NVIDIA or Apple), mps (Apple) or auto (the GPU, if there is one)
-        precision: of the computation: 32-true, 64-true, bf16-mixed or 16-mixed
+        precision: of the computation: 32-true, 64-true, bf16-mixed, 16-mixed, or auto: bf16-mixed on an NVIDIA GPU that
+            computes in bfloat16, else 32-true
         float32_matmul_precision: of products and convolutions of float32 on a GPU: highest, high (TF32) or medium (TF32, or
             less), as torch.set_float32_matmul_precision names them
         gradient_clip_algorithm: what gradient_clip_val bounds: the norm of all gradients or each value; null: norm

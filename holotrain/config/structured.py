@@ -32,6 +32,9 @@ def checked_config(command: str, values: dict[str, Any]) -> RunConfig:
     values = dict(values)
     for group in groups.OBJECT_GROUPS:
         values[group] = values[group] and object_config(group, values[group])
+    trainer = values["trainer"].arguments
+    if trainer.get("precision") == groups.AUTO:
+        trainer["precision"] = precision_of(trainer["accelerator"])
     for group in groups.NAMED_GROUPS:
         values[group] = {name: object_config(f"{group}.{name}", each) for name, each in values[group].items()}
     with as_user_error("backward"):
@@ -40,6 +43,19 @@ def checked_config(command: str, values: dict[str, Any]) -> RunConfig:
         return COMMANDS[command](**_checked_options("", options_of(COMMANDS[command]), values))
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def precision_of(accelerator: str) -> str:
+    """The precision of ``trainer.precision=auto``."""
+    if accelerator in ("cpu", "mps"):
+        return "32-true"
+    import torch
+
+    if torch.cuda.is_available():
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:  # a plan may be for the GPU of another machine
+        has_bfloat16 = accelerator == "gpu" and not torch.backends.mps.is_available()
+    return "bf16-mixed" if has_bfloat16 else "32-true"
 
 
 def to_container(config: RunConfig) -> dict[str, Any]:

@@ -26,7 +26,7 @@ EIGHTS = 128
 @triton.jit
 def _number(value, dtype: tl.constexpr):
     """Triton passes numbers in fp32; those of fp64 come as the integer with the same bits."""
-    if dtype == tl.float64:
+    if dtype == tl.float64:  # noqa: SIM108
         number = value.to(tl.int64).to(tl.float64, bitcast=True)
     else:
         number = value

@@ -154,6 +154,26 @@ def test_options_reach_what_they_describe():
     assert (data.batch_size, data.augment, data.seed) == (5, False, 3)
 
 
+@pytest.mark.parametrize(
+    ("cuda", "words", "precision"),
+    [
+        (None, [], "32-true"),
+        (True, [], "bf16-mixed"),
+        (False, [], "32-true"),
+        (True, ["trainer.accelerator=cpu"], "32-true"),
+        (True, ["trainer.precision=16-mixed"], "16-mixed"),
+        (True, ["task=error_diffusion"], "32-true"),
+        (None, ["trainer=gpu"], "bf16-mixed"),
+    ],
+)
+def test_the_precision_is_that_of_the_device(monkeypatch, cuda, words, precision):
+    """``cuda``: whether a GPU computes in bfloat16; None: there is no GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda is not None)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert holotrain.compose("plan", words).trainer.precision == precision
+
+
 def test_optimizers_and_schedules_of_torch():
     config = configuration(
         "fit", "optimizer._target_=torch.optim.NAdam", "optimizer.lr=0.01", "optimizer.weight_decay=0.1",

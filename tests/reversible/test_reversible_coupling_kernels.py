@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from covering import slow
+from covering import long
 
 from holotrain.reversible import coupling_ops
 from holotrain.reversible.grid import Grid
@@ -18,7 +18,7 @@ without_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, 
 
 
 @without_triton
-@pytest.mark.parametrize("cases", ["model", 50, slow(1000)])
+@pytest.mark.parametrize("cases", ["model", 50, long(1000)])
 def test_kernels_compute_what_several_operations_do(cases):
     """Bit for bit: random shapes, dtypes, layouts, signs and numbers of bits, and the gradients of a whole model."""
     here = Path(__file__)
