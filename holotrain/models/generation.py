@@ -6,10 +6,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 
 from holotrain.models.layers.attention import KVCache
 from holotrain.numeric import require_at_least
+
+WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""cuDNN's attention is left out: it builds a plan for each new number of keys, which every token would wait for."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,7 @@ def generate(
             reader = Reader(model, prompts, room, compiled) if own is None else own(prompts)
         tokens = None
         for _ in range(room):
-            with torch.inference_mode():
+            with torch.inference_mode(), sdpa_kernel(WITHOUT_PLANS):
                 last, tokens = tokens, sampling.draw(reader.read(tokens), generator)
                 if end_ids and last is not None:  # what has ended stays so
                     tokens = tokens.masked_fill(torch.isin(last, ends), end_ids[0])

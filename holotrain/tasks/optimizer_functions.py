@@ -4,6 +4,7 @@ from typing import Literal
 
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holotrain.models.layers.blocks import ResidualBlock
 from holotrain.numeric import require_at_least, require_within
@@ -33,7 +34,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 def adamw(
     model: nn.Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.05
 ) -> AdamW:
-    """AdamW (Loshchilov and Hutter, 2019) with the groups of :func:`decay_groups`.
+    """AdamW (Loshchilov and Hutter, 2019) with the groups of :func:`decay_groups`, on a GPU in one kernel.
 
     Args:
         lr: peak learning rate
@@ -41,7 +42,13 @@ def adamw(
         eps: term added to the denominator
         weight_decay: weight decay of matrices and kernels; norms, biases and position embeddings have none
     """
-    return AdamW(decay_groups(model, weight_decay), lr=lr, betas=tuple(betas), eps=eps)
+    groups = decay_groups(model, weight_decay)
+    weights = [weight for group in groups for weight in group["params"]]
+    fused = bool(weights) and all(weight.is_cuda and not is_traceable_wrapper_subclass(weight) for weight in weights)
+    optimizer = AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=fused or None)
+    if fused:  # else it would unscale gradients of fp16 itself, and Lightning clips none of an optimizer that does
+        optimizer._step_supports_amp_scaling = False
+    return optimizer
 
 
 def adafactor(

@@ -260,6 +260,13 @@ def test_one_line_says_that_there_are_more_workers_than_cores(holotrain, monkeyp
     assert (worker_count(None), worker_count(0), worker_count(3)) == (1, 0, 3)
 
 
+def test_what_a_run_with_numbers_as_keys_writes_can_be_read(holotrain):
+    gas = "lightning.pytorch.callbacks.GradientAccumulationScheduler"
+    words = [f"callbacks.gas._target_={gas}", "callbacks.gas.scheduling={0:1,1:2}"]
+    holotrain.done("fit", *QUICK, *words, "hydra.run.dir=run")
+    assert "test/accuracy" in holotrain.done("test", "ckpt_path=run", "trust=lightning")
+
+
 STARVED = """
 import ctypes, resource, sys
 M_MMAP_THRESHOLD = -3

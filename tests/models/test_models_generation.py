@@ -160,3 +160,18 @@ def test_prompts_may_have_several_dtypes():
         list(generate(model, prompts, 2, Sampling(temperature=0))) for prompts in ((short, long), (short.long(), long))
     )
     assert_equal(mixed, same)
+
+
+def test_no_token_waits_for_a_plan_of_cudnn(monkeypatch):
+    """Which is built for each number of keys."""
+    seen = []
+
+    def noted(*args, attend=F.scaled_dot_product_attention, **options):
+        seen.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()))
+        return attend(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    for _ in generate(model_of(), [torch.tensor([1, 2])], 3):
+        assert torch.backends.cuda.cudnn_sdp_enabled() == before
+    assert seen and {*seen} == {(False, True)}

@@ -101,3 +101,22 @@ def test_scaled_gradients_that_overflow_are_skipped_by_all():
         combined.zero_grad()
         changed = [not torch.equal(*pair) for pair in zip(model.parameters(), before.parameters(), strict=True)]
         assert changed == [not overflow] * 4
+
+
+def test_adamw_takes_one_kernel_on_a_gpu_and_leaves_scaling_to_the_trainer(monkeypatch):
+    """Lightning clips no gradients of an optimizer that unscales them itself."""
+    results = []
+    for on_gpu in (False, True):
+        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor, on_gpu=on_gpu: on_gpu))
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = optimizer_functions.adamw(model, lr=0.1)
+        monkeypatch.undo()
+        assert bool(optimizer.defaults["fused"]) == on_gpu
+        assert not getattr(optimizer, "_step_supports_amp_scaling", False)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(4, 3)).square().sum().backward()
+            optimizer.step()
+        results.append(model.weight.detach())
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
