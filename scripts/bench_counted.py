@@ -16,7 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from bench_common import arguments, begin, write_json
+from bench_common import arguments, begin, save
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -149,8 +149,7 @@ def main() -> None:
                 kernels, moved = row["kernels_over_checkpointing"], row["bytes_an_element"]
                 over = f"; over checkpointing {kernels:.0f} kernels and {moved:.1f} bytes an element"
             print(f"{name}; {way}: {row['kernels']:.0f} kernels, {row['bytes'] / 2**20:,.0f} MiB{over}")
-    if options.json:
-        write_json(options.json, results)
+    save(results, options.json)
 
 
 if __name__ == "__main__":

@@ -82,6 +82,7 @@ BACKWARD_TOY = words("--dim 32 --heads 2 --depth 3 --batch 2 --tokens 8 --rounds
 GENERATION_TOY = words("--size tiny --tokens 4 --compared 8 --rounds 1")
 
 PIECES = (
+    Piece("coupling", script("bench_coupling", ""), words("--tokens 8 --dim 16 --rounds 1"), minutes=2),
     Piece("tests_of_the_engine", script("cuda_tests", "reversible models"), minutes=7),
     Piece("tests_of_the_other_parts", script("cuda_tests", "synthesis error_diffusion overlap callbacks"), minutes=7),
     Piece(

@@ -91,8 +91,8 @@ OF_THE_BEST = re.compile(r"best-epoch\d+-step\d+(-v\d+)?\.ckpt")
 
 class BestCheckpoint(ExactCheckpoint):
     """Keeps the checkpoints with the best values of a validation metric, as ``best-epoch<n>-step<n>.ckpt``: counted
-    from 1, as on the screen, and the optimizer steps that were done. Of equal values
-    the latest counts, which was trained longest.
+    from 1, as on the screen, and the optimizer steps that were done. If values
+    are equal, the latest checkpoint is kept.
 
     A run that was killed may leave one that the checkpoint it is resumed from does not know. It is removed as soon as there are
     ``save_top_k`` without it, or replaced when the training comes to its step again.
@@ -129,9 +129,11 @@ class BestCheckpoint(ExactCheckpoint):
         self._left: list[str] = []
 
     def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
+        if super().check_monitor_top_k(trainer, current):
+            return True
         worst_kept = self.best_k_models.get(self.kth_best_model_path)
         equal = current is not None and worst_kept is not None and bool(current == worst_kept)
-        return super().check_monitor_top_k(trainer, current) or equal
+        return trainer.strategy.reduce_boolean_decision(equal)
 
     def format_checkpoint_name(self, metrics: dict[str, Tensor], *rest: Any, **options: Any) -> str:
         return super().format_checkpoint_name(metrics | {"epoch": metrics["epoch"] + 1}, *rest, **options)
@@ -164,6 +166,9 @@ class BestCheckpoint(ExactCheckpoint):
         return super().file_exists(filepath, trainer) and not trainer.strategy.broadcast(str(filepath) in self._left)
 
     def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        for path, score in self.best_k_models.items():  # first to last
+            if score == self.best_model_score:
+                self.best_model_path = path
         super()._save_checkpoint(trainer, filepath)
         self._left = [path for path in self._left if path != filepath]
         self._remove_left(trainer)

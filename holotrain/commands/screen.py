@@ -194,14 +194,13 @@ def _precision(config: RunConfig) -> str:
     found, products = config.trainer.precision, config.trainer.float32_matmul_precision
     if products != "highest":
         return f"{found}, products of float32: {products} (TF32)"
-    others = {"bf16-mixed": "32-true for float32 throughout", "32-true": "bf16-mixed or 16-mixed is faster"}
-    if device_kind(config.trainer.accelerator) == "cuda" and found in others:
-        return f"{found} (trainer.precision={others[found]})"
+    if found == "bf16-mixed" and device_kind(config.trainer.accelerator) == "cuda":
+        return f"{found} (trainer.precision=32-true for float32 throughout)"
     return found
 
 
 def _schedule(scheduler: ObjectConfig, run: Run) -> str:
-    options = [f"{name} {value:g}" for name, value in scheduler.arguments.items() if isinstance(value, int | float) and value]
+    options = [f"{name} {value:g}" for name, value in scheduler.arguments.items() if type(value) in (int, float) and value]
     return ", ".join([run.choices.get("scheduler", scheduler.name), *options])
 
 

@@ -34,7 +34,12 @@ def checked_config(command: str, values: dict[str, Any]) -> RunConfig:
         values[group] = values[group] and object_config(group, values[group])
     trainer = values["trainer"].arguments
     if trainer.get("precision") == groups.AUTO:
-        trainer["precision"] = precision_of(trainer["accelerator"])
+        accelerator = trainer["accelerator"]
+        if command == "plan" and values["device"] != groups.AUTO:
+            accelerator = "gpu" if values["device"] == "cuda" else values["device"]
+        elif command == "plan" and accelerator == groups.AUTO:  # plans are for a GPU, which this machine need not have
+            accelerator = "gpu"
+        trainer["precision"] = precision_of(accelerator)
     for group in groups.NAMED_GROUPS:
         values[group] = {name: object_config(f"{group}.{name}", each) for name, each in values[group].items()}
     with as_user_error("backward"):

@@ -13,6 +13,12 @@ NAMING = ("name", "tags")
 UNCOMPARED = ("output_dir", "resume", "hydra", "logger", *NAMING)
 """Options that do not change the training."""
 
+CLASS = "._target_"
+"""How the name of an option ends that is the class of a group."""
+
+OF_PYTHON = "python_object"
+"""The last part of the class that stands for an object of the user's own."""
+
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
 """Metrics that are the better the lower, whether or not a run follows them."""
 
@@ -44,7 +50,11 @@ class Reported:
     def overrides(self) -> dict[str, str]:
         """The overrides of its command line; a class, such as that of ``model._target_``, stands for its group."""
         words = (word.lstrip("+~").partition("=") for word in self.summary.get("overrides", self.words))
-        return {key.removesuffix("._target_"): value for key, _, value in words if key.split(".")[0] not in UNCOMPARED}
+        found = {}
+        for key, _, value in words:
+            if key.split(".")[0] not in UNCOMPARED:
+                found[key.removesuffix(CLASS)] = value.rpartition(".")[2] if key.endswith(CLASS) else value
+        return found
 
     @property
     def status(self) -> str:
@@ -185,13 +195,15 @@ def _metric_names(runs: list[Reported]) -> list[str]:
 
 
 def _value(run: Reported, key: str) -> Any:
-    """An option's value; for a group, the option that was chosen, or else its kind."""
+    """An option's value; for a group, the option or the class that was chosen, or else its kind."""
     node: Any = run.config
     for part in key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
     if node is not None and not isinstance(node, Mapping):
         return node
-    return (run.summary.get("choices") or {}).get(key) or (node or {}).get("kind") or run.overrides.get(key)
+    kind = (node or {}).get("kind")
+    named = run.overrides.get(key)
+    return (run.summary.get("choices") or {}).get(key) or (kind if named == OF_PYTHON else named) or kind
 
 
 def _different(values: dict[str, list[Any]]) -> dict[str, list[Any]]:

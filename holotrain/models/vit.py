@@ -21,7 +21,8 @@ class ViT(nn.Module):
 
     Args:
         image_size: height and width of an image in pixels
-        patch_size: height and width of a patch in pixels; null: 16 for images of 112 pixels or more, else 4
+        patch_size: height and width of a patch in pixels; null: 16 for images of 112 pixels or more, else 4, or 2 where 4 does
+            not divide image_size
         channels: color channels of an image
         classes: number of classes
         dim: embedding width
@@ -61,8 +62,8 @@ class ViT(nn.Module):
         super().__init__()
         branches = transformer_branches(dim, depth, heads, mlp_ratio, dropout, attention_dropout, drop_path)
         require_one_of(("mean", "class"), pool=pool)
-        if patch_size is None:  # the published size, and less for small images
-            patch_size = 16 if image_size >= 112 else 4
+        if patch_size is None:  # the published size, and smaller patches for small images
+            patch_size = 16 if image_size >= 112 else 4 if image_size % 4 == 0 else 2
         require_at_least(1, patch_size=patch_size)
         self.embedding = PatchEmbedding(image_size, patch_size, channels, dim, dropout, class_token=pool == "class")
         self.pooled = slice(1) if pool == "class" else slice(None)  # the tokens whose mean the head reads

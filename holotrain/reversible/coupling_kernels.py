@@ -22,6 +22,9 @@ from torch import Tensor
 EIGHTS = 128
 """Groups of eight elements that one program takes."""
 
+NUMBERS = ["weight_above", "weight_below", "rest_above", "rest_below"]
+"""Parameters whose values call for no code of their own."""
+
 
 @triton.jit
 def _number(value, dtype: tl.constexpr):
@@ -34,7 +37,7 @@ def _number(value, dtype: tl.constexpr):
 
 
 @triton.jit
-def _as(x, result):
+def _cast(x, result):
     """In the dtype of a result; half precision by way of fp32, as torch rounds fp64."""
     if result.dtype.element_ty.primitive_bitwidth == 16:
         x = x.to(tl.float32)
@@ -80,7 +83,7 @@ def _positive(sign, group, place, here, sample_stride, batch, ALIGNED: tl.conste
     return (found > 0) & here
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _couple(
     target, source, update, sign, unit_at, largest, coupled, narrow, low,
     count, sample_stride, batch, planes, weight_above, weight_below, rest_above, rest_below,
@@ -93,6 +96,7 @@ def _couple(
     dtype: tl.constexpr = read.dtype
     unit = tl.load(unit_at)
     units = (1.0 / unit.to(tl.float64)).to(dtype)
+    planes = planes.to(group.dtype)  # bit * planes may be large
     weight = tl.where(positive, _number(weight_above, dtype), _number(weight_below, dtype))
     rest = tl.where(positive, _number(rest_above, dtype), _number(rest_below, dtype))
     total = _step(read, tl.load(update + place, mask=here, other=0.0), weight, rest, unit, units)
@@ -108,11 +112,12 @@ def _couple(
         total = total + tl.where(positive, whole, -whole)
     tl.store(coupled + place, total, mask=here)
     if NARROW:
-        tl.store(narrow + place, _as(total, narrow), mask=here)
-    tl.atomic_max(largest, tl.max(tl.max(tl.where(here, tl.abs(total), 0.0), axis=1), axis=0))
+        tl.store(narrow + place, _cast(total, narrow), mask=here)
+    size = tl.where(total == total, tl.abs(total), float("inf"))  # a maximum passes NaN over
+    tl.atomic_max(largest, tl.max(tl.max(tl.where(here, size, 0.0), axis=1), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _uncouple(
     coupled, source, update, sign, unit_at, low, target, narrow,
     count, sample_stride, batch, planes, weight_above, weight_below, rest_above, rest_below,
@@ -124,6 +129,7 @@ def _uncouple(
     dtype: tl.constexpr = read.dtype
     unit = tl.load(unit_at)
     units = (1.0 / unit.to(tl.float64)).to(dtype)
+    planes = planes.to(group.dtype)
     weight = tl.where(positive, _number(weight_above, dtype), _number(weight_below, dtype))
     rest = tl.where(positive, _number(rest_above, dtype), _number(rest_below, dtype))
     step = _step(read, tl.load(update + place, mask=here, other=0.0), weight, rest, unit, units)
@@ -135,10 +141,10 @@ def _uncouple(
     before = tl.where(positive, whole, -whole) * (1 << BITS) + dropped.to(dtype) * unit
     tl.store(target + place, before, mask=here)
     if NARROW:
-        tl.store(narrow + place, _as(before, narrow), mask=here)
+        tl.store(narrow + place, _cast(before, narrow), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*NUMBERS, "gain"])
 def _gradients(
     grad, narrow, passed, sign, total, of_source, of_update,
     count, sample_stride, batch, weight_above, weight_below, rest_above, rest_below, gain,
@@ -153,7 +159,7 @@ def _gradients(
         tl.store(total + place, found, mask=here)
     weight = tl.where(positive, _number(weight_above, dtype), _number(weight_below, dtype))
     rest = tl.where(positive, _number(rest_above, dtype), _number(rest_below, dtype))
-    tl.store(of_update + place, _as(found * weight, of_update), mask=here)
+    tl.store(of_update + place, _cast(found * weight, of_update), mask=here)
     through = found * rest
     if PASSED:
         later = tl.load(passed + place, mask=here, other=0.0) * _number(gain, dtype)
@@ -161,18 +167,15 @@ def _gradients(
     tl.store(of_source + place, through, mask=here)
 
 
-def _launch(kernel: Any, like: Tensor, *arguments: Any, **constants: Any) -> None:
-    """Runs a kernel over the elements of ``like``; after ``arguments`` it takes numbers that are known only here."""
+def _launch(kernel: Any, like: Tensor, tensors: Sequence[Tensor], numbers: Sequence[float], **constants: Any) -> None:
+    """Runs a kernel over the elements of ``like``, on its device."""
     count, stride = like.numel(), like.stride(0)
     if not count:
         return
-    flags = {"ALIGNED": stride % 8 == 0, "WIDE": count >= 2**31 - 8 * EIGHTS, "EIGHTS": EIGHTS}
-    tensors = [each for each in arguments if isinstance(each, Tensor)]
-    numbers = arguments[len(tensors) :]
-    grid = (-(-count // (8 * EIGHTS)),)
-    kernel[grid](
-        *tensors, count, max(stride, 1), len(like), *numbers, **constants, **flags, num_warps=4, enable_fp_fusion=False
-    )
+    constants |= {"ALIGNED": stride % 8 == 0, "WIDE": count >= 2**31 - 8 * EIGHTS, "EIGHTS": EIGHTS}
+    sizes, grid = (count, max(stride, 1), len(like)), (-(-count // (8 * EIGHTS)),)
+    with torch.cuda.device_of(like):
+        kernel[grid](*tensors, *sizes, *numbers, **constants, num_warps=4, enable_fp_fusion=False)
 
 
 def couple(
@@ -190,7 +193,7 @@ def couple(
     """
     flags = {"BITS": bits, "KEPT": low.numel() > 0, "NARROW": narrow.numel() > 0}
     tensors = (target, source, update, sign, unit, largest, coupled, narrow, low)
-    _launch(_couple, coupled, *tensors, low.shape[-1], *_numbers(numbers, coupled.dtype), **flags)
+    _launch(_couple, coupled, tensors, [low.shape[-1], *_numbers(numbers, coupled.dtype)], **flags)
 
 
 def uncouple(
@@ -201,7 +204,7 @@ def uncouple(
     another dtype, unless it is empty."""
     flags = {"BITS": bits, "NARROW": narrow.numel() > 0}
     tensors = (coupled, source, update, sign, unit, low, target, narrow)
-    _launch(_uncouple, coupled, *tensors, low.shape[-1], *_numbers(numbers, coupled.dtype), **flags)
+    _launch(_uncouple, coupled, tensors, [low.shape[-1], *_numbers(numbers, coupled.dtype)], **flags)
 
 
 def gradients(
@@ -213,7 +216,7 @@ def gradients(
     without ``narrow``, ``total``, the sum, is not written."""
     flags = {"NARROW": narrow.numel() > 0, "PASSED": passed.numel() > 0}
     tensors = (grad, narrow, passed, sign, total, of_source, of_update)
-    _launch(_gradients, grad, *tensors, *_numbers((*numbers, gain), grad.dtype), **flags)
+    _launch(_gradients, grad, tensors, _numbers((*numbers, gain), grad.dtype), **flags)
 
 
 def _numbers(values: Sequence[float], dtype: torch.dtype) -> list[float] | list[int]:

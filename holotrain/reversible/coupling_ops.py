@@ -1,4 +1,4 @@
-"""The two-step coupling in one kernel for each direction, as operators that fake tensors know.
+"""The two-step coupling in one kernel for each direction, as custom operators with fake implementations.
 
 They are for CUDA (:func:`is_fused`). Elsewhere, and where Triton is missing, :mod:`holotrain.reversible.two_step` computes the
 same, bit for bit, by several operations.
@@ -46,8 +46,8 @@ def _works(device: torch.device) -> bool:
 def factors(
     weights: tuple[float, float], bits: int | None, streams: torch.dtype, dtype: torch.dtype
 ) -> tuple[float, float, float, float]:
-    """``a`` and ``1 - a - g``, each where the sign is 1 and where it is -1: as operations in the dtype of the streams give
-    them, and then in ``dtype``."""
+    """``a`` and ``1 - a - g``, each where the sign is 1 and where it is -1: computed in the dtype of the streams, then
+    rounded to ``dtype``."""
     above, below = weights
     found = []
     for sign in (1, -1):
@@ -93,7 +93,7 @@ def couple(
     from holotrain.reversible import coupling_kernels
 
     coupled, low, narrowed = _empty_results(update, source.dtype, bits if kept else 0, narrow)
-    streams = (_as(each, coupled) for each in (target, source, update))
+    streams = (_in_layout_of(each, coupled) for each in (target, source, update))
     coupling_kernels.couple(*streams, sign, unit, largest, coupled, narrowed, low, numbers, bits)
     return coupled, low, narrowed
 
@@ -132,7 +132,8 @@ def uncouple(
         each if not each.numel() or _alike(each, coupled) else torch.empty_like(coupled, dtype=each.dtype)
         for each in (target, narrow)
     ]
-    coupling_kernels.uncouple(coupled, _as(source, coupled), _as(update, coupled), sign, unit, low, *written, numbers, bits)
+    read = [_in_layout_of(each, coupled) for each in (source, update)]
+    coupling_kernels.uncouple(coupled, *read, sign, unit, low, *written, numbers, bits)
     for result, own in zip((target, narrow), written, strict=True):
         if own is not result:
             result.copy_(own)
@@ -167,7 +168,7 @@ def gradients(
 
     total, of_source, of_update = results = _empty_gradients(grad, narrow, dtype)
     nothing = grad.new_empty(0)
-    read = (nothing if each is None else _as(each, of_source) for each in (grad, narrow, passed))
+    read = (nothing if each is None else _in_layout_of(each, of_source) for each in (grad, narrow, passed))
     coupling_kernels.gradients(*read, sign, total, of_source, of_update, numbers, gain)
     return results
 
@@ -182,7 +183,7 @@ def _empty_gradients(grad: Tensor, narrow: Tensor | None, dtype: torch.dtype) ->
     return total, torch.empty_like(grad), torch.empty_like(grad, dtype=dtype)
 
 
-def _as(tensor: Tensor, like: Tensor) -> Tensor:
+def _in_layout_of(tensor: Tensor, like: Tensor) -> Tensor:
     """The tensor in the layout of another of the same shape; a copy, unless it has it."""
     return tensor if _alike(tensor, like) else torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
 

@@ -217,7 +217,7 @@ class TwoStep(Coupling):
 
     def take_graphs(self) -> tuple[Tensor, Tensor, Tensor]:
         """The tensors that carry the gradients of the source, for the next block's coupling, and of the coupled stream; and
-        this stream in the dtype of the block, which may be the second. Once."""
+        this stream in the dtype of the block, which may be the second. May be called once."""
         (passed, carrier, *narrow), self._carried = self._carried, ()
         return passed, carrier, narrow[0] if narrow else carrier
 
@@ -279,7 +279,7 @@ class TwoStep(Coupling):
             fixed = (self._sign, self.grid.step, self.grid.largest, self._numbers(source.dtype), self._bits or 0, kept)
             coupled, low, narrow = coupling_ops.couple(target, source, update, *fixed, update.dtype)
             self._low = [low]
-            return coupled, narrow if narrow.numel() else coupled
+            return coupled, coupled if coupled.dtype == update.dtype else narrow
         coupled = torch.empty_like(update, dtype=source.dtype)
         pieces = in_pieces(coupled, target, source, update, self._sign, *self._factors()[1:])
         for part, before, read, each, sign, *weights in pieces:
@@ -302,16 +302,17 @@ class TwoStep(Coupling):
     def gradients(self, passed: Tensor | None, grad: Tensor | None, narrow: Tensor | None) -> tuple[Tensor | None, ...]:
         """Those of target, source and update.
 
-        That of the target is not yet multiplied by g. The coupling before, whose source the target was, does it and adds it to
-        its own: one kernel less, and one tensor.
+        That of the target is not yet multiplied by g. The previous coupling, whose source the target was, multiplies it. This
+        saves a kernel and a tensor.
 
         Args:
             passed: of the source, from the next coupling, whose target it was.
             grad, narrow: of the coupled stream, from the two tensors that carry it.
         """
         if grad is None:
-            assert narrow is not None
-            grad, narrow = narrow.to(self._carries), None
+            like = passed if narrow is None else narrow
+            assert like is not None
+            grad, narrow = torch.zeros_like(like) if narrow is None else narrow.to(self._carries), None
         gain = 0.0 if self._next_bits is None else 2.0**-self._next_bits
         if is_fused(grad) and not torch.is_grad_enabled():
             fixed = (self._sign, self._numbers(grad.dtype), gain, self.written_as)
@@ -350,6 +351,6 @@ class _TwoStep(torch.autograd.Function):
         ctx, passed: Tensor | None, grad: Tensor | None, narrow: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         ctx.coupling.reached()
-        if grad is None and narrow is None:
+        if passed is None and grad is None and narrow is None:
             return (None,) * 6
         return *ctx.coupling.gradients(passed, grad, narrow), None, None, None

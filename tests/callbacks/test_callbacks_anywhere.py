@@ -1,6 +1,7 @@
 """All callbacks of a run, with a module and data that have little of what they look at."""
 
 import warnings
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -85,9 +86,12 @@ class Constant(Regression):
 
 
 @pytest.mark.parametrize("mode", ["max", "min"])
-def test_of_equal_values_the_latest_is_kept(tmp_path, mode):
-    fit(Constant(), tmp_path, [progress("lines"), BestCheckpoint(tmp_path, "val/accuracy", mode)])
-    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["best-epoch2-step4.ckpt"]
+@pytest.mark.parametrize(("save_top_k", "kept"), [(1, 1), (2, 2), (-1, 2)])
+def test_of_equal_values_the_latest_is_kept_and_the_best(tmp_path, mode, save_top_k, kept):
+    best = BestCheckpoint(tmp_path, "val/accuracy", mode, save_top_k)
+    fit(Constant(), tmp_path, [progress("lines"), best])
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt"))[-kept:][-1] == Path(best.best_model_path).name
+    assert len(list(tmp_path.glob("*.ckpt"))) == kept and Path(best.best_model_path).name == "best-epoch2-step4.ckpt"
 
 
 def test_what_looks_at_a_training_does_not_change_it(tmp_path):

@@ -157,9 +157,11 @@ def test_options_reach_what_they_describe():
 @pytest.mark.parametrize(
     ("cuda", "words", "precision"),
     [
-        (None, [], "32-true"),
+        (None, [], "bf16-mixed"),
         (True, [], "bf16-mixed"),
         (False, [], "32-true"),
+        (True, ["device=cpu"], "32-true"),
+        (None, ["trainer.accelerator=cpu", "device=cuda"], "bf16-mixed"),
         (True, ["trainer.accelerator=cpu"], "32-true"),
         (True, ["trainer.precision=16-mixed"], "16-mixed"),
         (True, ["task=error_diffusion"], "32-true"),
@@ -172,6 +174,8 @@ def test_the_precision_is_that_of_the_device(monkeypatch, cuda, words, precision
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: cuda)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert holotrain.compose("plan", words).trainer.precision == precision
+    if cuda is None and not words:
+        assert holotrain.compose("fit").trainer.precision == "32-true"
 
 
 def test_optimizers_and_schedules_of_torch():

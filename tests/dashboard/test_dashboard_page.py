@@ -101,7 +101,7 @@ def test_what_was_chosen_is_shown_also_of_resumed_runs_of_own_classes_and_of_fai
         run.config["model"] = {"kind": kind}
     failed = Reported(Path("2"), words=["model=gpt_tiny"], failure="out of memory at step 1")
     cells = {column.name: column.cells for column in columns([first, resumed, own, failed])}
-    assert cells["model"] == ["gpt", "roberta_tiny", "Net", "gpt_tiny"] and "model._target_" not in cells
+    assert cells["model"] == ["gpt_tiny", "roberta_tiny", "Net", "gpt_tiny"] and "model._target_" not in cells
     assert cells["status"] == [*["completed"] * 3, "failed: out of memory at step 1"]
     assert all(any(column) for column in cells.values()) and "tokens/s" not in cells
 

@@ -82,11 +82,8 @@ def test_the_coupling_is_cheap_beside_checkpointing(monkeypatch):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gpu_computes_what_its_several_operations_do(dtype, monkeypatch):
+def test_a_gpu_computes_what_its_several_operations_do(dtype):
     import interpreted_coupling as cases
 
-    torch.set_default_device("cuda")
-    try:
+    with torch.device("cuda"):
         cases.train(dtype)
-    finally:
-        torch.set_default_device("cpu")
