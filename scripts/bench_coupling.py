@@ -2,10 +2,10 @@
 
     python scripts/bench_coupling.py --json scripts/results/cuda/coupling.json
 
-First random streams of several sizes and dtypes are coupled, undone and differentiated on the GPU, by the kernels and by several
-operations. Then both are timed on the streams of a block of Llama's size. Expected, from the bytes that are counted
-(bench_counted.py): the kernels take an eighth of the time or less, and reach 70 % of the bandwidth of a copy. Without a GPU only
-several operations run.
+First random streams of several sizes and dtypes are coupled, undone and differentiated on the GPU, by the kernels and by
+several operations. Then both are timed on the streams of a block of Llama's size. Expected, from the bytes that are counted
+(bench_counted.py): the kernels take an eighth of the time or less, and reach 70 % of the bandwidth of a copy. Without a GPU
+only several operations run.
 """
 
 from __future__ import annotations
