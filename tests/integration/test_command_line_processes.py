@@ -26,7 +26,14 @@ from holotrain.numeric import mixed_seed
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 
 STEPS = 6
-IMAGES = ["model=rev_vit_tiny", "model.dim=16", "model.depth=2", "model.heads=2", f"trainer.limit_train_batches={STEPS}"]
+IMAGES = [
+    "model=rev_vit_tiny",
+    "data.mixup_alpha=0",
+    "model.dim=16",
+    "model.depth=2",
+    "model.heads=2",
+    f"trainer.limit_train_batches={STEPS}",
+]
 TEXT = [
     "task=causal_lm", "model=rev_gpt_tiny", "model.dim=16", "model.depth=2", "model.heads=2", "data=text_files",
     "data.files=[text/*.txt]", "data.context=16", "data.cache_dir=cache", "trainer.accumulate_grad_batches=2",

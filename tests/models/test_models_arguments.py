@@ -61,7 +61,9 @@ def test_an_image_of_another_size_is_refused():
         ViT()(torch.empty(1, 3, 32, 32))
 
 
-@pytest.mark.parametrize(("model", "sizes"), [(ViT, {8: 4, 10: 2, 28: 4, 32: 4, 112: 16, 224: 16}), (Swin, {32: 2, 64: 4, 224: 4})])
+@pytest.mark.parametrize(
+    ("model", "sizes"), [(ViT, {8: 4, 10: 2, 28: 4, 32: 4, 112: 16, 224: 16}), (Swin, {32: 2, 64: 4, 224: 4})]
+)
 def test_patches_suit_the_image(model, sizes):
     for image, patch in sizes.items():
         with torch.device("meta"):
