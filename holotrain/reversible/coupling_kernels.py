@@ -22,8 +22,8 @@ from torch import Tensor
 EIGHTS = 128
 """Groups of eight elements that one program takes."""
 
-NUMBERS = ["weight_above", "weight_below", "rest_above", "rest_below"]
-"""Parameters whose values call for no code of their own."""
+PLAIN = ["planes", "weight_above", "weight_below", "rest_above", "rest_below", "gain"]
+"""Parameters of whose values Triton makes no constants."""
 
 
 @triton.jit
@@ -57,9 +57,20 @@ def _nearest(x):
 
 
 @triton.jit
-def _step(source, update, weight, rest, unit, units):
-    """``a block(x) + (1 - a - g) x`` on the grid of ``unit``; ``units`` is 1 / unit."""
-    return _nearest((update.to(source.dtype) * weight + source * rest) * units) * unit
+def _inverse(unit):
+    """1 / unit, which is exact for a power of two."""
+    return (1.0 / unit.to(tl.float64)).to(unit.dtype)
+
+
+@triton.jit
+def _step(source, update, place, here, positive, unit, weight_above, weight_below, rest_above, rest_below):
+    """``a block(x) + (1 - a - g) x`` on the grid of ``unit``, for both directions."""
+    x = tl.load(source + place, mask=here, other=0.0)
+    dtype: tl.constexpr = x.dtype
+    weight = tl.where(positive, _number(weight_above, dtype), _number(weight_below, dtype))
+    rest = tl.where(positive, _number(rest_above, dtype), _number(rest_below, dtype))
+    output = tl.load(update + place, mask=here, other=0.0).to(dtype)
+    return _nearest((output * weight + x * rest) * _inverse(unit)) * unit
 
 
 @triton.jit
@@ -83,7 +94,7 @@ def _positive(sign, group, place, here, sample_stride, batch, ALIGNED: tl.conste
     return (found > 0) & here
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=PLAIN[:5])
 def _couple(
     target, source, update, sign, unit_at, largest, coupled, narrow, low,
     count, sample_stride, batch, planes, weight_above, weight_below, rest_above, rest_below,
@@ -92,16 +103,11 @@ def _couple(
 ):  # fmt: skip
     group, place, here = _places(count, WIDE, EIGHTS)
     positive = _positive(sign, group, place, here, sample_stride, batch, ALIGNED)
-    read = tl.load(source + place, mask=here, other=0.0)
-    dtype: tl.constexpr = read.dtype
     unit = tl.load(unit_at)
-    units = (1.0 / unit.to(tl.float64)).to(dtype)
     planes = planes.to(group.dtype)  # bit * planes may be large
-    weight = tl.where(positive, _number(weight_above, dtype), _number(weight_below, dtype))
-    rest = tl.where(positive, _number(rest_above, dtype), _number(rest_below, dtype))
-    total = _step(read, tl.load(update + place, mask=here, other=0.0), weight, rest, unit, units)
+    total = _step(source, update, place, here, positive, unit, weight_above, weight_below, rest_above, rest_below)
     if BITS > 0:
-        before = tl.load(target + place, mask=here, other=0.0) * units
+        before = tl.load(target + place, mask=here, other=0.0) * _inverse(unit)
         whole = tl.floor(before * (1.0 / (1 << BITS)))
         if KEPT:
             dropped = (before - whole * (1 << BITS)).to(tl.int32)
@@ -117,7 +123,7 @@ def _couple(
     tl.atomic_max(largest, tl.max(tl.max(tl.where(here, size, 0.0), axis=1), axis=0))
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=PLAIN[:5])
 def _uncouple(
     coupled, source, update, sign, unit_at, low, target, narrow,
     count, sample_stride, batch, planes, weight_above, weight_below, rest_above, rest_below,
@@ -125,26 +131,21 @@ def _uncouple(
 ):  # fmt: skip
     group, place, here = _places(count, WIDE, EIGHTS)
     positive = _positive(sign, group, place, here, sample_stride, batch, ALIGNED)
-    read = tl.load(source + place, mask=here, other=0.0)
-    dtype: tl.constexpr = read.dtype
     unit = tl.load(unit_at)
-    units = (1.0 / unit.to(tl.float64)).to(dtype)
     planes = planes.to(group.dtype)
-    weight = tl.where(positive, _number(weight_above, dtype), _number(weight_below, dtype))
-    rest = tl.where(positive, _number(rest_above, dtype), _number(rest_below, dtype))
-    step = _step(read, tl.load(update + place, mask=here, other=0.0), weight, rest, unit, units)
+    step = _step(source, update, place, here, positive, unit, weight_above, weight_below, rest_above, rest_below)
     whole = tl.load(coupled + place, mask=here, other=0.0) - step
     dropped = tl.zeros([EIGHTS, 8], dtype=tl.int32)
     for bit in tl.static_range(BITS):
         byte = tl.load(low + bit * planes + group, mask=group < planes, other=0).to(tl.int32)
         dropped |= ((byte >> tl.arange(0, 8)[None, :]) & 1) << bit
-    before = tl.where(positive, whole, -whole) * (1 << BITS) + dropped.to(dtype) * unit
+    before = tl.where(positive, whole, -whole) * (1 << BITS) + dropped.to(unit.dtype) * unit
     tl.store(target + place, before, mask=here)
     if NARROW:
         tl.store(narrow + place, _cast(before, narrow), mask=here)
 
 
-@triton.jit(do_not_specialize=[*NUMBERS, "gain"])
+@triton.jit(do_not_specialize=PLAIN[1:])
 def _gradients(
     grad, narrow, passed, sign, total, of_source, of_update,
     count, sample_stride, batch, weight_above, weight_below, rest_above, rest_below, gain,

@@ -132,4 +132,4 @@ def test_each_job_of_a_sweep_has_a_log_with_the_traceback_of_its_defect(holotrai
     good, defect, mistake = (lines(Path("sweep") / number) for number in "012")
     assert status == 1 and "Traceback" in err and "Traceback" not in "".join(good + mistake)
     assert "optimizer.lr=0.0001" in defect[0] and defect.count("Traceback (most recent call last):") == 1
-    assert defect[-1] == "ZeroDivisionError: a defect" and "Invalid learning rate" in mistake[-1]
+    assert defect[-1] == "ZeroDivisionError: a defect" and "optimizer.lr: must be at least 0" in mistake[-1]
