@@ -156,7 +156,8 @@ def test_models_that_are_stepped_in_the_backward(on_paper, name, optimizer):
         assert device == "cpu" or not on_paper.waits + on_paper.made_on_host
         return [parameter.detach().cpu() for parameter in model.parameters()]
 
-    assert_close(trained("cuda"), trained("cpu"), rtol=1e-4, atol=1e-6)
+    # AdamW makes steps of gradients that are rounding errors, and one kernel rounds them otherwise.
+    assert_close(trained("cuda"), trained("cpu"), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("rule", ["kaneko", "article", "backpropagation"])

@@ -286,7 +286,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on memory and glibc")
 def test_out_of_memory_keeps_the_checkpoint_and_says_what_needs_less(holotrain, tmp_path):
-    words = ["model.depth=2", "model.dim=96", "data.batch_size=256", *QUICK[3:], "backward=autograd"]
+    words = ["model.patch_size=2", "model.depth=2", "model.dim=96", "data.batch_size=256", *QUICK[3:], "backward=autograd"]
     run = Forked(STARVED, "fit", *words, folder=tmp_path, errors=tmp_path / "errors")
     status, err = run.wait(), Path("errors").read_text()
     folder = only(Path("runs/fit"))
