@@ -147,7 +147,10 @@ def test_models_that_are_stepped_in_the_backward(on_paper, name, optimizer):
         torch.manual_seed(0)
         backward = "pareprop" if name.startswith("Rev") else "checkpoint"
         model = getattr(holotrain.models, name)(**FAMILIES[name.removeprefix("Rev")], backward=backward).eval().to(device)
-        x, stepping = example(name).to(device), InBackward(optimizer(model))
+        stepped = optimizer(model)
+        if isinstance(stepped, torch.optim.AdamW):  # steps of gradients that are rounding errors show how a kernel rounds
+            stepped.param_groups[:] = [group | {"fused": True} for group in stepped.param_groups]
+        x, stepping = example(name).to(device), InBackward(stepped)
         for _ in range(2):
             on_paper.waits.clear()
             on_paper.made_on_host.clear()
@@ -156,8 +159,7 @@ def test_models_that_are_stepped_in_the_backward(on_paper, name, optimizer):
         assert device == "cpu" or not on_paper.waits + on_paper.made_on_host
         return [parameter.detach().cpu() for parameter in model.parameters()]
 
-    # AdamW makes steps of gradients that are rounding errors, and one kernel rounds them otherwise.
-    assert_close(trained("cuda"), trained("cpu"), rtol=1e-4, atol=1e-5)
+    assert_close(trained("cuda"), trained("cpu"), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("rule", ["kaneko", "article", "backpropagation"])

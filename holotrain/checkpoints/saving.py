@@ -91,8 +91,8 @@ OF_THE_BEST = re.compile(r"best-epoch\d+-step\d+(-v\d+)?\.ckpt")
 
 class BestCheckpoint(ExactCheckpoint):
     """Keeps the checkpoints with the best values of a validation metric, as ``best-epoch<n>-step<n>.ckpt``: counted
-    from 1, as on the screen, and the optimizer steps that were done. If values
-    are equal, the latest checkpoint is kept.
+    from 1, as on the screen, and the optimizer steps that were done. If values are equal, the latest
+    checkpoint is kept.
 
     A run that was killed may leave one that the checkpoint it is resumed from does not know. It is removed as soon as there are
     ``save_top_k`` without it, or replaced when the training comes to its step again.

@@ -51,7 +51,7 @@ def read_jobs(folder: Path) -> dict[Path, Job]:
 def read_job(path: Path) -> Job | None:
     """What a job has left in this file; None: it is missing, or not one of our files."""
     kinds = {each.name: str(each.type) for each in fields(Job)}
-    with suppress(UserError, OSError):
+    with suppress(UserError):
         return Job(**read_fields(path, kinds, "job", ("error",)))
     return None
 

@@ -247,7 +247,7 @@ class TwoStep(Coupling):
             if self._before is not None and narrow.numel():
                 self._before._rebuilt_x = narrow, _stream_of(narrow)
             return target
-        pieces = in_pieces(target, coupled, source, stream_in(output), self._sign * 2**self._bits, *self._factors()[1:])
+        pieces = in_pieces(target, coupled, source, stream_in(output), self._sign * 2**self._bits, *self._factors())
         for (part, total, read, update, scale, *weights), low in zip(pieces, self._low, strict=False):
             part.copy_(total - self._step(read, update, *weights)).mul_(scale)
             part.addcmul_(unpacked(low, self._bits, part.numel()).view(part.shape).to(part.dtype), self.grid.step)
@@ -260,12 +260,12 @@ class TwoStep(Coupling):
         """
         return self.grid.nearest((update.to(source.dtype) * weight).add_(source * rest))
 
-    def _factors(self) -> tuple[Tensor | float, Tensor, Tensor]:
-        """g, a and 1 - a - g. They are not kept: a block keeps its bits and nothing else."""
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """a and 1 - a - g. They are not kept: a block keeps its bits and nothing else."""
         above, below = self._weights
         gain = 0.0 if self._bits is None else self._sign * 2.0**-self._bits
         weight = self._sign * ((above - below) / 2) + (above + below) / 2
-        return gain, weight, 1 - weight - gain
+        return weight, 1 - weight - gain
 
     def _numbers(self, dtype: torch.dtype) -> tuple[float, ...]:
         """a and 1 - a - g, where the sign is 1 and where it is -1, in a dtype."""
@@ -281,7 +281,7 @@ class TwoStep(Coupling):
             self._low = [low]
             return coupled, coupled if coupled.dtype == update.dtype else narrow
         coupled = torch.empty_like(update, dtype=source.dtype)
-        pieces = in_pieces(coupled, target, source, update, self._sign, *self._factors()[1:])
+        pieces = in_pieces(coupled, target, source, update, self._sign, *self._factors())
         for part, before, read, each, sign, *weights in pieces:
             part.copy_(self._step(read, each, *weights))
             if self._bits is not None:
@@ -320,7 +320,7 @@ class TwoStep(Coupling):
             grad = grad if narrow is None else total
         else:
             grad = grad if narrow is None else grad + narrow
-            sign, weight, rest = (each.to(grad.dtype) for each in (self._sign, *self._factors()[1:]))
+            sign, weight, rest = (each.to(grad.dtype) for each in (self._sign, *self._factors()))
             of_source = grad * rest if passed is None else torch.addcmul(grad * rest, passed, sign * gain)
             of_update = (grad * weight).to(self.written_as)
         return None if self._bits is None else grad, of_source, of_update

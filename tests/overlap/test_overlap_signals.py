@@ -1,14 +1,11 @@
 """The product that signals its groups: numbers in Triton's interpreter, and on a GPU the real thing."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from covering import slow
+from interpreted import needs_triton, run_interpreted
 
 from holotrain.overlap import row_parallel_linear, signals
 from holotrain.overlap.functions import AllReduce, ReduceScatter
@@ -19,7 +16,7 @@ from holotrain.overlap.predictor import TILE_COLUMNS
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 @pytest.mark.parametrize("aligned", [True, False])
 def test_wide_reads_and_writes_come_where_strides_allow_them(aligned):
     """Of code that Triton makes for a GPU, which takes no GPU. 128 bits that are not aligned to 128 bits are a fault there."""
@@ -41,16 +38,11 @@ def test_wide_reads_and_writes_come_where_strides_allow_them(aligned):
     assert ("ld.global.b16" in made) == ("st.global.b16" in made) == (not aligned)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 @pytest.mark.parametrize("shapes", [12, slow(500)])
 def test_the_kernel_computes_and_counts_in_the_interpreter(shapes):
     """Random sizes from one row and no features on, and operands that are transposed, sliced, offset, strided or repeated."""
-    here = Path(__file__)
-    paths = os.pathsep.join([str(here.parents[2]), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths}
-    command = [sys.executable, str(here.with_name("interpreted_product.py")), str(shapes)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
+    run_interpreted(Path(__file__).with_name("interpreted_product.py"), shapes, timeout=300)
 
 
 def test_where_signals_are_not_to_be_had_groups_are_products_of_their_own():

@@ -1,35 +1,25 @@
 """The kernels of the two-step coupling: numbers in Triton's interpreter, code for GPUs, and what they cost there, counted."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from covering import long
+from interpreted import needs_triton, run_interpreted
 
 from holotrain.reversible import coupling_ops
 from holotrain.reversible.grid import Grid
 from holotrain.reversible.two_step import TwoStep, weights
 
-without_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
-
-@without_triton
+@needs_triton
 @pytest.mark.parametrize("cases", ["model", 50, long(1000)])
 def test_kernels_compute_what_several_operations_do(cases):
     """Bit for bit: random shapes, dtypes, layouts, signs and numbers of bits, and the gradients of a whole model."""
-    here = Path(__file__)
-    paths = os.pathsep.join([str(here.parents[2]), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths}
-    command = [sys.executable, str(here.with_name("interpreted_coupling.py")), str(cases)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert run.returncode == 0, run.stderr
+    run_interpreted(Path(__file__).with_name("interpreted_coupling.py"), cases, timeout=500)
 
 
-@without_triton
+@needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("streams", ["fp32", "fp64"])
@@ -64,7 +54,7 @@ def test_kernels_are_given_the_factors_that_tensors_have(streams, dtype):
     for m in (None, *range(1, 9)):
         pair = (weights([m or 4, 2, 2, 4], 1)[0], weights([m or 4, 2, 2, 4], -1)[0])
         coupling = TwoStep(Grid(torch.tensor(1.0, dtype=streams), False), sign, (), sign, pair, m, True)
-        _, a, rest = coupling._factors()
+        a, rest = coupling._factors()
         assert coupling_ops.factors(pair, m, streams, dtype) == (*a.to(dtype).tolist(), *rest.to(dtype).tolist())
 
 
