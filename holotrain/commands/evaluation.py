@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, cast
@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn.attention import sdpa_kernel
 
 from holotrain.callbacks.drawing import log_image
 from holotrain.checkpoints.exact_resume import ExactResume
@@ -27,7 +28,9 @@ from holotrain.config.build_trainer import build_trainer, check_device, check_di
 from holotrain.config.command_options import CheckpointConfig, RunConfig
 from holotrain.data.images import ImageDataModule
 from holotrain.data.loader import LoadingModule, usable_cores
+from holotrain.data.text.module import TextDataModule
 from holotrain.errors import UserError
+from holotrain.models.generation import WITHOUT_PLANS
 from holotrain.numeric import counted
 from holotrain.optimizers.low_bit import UnfitState
 from holotrain.parallel.processes import FOREVER
@@ -59,7 +62,7 @@ def evaluate(
     matrices = build_matrices(config)
     trainer = build_trainer(config.trainer, run.folder, [*matrices], False, process=run.process)
     measure = trainer.validate if split == "validate" else trainer.test
-    with lightning_refusals(split):
+    with lightning_refusals(split), attention_for(data):
         metrics = dict(next(iter(measure(task, datamodule=data, verbose=False)), {}))
     for logger in loggers:
         logger.log_metrics(metrics, step=step)
@@ -67,6 +70,13 @@ def evaluate(
         if matrix.image is not None:
             log_image(loggers, f"{SPLITS[split]}/confusion_matrix", matrix.image, step)
     return metrics
+
+
+def attention_for(data: pl.LightningDataModule | None) -> AbstractContextManager:
+    """A context without cuDNN's attention if batches of text differ in length, as those of files (None) may. It would build a
+    plan for each length."""
+    varies = data is None or (isinstance(data, TextDataModule) and data.layout != "packed")
+    return sdpa_kernel(WITHOUT_PLANS) if varies else nullcontext()
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """``holotrain fit``: trains, saves the best and the last checkpoint, and tests the best."""
 
+import gc
 import math
 import sys
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 import yaml
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
@@ -20,10 +22,11 @@ from holotrain.callbacks.drawing import log_text
 from holotrain.callbacks.interrupt import Interrupted
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import KeepConfiguration, check_classes, check_continuable, check_same, chosen_before
-from holotrain.commands.evaluation import check_not_empty, evaluate, lightning_refusals, shared_data
+from holotrain.commands.console import console
+from holotrain.commands.evaluation import attention_for, check_not_empty, evaluate, lightning_refusals, shared_data
 from holotrain.commands.failures import OutOfMemory, SameFolder, as_out_of_memory
 from holotrain.commands.measured import HELPS, Measured
-from holotrain.commands.memory_limits import chosen, explained
+from holotrain.commands.memory_limits import chosen, explained, with_smaller_batch
 from holotrain.commands.planners import smallest_batch
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import FIGURES, SUMMARY, write_summary
@@ -48,7 +51,27 @@ def run(config: FitConfig, run: Run) -> int:
     check_training_device(config)
     config, start = _started_from(config, run)
     data = _data_of(config, start, run)
-    config, planned = _chosen(config, data, run)
+    batch_is_open, (config, planned) = config.batch_is_open, _chosen(config, data, run)
+    training = _trained(config, data, start, run, planned)
+    while batch_is_open and training.ended_in_its_first_steps:
+        smaller = with_smaller_batch(config, data, device_kind(config.trainer.accelerator))
+        if smaller is None:
+            break
+        before, (config, planned) = config.batch_option, smaller
+        console.print("out of memory in the first steps with {}={}: trying {}".format(*before, config.batch_option[1]))
+        training.remove_logs()
+        del training
+        gc.collect()  # a Trainer is a reference cycle
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        training = _trained(config, data, start, run, planned)
+    if run.is_main:
+        training.log_end()
+    return training.exit_status
+
+
+def _trained(config: FitConfig, data: pl.LightningDataModule, start: Path | None, run: Run, planned: int | None) -> "Training":
+    """A training that has ended."""
     pl.seed_everything(config.seed, verbose=False)
     task = _task_of(config, data, start, run)
     training = Training(config, run, data, task, planned)
@@ -60,9 +83,7 @@ def run(config: FitConfig, run: Run) -> int:
     except BaseException as error:
         training.log_failure(error)
         raise
-    if run.is_main:
-        training.log_end()
-    return training.exit_status
+    return training
 
 
 def _started_from(config: FitConfig, run: Run) -> tuple[FitConfig, Path | None]:
@@ -123,6 +144,8 @@ class Training:
 
     status, exit_status = "completed", 0
     message: str | None = None
+    refused: tuple[str, str] | None = None
+    """When memory ran out, and the size that was refused."""
 
     def __init__(
         self, config: FitConfig, run: Run, data: pl.LightningDataModule, task: pl.LightningModule, planned: int | None
@@ -158,7 +181,7 @@ class Training:
     def train_and_test(self, start: Path | None) -> None:
         """Trains from a checkpoint, if there is one."""
         try:
-            with lightning_refusals("fit"), as_out_of_memory():
+            with lightning_refusals("fit"), as_out_of_memory(), attention_for(self.data):
                 self.trainer.fit(self.task, datamodule=self.data, ckpt_path=start, weights_only=True)
             with as_out_of_memory():
                 self._test()
@@ -189,8 +212,20 @@ class Training:
             device = device_name(self.config.trainer.accelerator)
             raise UserError(f"out of memory {when} on {device}; {refusal}") from refusal
         self.status, self.exit_status = "out of memory", 2
-        self.message = explained(self.config, self.data, self.run, when, str(refusal))
-        self.run.errors.append(self.message.splitlines()[0].removeprefix("holotrain: "))
+        self.refused = when, str(refusal)
+
+    @property
+    def ended_in_its_first_steps(self) -> bool:
+        """Whether memory ran out before the third step. The second is the first with the states of the optimizer."""
+        return self.refused is not None and self.trainer.global_step < 2 and not self.config.ckpt_path
+
+    def remove_logs(self) -> None:
+        """Ends the loggers of a training that begins again, and removes its events: a run has one set of options."""
+        finish(self.loggers, completed=False)
+        for logger in self.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                for events in Path(logger.log_dir).glob("events.out.tfevents.*"):
+                    events.unlink()
 
     def log_failure(self, error: BaseException) -> None:
         if self.run.is_main:
@@ -201,6 +236,9 @@ class Training:
 
     def log_end(self) -> None:
         self.same_folder.check()
+        if self.refused is not None:
+            self.message = explained(self.config, self.data, self.run, *self.refused)
+            self.run.errors.append(self.message.splitlines()[0].removeprefix("holotrain: "))
         model, checkpoint = model_of(self.task), self._checkpoint()
         results = self.measured.results(self.trainer)
         if self.monitor is not None:

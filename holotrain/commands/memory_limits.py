@@ -16,6 +16,7 @@ from holotrain.config.build_trainer import device_kind, device_name
 from holotrain.config.command_options import Config, RunConfig
 from holotrain.config.objects import PYTHON_OBJECT
 from holotrain.config.option_groups import ADAMW, AUTO, LOW_BIT, OBJECT_GROUPS, takes
+from holotrain.data.example import batch_unit
 from holotrain.errors import UserError
 from holotrain.numeric import counted, in_words
 from holotrain.planning.allocators import ALLOCATORS
@@ -78,6 +79,20 @@ def _with_batch(config: Config, data: pl.LightningDataModule, device: str, budge
     setattr(data, option.removeprefix("data."), size)
     say(f"  {option}={size} is the largest that fits into {in_words(budget)} or that the data provide")
     return config.with_batch(size), planner.footprint(planner.backward, size).bound
+
+
+def with_smaller_batch(config: Config, data: pl.LightningDataModule, device: str) -> tuple[Config, int] | None:
+    """After an automatic batch did not fit: the configuration with three quarters of it, and the bytes of a step by the
+    plan; None: it was the smallest. The batch size of the data is changed."""
+    option, size = config.batch_option
+    unit, least = batch_unit(data), smallest_batch(config).batch_option[1]
+    smaller = max(3 * size // 4 // unit * unit, least)
+    if smaller >= size:
+        return None
+    setattr(data, option.removeprefix("data."), smaller)
+    planner = planner_of(config.with_batch(smaller), data, device)
+    assert planner.backward is not None
+    return config.with_batch(smaller), planner.footprint(planner.backward).bound
 
 
 def _with_schedules(config: Config, data: pl.LightningDataModule, device: str, budget: int, say: Say) -> tuple[Config, int]:

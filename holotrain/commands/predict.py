@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import described_model, in_int8, load_weights
-from holotrain.commands.evaluation import lightning_refusals, prepared
+from holotrain.commands.evaluation import attention_for, lightning_refusals, prepared
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import write_summary
 from holotrain.commands.writing import write_table
@@ -34,7 +34,7 @@ PREDICTIONS = "predictions.csv"
 def run(config: PredictConfig, run: Run) -> int:
     """Writes one row per sample: its file, or its number in the test set, then what the task predicts: a class and its
     probability, for causal_lm bytes and bits per byte, for a task of one's own what its ``predict_step`` returns."""
-    path, files = config.checkpoint, config.images or config.texts
+    path, files, data = config.checkpoint, config.images or config.texts, None
     if config.trainer.limit_predict_batches == 0:
         raise UserError("trainer.limit_predict_batches=0: there is nothing to predict; use trainer.limit_predict_batches=1.0")
     if files:
@@ -53,7 +53,7 @@ def run(config: PredictConfig, run: Run) -> int:
     named_files = files or isinstance(getattr(loader, "dataset", None), NamedImageFiles)
     read = NamesRead() if named_files else None
     trainer = build_trainer(config.trainer, run.folder, [read] if read else [], False)
-    with lightning_refusals("predict"):
+    with lightning_refusals("predict"), attention_for(data):
         batches = trainer.predict(task, dataloaders=loader)
     names = read.names if read else count()
     named = list(zip(names, _samples(batches or []), strict=False))  # limit_predict_batches may leave names unused

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +23,7 @@ from holotrain.callbacks.trace import TraceProfiler
 from holotrain.checkpoints.distributed import CheckpointFiles
 from holotrain.config.command_options import RunConfig
 from holotrain.config.objects import ObjectConfig
-from holotrain.config.option_groups import TRAINER_OPTIONS
+from holotrain.config.option_groups import LOW_BIT, TRAINER_OPTIONS
 from holotrain.errors import UserError, as_user_error
 from holotrain.models.division import TensorParallelError, division
 from holotrain.numeric import counted
@@ -74,6 +76,17 @@ def check_training_device(config: RunConfig) -> None:
     for group in ("backward", "synthesis"):
         if getattr(getattr(config, group), "cuda_graph", False) and device_kind(config.trainer.accelerator) != "cuda":
             raise UserError(f"{group}.cuda_graph: needs an NVIDIA GPU; set it to false")
+    if (
+        getattr(config.optimizer, "target", None) == LOW_BIT
+        and device_kind(config.trainer.accelerator) == "cuda"
+        and not _c_compiler()
+    ):
+        raise UserError("optimizer.bits: on a GPU its step is compiled, which needs a C compiler; install gcc or set CC")
+
+
+def _c_compiler() -> str | None:
+    """The one that Triton would take."""
+    return os.environ.get("CC") or next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None)
 
 
 def model_parallel_size(config: ObjectConfig, process: ProcessRank) -> int:

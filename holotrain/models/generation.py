@@ -13,7 +13,7 @@ from holotrain.models.layers.attention import KVCache
 from holotrain.numeric import require_at_least
 
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""cuDNN's attention is left out: it builds a plan for each new number of keys, which every token would wait for."""
+"""cuDNN's attention is left out: it builds a plan for each new length, which every token would wait for."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ take 70 us, so they are read only for the first run of a branch, and later if th
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -108,7 +109,7 @@ def generators_unmoved(device: torch.device, others: Iterable[Any]) -> Generator
 
 # During the capture of a CUDA graph the state of a generator cannot be read or set. It can only be replaced by the state of
 # another generator that is registered with the graph. So each run that will be repeated gets two generators with equal seeds.
-# A replay of the graph advances both by the same amount, so they stay equal.
+# A replay of the graph advances both by the same amount, so they stay equal. Those that nothing was drawn from cost it nothing.
 
 
 class _Pair:
@@ -139,9 +140,13 @@ class GraphGenerators:
         """Makes as many pairs as were requested since the counting began, and registers them with ``graph``."""
         seed = torch.cuda.initial_seed()
         self._pairs = [_Pair(self._device, (seed + number + 1) % 2**63) for number in range(self._count)]
-        for pair in self._pairs:
-            graph.register_generator_state(pair.forward)
-            graph.register_generator_state(pair.recomputation)
+        # Later versions of torch register a generator when it is first drawn from, and will remove this method.
+        register = getattr(graph, "register_generator_state", lambda generator: None)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*register_generator_state")
+            for pair in self._pairs:
+                register(pair.forward)
+                register(pair.recomputation)
         self._count = 0
 
     def next(self) -> _Pair | None:

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import math
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -176,6 +177,18 @@ def test_the_precision_is_that_of_the_device(monkeypatch, cuda, words, precision
     assert holotrain.compose("plan", words).trainer.precision == precision
     if cuda is None and not words:
         assert holotrain.compose("fit").trainer.precision == "32-true"
+
+
+@pytest.mark.parametrize(("compiler", "device", "refused"), [("", "gpu", True), ("gcc", "gpu", False), ("", "cpu", False)])
+def test_optimizers_of_few_bits_need_a_compiler_on_a_gpu(monkeypatch, tmp_path, compiler, device, refused):
+    for name in filter(None, [compiler]):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = configuration("fit", "optimizer=adamw_8bit", f"trainer.accelerator={device}", "trainer.precision=32-true")
+    with pytest.raises(UserError, match="needs a C compiler") if refused else nullcontext():
+        check_training_device(config)
 
 
 def test_optimizers_and_schedules_of_torch():

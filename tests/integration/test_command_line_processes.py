@@ -57,7 +57,7 @@ def losses(folder: Path, tag: str = "train/loss") -> list[float]:
 
 KINDS = {"images": IMAGES, "text": TEXT}
 QUICK = [("images", "ddp", "reversible"), ("text", "fsdp", "pareprop")]
-"""Done by default. Every pair is done in a slow test."""
+"""Done by default. Every pair is done in a long test."""
 EACH_PAIR = [
     ("images" if number % 2 == 0 or strategy == "pipeline" else "text", strategy, backward)
     for number, (strategy, backward) in enumerate(
@@ -154,7 +154,7 @@ def test_losses_are_those_of_one_process(holotrain, left, kind):
     assert_losses_of_one_process(holotrain, left[0], QUICK, kind)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_are_those_of_one_process_under_each_strategy_by_each_backward(holotrain, tmp_path, kind):
     cases = [case for case in EACH_PAIR if case[0] == kind]

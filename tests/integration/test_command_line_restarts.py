@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch.distributed
-from covering import slow
+from covering import long, slow
 from data_files import write_letters
 from forked import COMMAND_LINE, Forked
 from gloo_pair import by_forks, free_port, statuses_of
@@ -60,7 +60,7 @@ def test_torchrun_starts_all_again_and_they_end_as_if_nothing_had_been(holotrain
     [
         ("SIGKILL", [], 2, r"rank 1 \(process \d+\) was killed by SIGKILL; resume with: .* fit resume=true hydra.run.dir=run"),
         slow("mistake", [], 2, "rank 1: give another disk$"),
-        slow("SIGSTOP", ["trainer.timeout=5"], 1, None),
+        long("SIGSTOP", ["trainer.timeout=5"], 1, None),
     ],
 )
 def test_what_happens_to_one_process_ends_all(holotrain, what, words, status, line):

@@ -17,6 +17,7 @@ from small_run import fit_in
 import holotrain as package
 from holotrain.data.tokenizers import tokenizer_from_json
 from holotrain.models.int8 import is_quantised
+from holotrain.models.layers.attention import Attention
 
 TEXTS = [
     *("data=text_files", "data.files=texts/**/*.txt", "data.context=24", "data.batch_size=4", "data.cache_dir=tokens"),
@@ -80,13 +81,21 @@ def trained(tmp_path_factory):
         ("sequence_classification", {"val/accuracy", "padding/fraction", "padding/unbucketed"}),
     ],
 )
-def test_each_task_runs_and_leaves_what_it_should(holotrain, task, scalars_expected):
+def test_each_task_runs_and_leaves_what_it_should(holotrain, monkeypatch, task, scalars_expected):
+    with_plans, forward = set(), Attention.forward
+
+    def noted(self, *arguments, **keywords):
+        with_plans.add(torch.backends.cuda.cudnn_sdp_enabled())
+        return forward(self, *arguments, **keywords)
+
+    monkeypatch.setattr(Attention, "forward", noted)
     out = holotrain.done("fit", f"task={task}", *SHORT, *TASKS[task])
     folder = only(Path("runs/fit"))
     left, seen = summary(folder), scalars(folder)
     assert left["steps"] == 4 and left["tokens_per_second"] > 0 and "tokens/s" in out and task in out
     assert scalars_expected | {"throughput/tokens_per_second", "train/loss"} <= set(seen)
     assert Path(left["checkpoint"]).name.startswith("best-")
+    assert (True in with_plans) == (task == "causal_lm")  # cuDNN would build a plan for each length of documents
     if task != "causal_lm":
         assert 0 <= seen["padding/fraction"][-1] < seen["padding/unbucketed"][-1] < 1
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from covering import slow
+from covering import long
 from interpreted import needs_triton, run_interpreted
 
 from holotrain.overlap import row_parallel_linear, signals
@@ -39,7 +39,7 @@ def test_wide_reads_and_writes_come_where_strides_allow_them(aligned):
 
 
 @needs_triton
-@pytest.mark.parametrize("shapes", [12, slow(500)])
+@pytest.mark.parametrize("shapes", [12, long(500)])
 def test_the_kernel_computes_and_counts_in_the_interpreter(shapes):
     """Random sizes from one row and no features on, and operands that are transposed, sliced, offset, strided or repeated."""
     run_interpreted(Path(__file__).with_name("interpreted_product.py"), shapes, timeout=300)
