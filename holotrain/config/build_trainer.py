@@ -73,14 +73,11 @@ def check_device(config: ObjectConfig) -> None:
 def check_training_device(config: RunConfig) -> None:
     """Raises a UserError if the device is missing or does not support the configuration."""
     check_device(config.trainer)
+    on_gpu = device_kind(config.trainer.accelerator) == "cuda"
     for group in ("backward", "synthesis"):
-        if getattr(getattr(config, group), "cuda_graph", False) and device_kind(config.trainer.accelerator) != "cuda":
+        if getattr(getattr(config, group), "cuda_graph", False) and not on_gpu:
             raise UserError(f"{group}.cuda_graph: needs an NVIDIA GPU; set it to false")
-    if (
-        getattr(config.optimizer, "target", None) == LOW_BIT
-        and device_kind(config.trainer.accelerator) == "cuda"
-        and not _c_compiler()
-    ):
+    if getattr(config.optimizer, "target", None) == LOW_BIT and on_gpu and not _c_compiler():
         raise UserError("optimizer.bits: on a GPU its step is compiled, which needs a C compiler; install gcc or set CC")
 
 

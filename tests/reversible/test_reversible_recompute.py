@@ -201,12 +201,14 @@ def test_offloading_on_a_gpu_on_paper(monkeypatch, late):
     model, inputs = stack()
     without_dropout(model)
     true = gradients(model, inputs)
-    with paper_gpu(monkeypatch, late):
+    with paper_gpu(monkeypatch, late) as machine:
         model.to("cuda")
         recompute(model, backward="offload")
         made = []
         monkeypatch.setattr(kept_inputs, "Offloaded", lambda *given: made.append(kind(*given)) or made[-1])
-        found = [gradient.cpu() for gradient in gradients(model, {"x": inputs["x"].to("cuda")})]
+        found = gradients(model, {"x": inputs["x"].to("cuda")})
+        assert machine.waits == []  # the host has waited for nothing
+        found = [gradient.cpu() for gradient in found]
         assert [kept._host.device.type for kept in made] == ["cpu"] * 4
     assert_close(found, true, rtol=1e-12, atol=1e-14)
 
