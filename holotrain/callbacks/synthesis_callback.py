@@ -151,6 +151,11 @@ class SynthesisCallback(Monitor):
                 "replaces momentum and is meant for SGD with momentum=0",
                 stacklevel=2,
             )
+        if clip := trainer.gradient_clip_val:
+            warnings.warn(
+                f"gradient_clip_val={clip} clips the update after the synthesis, not the gradient before it; null does not clip",
+                stacklevel=2,
+            )
         self.synthesis = self.applied_to(pl_module)
         self._clock = Clock(pl_module.device)
         state, self._to_load = self._to_load, {}

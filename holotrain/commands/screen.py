@@ -63,7 +63,7 @@ def show_start(
         "warning": _warning(sizes, hasattr(data, "val_fraction") or hasattr(config.data, "val_fraction")),
         "backward": _backward(config),
         "between blocks": kept_between_blocks(model) if fits else None,
-        "synthesis": getattr(config.synthesis, "mode", None),
+        "synthesis": _synthesis(config.synthesis) if fits and config.synthesis else None,
         "optimizer": _optimizer(config, config.optimizer, run) if fits and config.optimizer else None,
         "schedule": _schedule(config.scheduler, run) if fits and config.scheduler else None,
         "precision": _precision(config),
@@ -74,6 +74,12 @@ def show_start(
         "folder": run.folder,
     }
     console.print(table(f"holotrain {run.command}", rows))
+
+
+def _synthesis(config: ObjectConfig) -> str:
+    """The mode of the synthesis, the dtype of its hologram, and what is split off."""
+    split = {"none": "not split"}.get(config.split, f"split, on the {config.split}")
+    return f"{config.mode}, {config.dtype}, {split}"
 
 
 def _sizes(data: pl.LightningDataModule, parts: Iterable[str]) -> dict[str, int]:

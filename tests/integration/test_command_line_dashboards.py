@@ -47,7 +47,8 @@ def assert_every_column_has_values(folder: Path) -> None:
 def test_a_sweep_in_tensorboard_and_in_a_report(holotrain):
     """Of two jobs, one of them with a synthesis."""
     words = ["optimizer=sgd", "optimizer.momentum=0", "output_dir=mine", "synthesis=none,associative", "trainer.max_epochs=1"]
-    assert holotrain("fit", "-m", *SMALL, *words)[0] == 0
+    status, out, _ = holotrain("fit", "-m", *SMALL, *words)
+    assert status == 0 and "synthesis" in out and "associative, fp32, not split" in out
     sweep = only(Path("mine/fit/sweeps"))
     # HParams: what varies is marked, results come in the order of their importance
     experiment, options = hparams(sweep / "1")
