@@ -153,7 +153,7 @@ class SynthesisCallback(Monitor):
             )
         if clip := trainer.gradient_clip_val:
             warnings.warn(
-                f"gradient_clip_val={clip} clips the update after the synthesis, not the gradient before it; null does not clip",
+                f"gradient_clip_val={clip} clips the update after the synthesis, not the gradient before it",
                 stacklevel=2,
             )
         self.synthesis = self.applied_to(pl_module)
