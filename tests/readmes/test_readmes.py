@@ -86,6 +86,20 @@ def test_promises_name_tests_that_are_there():
         assert f"def {name}(" in content if name.startswith("test_") else files[number].endswith(f"_{name}.py")
 
 
+def test_each_technique_names_what_computes_and_what_checks_it():
+    page = ROOT / "scripts/results/methods.md"
+    rows = [line.split(" | ") for line in page.read_text().splitlines() if line.startswith("| ") and "|---" not in line]
+    rows = [row for row in rows if row[0] != "| statement"]
+    assert len(rows) > 50
+    for statement, *cells in rows:
+        for kind, cell in zip(("where", "checked by"), cells, strict=True):
+            named = re.findall(r"\[(\w+)(?:\.py)?\]\((\S+)\)", cell)
+            assert named or cell.startswith("replaced by"), (statement, kind)
+            for name, path in named:
+                content = (page.parent / path).read_text()
+                assert Path(path).stem == name or re.search(rf"(def|class) {name}\b", content), (statement, name)
+
+
 @pytest.mark.parametrize("readme", READMES)
 def test_every_block_says_what_it_is_and_yaml_can_be_read(readme):
     for block in blocks(ROOT / readme):
