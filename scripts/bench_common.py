@@ -5,6 +5,7 @@ It also makes the checkout's ``holotrain`` the one that is imported.
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -156,6 +157,18 @@ def fine_tune(model: torch.nn.Module, losses: Iterable[torch.Tensor], steps: int
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         schedule.step()
+
+
+def verdict(result: dict[str, Any], what: str, found: float, expected: float, least: bool = False) -> None:
+    """Prints a figure beside the number that was written beforehand, and adds both to the results.
+
+    Args:
+        expected: the most that was expected, or the least.
+    """
+    good, bound = (found >= expected, "least") if least else (found <= expected, "most")
+    row = {"what": what, "expected": f"at {bound} {expected:g}", "found": found}
+    result.setdefault("verdicts", []).append(row | {"as_expected": good})
+    print(f"{what}: expected {row['expected']}, found {found:.4g}" + ("" if good else ": NOT AS EXPECTED"), flush=True)
 
 
 def plotter():
