@@ -5,7 +5,6 @@ It also makes the checkout's ``holotrain`` the one that is imported.
 
 import argparse
 import json
-import math
 import os
 import platform
 import statistics

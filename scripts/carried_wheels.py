@@ -1,4 +1,4 @@
-"""Collects wheels that the command line needs where torch, transformers, timm, peft and Lightning are, but nothing can be installed.
+"""Collects wheels that the command line needs on a machine with torch, transformers, timm, peft and Lightning but no network.
 
     python scripts/carried_wheels.py                          # from the index of pip into wheels/, and checks their size
     python scripts/carried_wheels.py --find-links FOLDER      # from a folder
@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -29,6 +30,9 @@ PLATFORM = ("--only-binary", ":all:", "--python-version", "3.12", "--platform", 
 PLATFORM += ("--platform", "manylinux2014_x86_64", "--platform", "any")
 
 
+run = partial(subprocess.run, capture_output=True, text=True)
+
+
 def collect(names: list[str], folder: Path, find_links: Path | None = None) -> int:
     """Puts the wheels of these packages, without what they depend on, into the folder. Returns the bytes of all in it.
 
@@ -38,9 +42,11 @@ def collect(names: list[str], folder: Path, find_links: Path | None = None) -> i
     source = ["--no-index", "--find-links", str(find_links)] if find_links else []
     pip, quiet = [sys.executable, "-m", "pip"], ["--no-deps", "--quiet", "--disable-pip-version-check", *source]
     for name in names:
-        found = subprocess.run([*pip, "download", *quiet, *PLATFORM, "--dest", str(folder), name], capture_output=True, text=True)
+        found = subprocess.run(
+            [*pip, "download", *quiet, *PLATFORM, "--dest", str(folder), name], capture_output=True, text=True
+        )
         if found.returncode:  # some, such as antlr4, are published as sources alone
-            found = subprocess.run([*pip, "wheel", *quiet, "--wheel-dir", str(folder), name], capture_output=True, text=True)
+            found = run([*pip, "wheel", *quiet, "--wheel-dir", str(folder), name])
         if found.returncode:
             raise ValueError(f"{name}: {found.stderr.strip().splitlines()[-1]}")
     wheels = list(folder.glob("*.whl"))

@@ -3,12 +3,12 @@
     python scripts/cuda_session.py                                     # goes on where it was ended, SIGKILL included
     python scripts/cuda_session.py --budget 590s --archive "$OUT/session.tar.gz"
     python scripts/cuda_session.py --again                             # starts anew
-    python scripts/cuda_session.py --dry-run --out runs/dry_session    # every piece at toy size on the CPU; figures mean nothing
+    python scripts/cuda_session.py --dry-run --out runs/dry_session    # at toy size on the CPU; its figures mean nothing
 
 A piece (cuda_pieces.py) is one command of another script, in a process of its own that is ended after some seconds. It writes
-its JSON at once, and says each figure beside the number that was expected of it. After each piece one archive of all results and
-of the ends of their logs is written anew. A piece that fails is named, and tried again after all others. None starts that might
-run past the budget. Wheels in wheels/ (carried_wheels.py) are used where their package is not installed.
+its JSON at once, and says each figure beside the number that was expected of it. After each piece one archive of all results
+and of the ends of their logs is written anew. A piece that fails is named, and tried again after all others. None starts that
+might run past the budget. Wheels in wheels/ (carried_wheels.py) are used where their package is not installed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class Session:
         toy: whether pieces run at toy size.
     """
 
-    def __init__(self, pieces: Sequence[Piece], folder: Path, archive: Path, machine: dict[str, Any], toy: bool = False) -> None:
+    def __init__(
+        self, pieces: Sequence[Piece], folder: Path, archive: Path, machine: dict[str, Any], toy: bool = False
+    ) -> None:
         self.pieces, self.folder, self.archive, self.machine, self.toy = pieces, folder, archive, machine, toy
         self.outcomes: dict[str, Outcome] = {}
 
