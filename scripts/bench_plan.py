@@ -104,7 +104,7 @@ def main() -> None:
     measured = (
         {(row["model"], row["precision"], row["backward"]): {"taken": row["taken"]} for row in known["plans"]} if known else {}
     )
-    rows = []
+    result, rows = begin(options), []
     columns = f"{'planned MiB':>13}{'at most MiB':>13}{'actual MiB':>11}{'error':>8}{'seconds':>9}"
     print(f"{'model':15}{'precision':>10}{'backward':>12}{columns}")
     for name in options.models:
@@ -127,14 +127,13 @@ def main() -> None:
                     f"{planned / 2**20:13.1f}{bound / 2**20:13.1f}{taken / 2**20:11.1f}{planned / taken - 1:8.2%}{seconds:9.2f}"
                 )
                 print(f"{name:15}{precision:>10}{backward:>12}{figures}", flush=True)
+                if "reserved" in row:
+                    what = f"{name}, {precision}, {backward}: reserved / allocated"
+                    verdict(result, what, row["reserved"] / taken, 1.15)
+                save(result | {"plans": rows}, options.json)
     worst = max(rows, key=lambda row: abs(row["error"]))
-    result = begin(options)
     which = f"{worst['model']}, {worst['precision']}, {worst['backward']}"
     verdict(result, f"largest error of a planned peak ({which})", abs(worst["error"]), 0.05)
-    for row in rows:
-        if "reserved" in row:
-            what = f"{row['model']}, {row['precision']}, {row['backward']}: reserved / allocated"
-            verdict(result, what, row["reserved"] / row["taken"], 1.15)
     over = [row["bound"] / row["taken"] - 1 for row in rows]
     print(f"at most / actual: {min(over):+.1%} to {max(over):+.1%}")
     save(result | {"plans": rows}, options.json)

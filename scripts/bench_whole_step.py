@@ -3,13 +3,13 @@
     python scripts/bench_whole_step.py --json scripts/results/whole_step_cpu.json
     python scripts/bench_whole_step.py --shapes qwen3 --tokens 8192 --longest
     python scripts/bench_whole_step.py --shapes gpt2 --tokens 2048 --time 5 --methods checkpoint "4 bits in tiles"
-    python scripts/bench_whole_step.py --device cuda --amp --longest --memory 4 12 --shapes gpt2 qwen3 --json planned.json
-    python scripts/bench_whole_step.py --amp --trains planned.json --memory 4 --shapes gpt2    # on a GPU
+    python scripts/bench_whole_step.py --amp --trains 4 --shapes gpt2 --planned scripts/results/whole_step_cpu.json
 
 Memory is that of the plan (holotrain.planning): KiB a token above weights, gradients and optimizer state. --longest finds the
 longest sequence whose plan, all of the step, fits into 8 and 24 GiB: from plans of two lengths, confirmed by one of that
-length. --time R measures steps of --tokens tokens, R alternating rounds, and their peak of tracked bytes; --trains trains the
-longest sequences of an earlier plan within its memory, or shorter ones where they do not fit. Frozen or 8-bit
+length. --time R measures steps of --tokens tokens, R alternating rounds, and their peak of tracked bytes.
+--trains GIB looks for the longest sequence that trains in so much memory, near the one that follows from the KiB a token of an
+earlier plan. --planned takes over an earlier plan, and --toy takes two narrow layers of each shape. Frozen or 8-bit
 weights, and steps within the backward, would leave more of a budget to activations, for all methods alike.
 
 A plan of two-step blocks is that of their first batch, whose streams are in fp64. "Later batches" are in fp32, unless a few
@@ -35,7 +35,7 @@ from typing import Any
 import timm
 import torch
 import transformers
-from bench_common import DEVICE, alternating, arguments, begin, last_line, median_ratio, save, timed, verdict, waited
+from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, timed, verdict, waited
 from bench_plan import peaks_of
 from torch import nn
 
@@ -55,6 +55,8 @@ QWEN3 = {"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "
 QWEN3 |= {"num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True}
 LLAMA = {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16}
 LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 4}
+TOY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+TOY |= {"num_attention_heads": 4, "num_key_value_heads": 4}
 SHAPES = {
     "gpt2": ("AutoModelForCausalLM", "gpt2", NO_DROPOUT, "n_positions"),
     "qwen3": ("AutoModelForCausalLM", "qwen3", QWEN3, "max_position_embeddings"),
@@ -141,6 +143,7 @@ def longest(shape: str, method: str, budget: int, options) -> int:
 
 def measured(shape: str, methods: list[str], tokens: int, options) -> dict[str, dict[str, float]]:
     device = torch.device(options.device)
+    plans = json.loads(options.planned.read_text())[shape] if options.planned else {}
 
     def make(method: str) -> TrainingStep:
         torch.manual_seed(0)
@@ -158,7 +161,8 @@ def measured(shape: str, methods: list[str], tokens: int, options) -> dict[str, 
     runs = {method: timed(lambda step=step: differentiate(step), device.type) for method, step in steps.items()}
     seconds = alternating(runs, options.time)
     for method in methods:
-        plan = planned(shape, method, tokens, options.device, options.amp)[0]
+        known = plans.get(method, {}).get("bytes") if tokens == plans.get("tokens") else None
+        plan = known or planned(shape, method, tokens, options.device, options.amp)[0]
         ratio = median_ratio(seconds[method], seconds["checkpoint"]) if "checkpoint" in methods else None
         found[method] |= {"planned": plan, "seconds": seconds[method], "over checkpoint": ratio}
         print(f"{shape}, {tokens} tokens, {method:26s} time {ratio or 0:.3f} of checkpoint's, "
@@ -166,46 +170,49 @@ def measured(shape: str, methods: list[str], tokens: int, options) -> dict[str, 
     return found
 
 
-def trained(shape: str, method: str, tokens: int, amp: bool) -> dict[str, float]:
-    """The longest sequence, of at most so many tokens, whose step does not run out of memory, and its tokens a second."""
-    device, errors = torch.device(DEVICE), []
-    for share in (1, 0.97, 0.93, 0.85, 0.7, 0.5):
-        length = max(int(share * tokens) // TILE, 1) * TILE
+def expected_tokens(shape: str, plan: dict[str, float], budget: int) -> int:
+    """What is left beside weights, gradients and AdamW's states in fp32, over the bytes a token of a plan."""
+    with torch.device("meta"):
+        sizes = [sum(p.numel() for p in made(shape, length).parameters()) for length in (TILE, 2 * TILE)]
+    positions = (sizes[1] - sizes[0]) / TILE  # weights of each token
+    return int((budget - 16 * (sizes[0] - TILE * positions)) / (2**10 * plan["KiB a token"] + 16 * positions))
+
+
+def trained(shape: str, method: str, expected: int, amp: bool) -> dict[str, float]:
+    """The longest sequence, near the expected one, whose step does not run out of memory, and its tokens a second."""
+    for share in (1.25, 1.1, 1.0, 0.93, 0.85, 0.7, 0.5):
+        length = max(int(share * expected) // TILE, 1) * TILE
         try:
-            with device:
+            with torch.device(DEVICE):
                 step = step_of(shape, method, made(shape, length), length, amp, DEVICE == "cuda")
             run = waited(lambda step=step: (step.differentiate(), step.update()), DEVICE)
-            return {"tokens": length, "tokens a second": length / min(run() for _ in range(3)), "planned": tokens}
-        except torch.OutOfMemoryError as error:
-            errors.append(last_line(error))
+            return {"tokens": length, "tokens a second": length / min(run() for _ in range(3)), "expected": expected}
+        except torch.OutOfMemoryError:
+            print(f"  {method}: {length} tokens do not fit", flush=True)
         finally:
             step = run = None
             gc.collect()
             if DEVICE == "cuda":
                 torch.cuda.empty_cache()
-    return {"tokens": 0, "tokens a second": 0.0, "planned": tokens}
+    return {"tokens": 0, "tokens a second": 0.0, "expected": expected}
 
 
 def train_longest(options, results: dict) -> None:
-    """Trains what an earlier run of ``--longest`` planned for the first budget."""
-    plans, (gib, *_) = json.loads(options.trains.read_text()), options.memory
+    plans, budget = json.loads(options.planned.read_text()), int(options.trains * 2**30)
     if DEVICE == "cuda":
-        torch.cuda.set_per_process_memory_fraction(gib * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+        torch.cuda.set_per_process_memory_fraction(budget / torch.cuda.get_device_properties(0).total_memory)
     for shape in options.shapes:
         results[shape] = rows = {}
         for method in options.methods:
-            plan = plans[shape][method]["longest"][f"{gib} GiB"]
-            rows[method] = row = trained(shape, method, min(plan, options.tokens), options.amp)
-            print(
-                f"{shape}, {method:26s} {row['tokens']} tokens in {gib} GiB, {row['tokens a second']:.0f} a second", flush=True
-            )
-            verdict(results, f"{shape} in {gib} GiB, {method}: tokens", row["tokens"], 0.95 * plan, least=True)
+            expected = min(expected_tokens(shape, plans[shape][method], budget), options.tokens)
+            rows[method] = row = trained(shape, method, expected, options.amp)
+            print(f"{shape}, {method:26s} {row['tokens']} tokens, {row['tokens a second']:.0f} a second", flush=True)
+            what = f"{shape} in {options.trains:g} GiB, {method}: tokens"
+            verdict(results, what, row["tokens"], expected // TILE * TILE, least=True)
             save(results, options.json)
         if {"checkpoint in tiles", "4 bits in tiles"} <= rows.keys():
             ours, theirs = (rows[method]["tokens a second"] for method in ("4 bits in tiles", "checkpoint in tiles"))
-            verdict(
-                results, f"{shape}: 4 bits / checkpoint, both in tiles: speed", ours / (theirs or math.nan), 0.9, least=True
-            )
+            verdict(results, f"{shape}: speed of 4 bits / checkpoint, in tiles", ours / (theirs or math.nan), 0.9, least=True)
     save(results, options.json)
 
 
@@ -217,10 +224,16 @@ def main() -> None:
     parser.add_argument("--longest", action="store_true")
     parser.add_argument("--memory", type=int, nargs="+", default=[8, 24], help="GiB")
     parser.add_argument("--time", type=int, default=0, metavar="ROUNDS")
-    parser.add_argument("--trains", type=Path, metavar="PLANNED", help="JSON of --longest; --tokens is then the most")
+    parser.add_argument("--trains", type=float, metavar="GIB", help="needs --planned; --tokens is then the most")
+    parser.add_argument("--planned", type=Path, help="JSON of an earlier run")
+    parser.add_argument("--toy", action="store_true")
     parser.add_argument("--amp", action="store_true", help="bf16 autocast")
     parser.add_argument("--device", default=DEVICE, help="of the plan, and of measured steps")
     options = parser.parse_args()
+    if options.trains and not options.planned:
+        parser.error("--trains needs --planned")
+    for sizes in (NO_DROPOUT, QWEN3, LLAMA) if options.toy else ():
+        sizes.update(TOY)
     results = begin(options)
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()

@@ -1,6 +1,6 @@
 """The pieces of cuda_session.py, the most valuable first: one command of a script each, with its time limit and toy size.
 
-The first ones, QUARTER, are a quarter of an hour together, with the time that the machine takes to start; REST is for what is left.
+QUARTER fits into a quarter of an hour, with the start of the machine. REST is for what is left.
 """
 
 from __future__ import annotations
@@ -84,29 +84,30 @@ BACKWARD_TOY = words("--dim 32 --heads 2 --depth 3 --batch 2 --tokens 8 --rounds
 GENERATION_TOY = words("--size tiny --tokens 4 --compared 8 --rounds 1")
 
 STEPS_TOY = words("--dim 64 --tokens 16 --batch 1")
-LONGEST = ("--methods", "checkpoint", "checkpoint in tiles", "offload in tiles", "4 bits in tiles")
+LONGEST = ("checkpoint", "checkpoint in tiles", "offload in tiles", "4 bits in tiles")
 FOREIGN = ("transformers", "timm")
 
 
 def longest_sequence(shape: str, gib: int, seconds: float) -> Piece:
-    plan = f"--trains scripts/results/longest_planned_{shape}.json"
+    plan = "--planned scripts/results/whole_step_cpu.json"
     return Piece(
         f"longest_sequence_{shape}",
-        (*script("bench_whole_step", f"--shapes {shape} {plan} --memory {gib} --amp --tokens 1000000"), *LONGEST),
-        ("--tokens", "1", "--methods", "4 bits in tiles"),
+        (*script("bench_whole_step", f"--shapes {shape} {plan} --trains {gib} --amp --tokens 1000000 --methods"), *LONGEST),
+        ("--toy", "--tokens", "1"),
         seconds,
         FOREIGN,
     )
 
 
-def whole_steps(name: str, more: str, seconds: float) -> Piece:
-    command = script("bench_whole_step", f"--shapes gpt2 --tokens 8192 --time 2 {more} --methods")
-    return Piece(
-        name, (*command, *LONGEST[2:3], *LONGEST[4:]), ("--tokens", "16", *LONGEST[:1], *LONGEST[4:]), seconds, FOREIGN
-    )
-
-
-PLANNED = "--backwards autograd pareprop --models gpt_small swin_tiny vit_small --batch 8"
+WHOLE_STEPS = script("bench_whole_step", "--shapes gpt2 --tokens 2048 --time 2 --amp")
+WHOLE_STEPS += (
+    "--planned",
+    "scripts/results/whole_step_planned_cuda.json",
+    "--methods",
+    "checkpoint in tiles",
+    "4 bits in tiles",
+)
+PLANNED = "--backwards pareprop --models swin_tiny vit_small gpt_small --batch 8"
 PLANNED_TOY = words("--batch 1 --tokens 16 --models swin_nano gpt_tiny --precisions bf16 --backwards pareprop")
 
 QUARTER = (
@@ -122,7 +123,7 @@ QUARTER = (
         30,
     ),
     Piece("planned_and_reserved", script("bench_plan", PLANNED), PLANNED_TOY, 40),
-    whole_steps("whole_steps", "--amp", 20),
+    Piece("whole_steps_in_tiles", WHOLE_STEPS, ("--toy", "--tokens", "16"), 20, FOREIGN),
     Piece("new_lengths", script("bench_shapes", ""), words("--dim 64 --depth 3 --vocab 64 --tokens 48"), 60, FOREIGN),
     longest_sequence("gpt2", 4, 40),
     longest_sequence("qwen3", 12, 50),
@@ -130,7 +131,7 @@ QUARTER = (
     Piece("tests_of_the_engine", script("cuda_tests", "reversible models"), (), 100, ("pytest",)),
 )
 REST = (
-    Piece("tests_of_the_other_parts", script("cuda_tests", "synthesis error_diffusion overlap callbacks"), (), 100, ("pytest",)),
+    Piece("tests_of_the_other_parts", script("cuda_tests", "synthesis error_diffusion overlap callbacks"), needs=("pytest",)),
     Piece(
         "gradients_in_float64",
         (*script("bench_backward", "--double --rounds 2 --engines reversible pareprop checkpoint exact"),
