@@ -33,7 +33,19 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from bench_common import DEVICE, alternating, arguments, begin, draw_to, median_ratio, plotter, save, those_that_work, waited
+from bench_common import (
+    DEVICE,
+    alternating,
+    arguments,
+    begin,
+    draw_to,
+    median_ratio,
+    plotter,
+    save,
+    those_that_work,
+    verdict,
+    waited,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -455,6 +467,21 @@ def main() -> None:
     for batch in options.batch:
         rows, left_out = measured(batch, options)
         points.append({"batch": batch, "engines": rows, "left_out": left_out})
+    if options.double:
+        worst = max(row["gradient_error"] for row in points[0]["engines"].values() if "gradient_error" in row)
+        verdict(begun, "largest relative error of a gradient in fp64", worst, 1e-12)
+    for kind in ("", ", graphed") if options.graphs else ():
+        both = [points[0]["engines"].get(f"{name}{kind}") for name in ("pareprop", "reversible")]
+        if all(both):
+            verdict(
+                begun, f"step time of pareprop{kind} / reversible{kind}", median_ratio(*(row["seconds"] for row in both)), 1.0
+            )
+            if kind:
+                plain = points[0]["engines"]["pareprop"]["seconds"]
+                verdict(begun, "pareprop: times as fast with a graph", median_ratio(plain, both[0]["seconds"]), 10, least=True)
+    if options.trace and "pareprop" in points[0]["engines"]:
+        together = points[0]["engines"]["pareprop"]["together"]
+        verdict(begun, "milliseconds with both streams of pareprop busy", together["together_ms"], 0.1, least=True)
     begun["options"]["minrev"] = bool(options.minrev)
     save(begun | {"points": points}, options.json)
     if options.picture:

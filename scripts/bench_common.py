@@ -158,6 +158,18 @@ def fine_tune(model: torch.nn.Module, losses: Iterable[torch.Tensor], steps: int
         schedule.step()
 
 
+def verdict(result: dict[str, Any], what: str, found: float, expected: float, least: bool = False) -> None:
+    """Prints a figure beside the number that was written beforehand, and adds both to the results.
+
+    Args:
+        expected: the most that was expected, or the least.
+    """
+    good, bound = (found >= expected, "least") if least else (found <= expected, "most")
+    row = {"what": what, "expected": f"at {bound} {expected:g}", "found": found}
+    result.setdefault("verdicts", []).append(row | {"as_expected": good})
+    print(f"{what}: expected {row['expected']}, found {found:.4g}" + ("" if good else ": NOT AS EXPECTED"), flush=True)
+
+
 def plotter():
     """matplotlib's pyplot, which draws to files."""
     import matplotlib

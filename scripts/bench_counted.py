@@ -2,21 +2,27 @@
 
     python scripts/bench_counted.py --json scripts/results/counted.json
 
+    python scripts/bench_counted.py --measure --json measured.json    # on a GPU: kernels and milliseconds, against that table
+
 One block, forward and backward, of a model that is trained plain, with gradient checkpointing, and with make_reversible, whose
 streams are in fp32 or fp64. Matrix products and attention are left out, since they are the same: what is counted is the work on
 elements, which waits for memory. A kernel reads its inputs and writes its outputs once. Views cost nothing. The figures are the
-difference of two depths, so that they hold for a block in the middle.
+difference of two depths, so that they hold for a block in the middle. A GPU is expected to need as many kernels more than
+checkpointing as were counted, and for their bytes the time of 70 % of the memory bandwidth of an H200.
 """
 
 from __future__ import annotations
 
+import json
+import statistics
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from bench_common import arguments, begin, save
+from bench_common import DEVICE, arguments, begin, save, timed, verdict
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,6 +30,10 @@ from torch.utils._pytree import tree_leaves
 from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
 from holotrain.reversible import make_reversible, two_step
 from holotrain.reversible.stack import stacks_in
+
+COUNTED = Path(__file__).parent / "results" / "counted.json"
+BANDWIDTH = 0.7 * 4.8e12
+"""Bytes a second."""
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "attention", "convolution", "linear")
 """Parts of the names of operations that are the same in all ways of training."""
@@ -61,10 +71,10 @@ def tensors(node: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(node) if isinstance(leaf, Tensor)]
 
 
-def llama(depth: int) -> nn.Module:
+def llama(depth: int, width: int = 4096, inner: int = 11008) -> nn.Module:
     from transformers import LlamaConfig, LlamaModel
 
-    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 64}
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_attention_heads": width // 128, "vocab_size": 64}
     config = LlamaConfig(**sizes, num_hidden_layers=depth, use_cache=False, attn_implementation="sdpa")
     return LlamaModel(config).bfloat16()
 
@@ -81,6 +91,8 @@ MODELS = {
     "GPT-2 768, 8 x 1,024, bf16 autocast": (gpt2, (8, 1024), True),
 }
 """Each model with the shape of its batch, and whether it trains under autocast."""
+
+TOYS = {"a toy": (partial(llama, width=128, inner=256), (1, 16), False)}
 
 
 def coupled(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -138,9 +150,54 @@ def rows_of(name: str) -> dict[str, dict[str, float]]:
     return rows
 
 
+def measured(make: Callable[[int], nn.Module], way: Callable, shape: tuple[int, int], mixed: bool) -> dict[str, float]:
+    """Kernels and milliseconds of a block."""
+    found = []
+    for depth in (4, 6):
+        with torch.device(DEVICE):
+            model = way(make(depth).train())
+            embedded = torch.randn(*shape, model.config.hidden_size, dtype=model.dtype, requires_grad=True)
+
+        def step(model=model, embedded=embedded) -> None:
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=mixed):
+                out = model(inputs_embeds=embedded).last_hidden_state
+            out.backward(torch.ones_like(out))
+
+        for _ in range(3):
+            step()
+        run = timed(step, DEVICE)
+        milliseconds = 1e3 * statistics.median(run() for _ in range(10))
+        with torch.profiler.profile() as profiler:
+            step()
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+        events = profiler.profiler.kineto_results.events()
+        found.append((sum(event.device_type() == torch.autograd.DeviceType.CUDA for event in events), milliseconds))
+    less, more = found
+    return {"kernels": (more[0] - less[0]) / 2, "milliseconds": (more[1] - less[1]) / 2}
+
+
+def measure(results: dict[str, Any]) -> None:
+    """On a GPU, the models that were counted; elsewhere a toy beside the table of a Llama."""
+    table = json.loads(COUNTED.read_text())
+    for name, (make, shape, mixed) in (MODELS if DEVICE == "cuda" else TOYS).items():
+        counts = table.get(name) or table[next(iter(MODELS))]
+        rows = results[name] = {way: measured(make, WAYS[way][0], shape, mixed) for way in ("checkpointing", "make_reversible")}
+        more = {key: rows["make_reversible"][key] - rows["checkpointing"][key] for key in ("kernels", "milliseconds")}
+        moved = counts["make_reversible"]["bytes"] - counts["checkpointing"]["bytes"]
+        expected = counts["make_reversible"]["kernels_over_checkpointing"]
+        verdict(results, f"{name}: kernels of a block more than checkpointing", more["kernels"], expected)
+        verdict(results, f"{name}: milliseconds of a block more", more["milliseconds"], 1e3 * moved / BANDWIDTH)
+
+
 def main() -> None:
-    options = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--measure", action="store_true", help="run it, on a GPU if there is one")
+    options = parser.parse_args()
     results = begin(options)
+    if options.measure:
+        measure(results)
+        return save(results, options.json)
     for name in MODELS:
         results[name] = rows_of(name)
         for way, row in results[name].items():

@@ -16,7 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, timed
+from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, timed, verdict
 from torch import Tensor
 
 from holotrain.reversible import two_step
@@ -117,11 +117,13 @@ def main() -> None:
     options = parser.parse_args()
     result = begin(options)
     result["differing"] = differing()
-    print(f"cases in which kernels and several operations differ: {', '.join(result['differing']) or 'none'} (expected none)")
+    print(*result["differing"], sep="\n")
+    verdict(result, "cases in which kernels and several operations differ", len(result["differing"]), 0)
     result["times"] = found = times((1, options.tokens, options.dim), options.rounds)
     print(", ".join(f"{way} {milliseconds:.3f} ms" for way, milliseconds in found["milliseconds"].items()))
     for name, expected in EXPECTED.items():
-        print(f"{name}: expected {expected:.3f}, " + (f"found {found[name]:.3f}" if name in found else "no kernels here"))
+        if name in found:
+            verdict(result, name.replace("_", " "), found[name], expected, least=name.startswith("share"))
     save(result, options.json)
 
 

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 import torch
-from bench_common import DEVICE, alternating, arguments, begin, draw_to, median_ratio, plotter, save, timed
+from bench_common import DEVICE, alternating, arguments, begin, draw_to, median_ratio, plotter, save, timed, verdict
 from torch import Tensor
 
 from holotrain.error_diffusion import ErrorDiffusionNetwork
@@ -192,6 +192,8 @@ def main() -> None:
     for row in batches:
         sizes = (row.get(name) for name in ("activities", "contracted", "materialised"))
         print(f"{row['batch']:>6}" + "".join(f"{'-' if size is None else format(size / 2**20, '.1f'):>14}" for size in sizes))
+    if "autograd_over_update" in rows[-1]:
+        verdict(begun, f"{rows[-1]['depth']} layers: autograd / update", rows[-1]["autograd_over_update"], 20, least=True)
     save(begun | {"rows": rows, "batches": batches}, options.json)
     if options.picture:
         draw(rows, options.picture)

@@ -42,6 +42,7 @@ from bench_common import (
     save,
     sizes_of,
     those_that_work,
+    verdict,
     waited,
 )
 from torch import Tensor, nn
@@ -380,6 +381,11 @@ def main() -> None:
         print(f"lowest throughput relative to an engine that fits the same budget: {min(row['worst'][1] for row in rows):.3f}")
         print(f"largest error of a plan: {max(abs(row['planned'] / row['peak'] - 1) for row in rows):.2%}")
     result = begin(options) | {"engines": figures, "left_out": left_out}
+    for name, expected in {"pareprop": 0.85, "auto, 60% of autograd": 0.92}.items():
+        if row := figures.get(name):
+            verdict(result, f"{name}: throughput / autograd", row["throughput_over_autograd"], expected, least=True)
+            if "reserved" in row:
+                verdict(result, f"{name}: reserved / allocated", row["reserved"] / row["peak"], 1.15)
     save(result, options.json)
     if options.picture:
         draw(result, options.picture)

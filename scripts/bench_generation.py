@@ -69,6 +69,8 @@ def main() -> None:
     rates = {name: options.batch * options.tokens / statistics.median(values) for name, values in seconds.items()}
     for name, rate in rates.items():
         print(f"{name:<15}{rate:9.1f} tokens/s  {ratios[name]:6.2f} x uncached")
+    verdict(result, "texts of cached and uncached generation that differ", float(not same), 0)
+    verdict(result, "cached / uncached generation: speed", ratios["cached"], 2, least=True)
     result |= {"same": same, "seconds": seconds, "times_uncached": ratios}
     save(result | {"tokens_per_second": rates}, options.json)
 

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_common import alternating, arguments, begin, draw_to, plotter, save
+from bench_common import alternating, arguments, begin, draw_to, plotter, save, verdict
 from bench_overlap_parts import StandIn, Undisturbed, errors_against_all_to_all, errors_against_plain
 
 from holotrain.overlap.collectives import Collectives
@@ -297,6 +297,8 @@ def main() -> None:
     for part in parts:
         print(f"\n{part}")
         result[part] = PARTS[part](options)
+    for size, row in result["cuda"]["cubes"].items() if "cuda" in result else ():
+        verdict(result, f"signalling product / cuBLAS, {size} cubed", row["over_cublas"], 1.1)
     save(result, options.json)
     if options.picture and "emulated" in result:
         speed = f"{options.bandwidth / 1e6:g} MB/s and {options.latency * 1e6:g} us"

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import torch
-from bench_common import DEVICE, arguments, begin, save, sizes_of
+from bench_common import DEVICE, arguments, begin, save, sizes_of, verdict
 from torch import Tensor, nn
 
 from holotrain.models import RevGPT, RevMViT, RevRoBERTa, RevSwin, RevViT
@@ -77,6 +77,16 @@ def make_step(family: str, pixels: int | None, half: bool, options, model: nn.Mo
     )
 
 
+def peaks_of(step: TrainingStep, device: torch.device) -> dict[str, int]:
+    """The peak bytes of a step, and on a GPU what its allocator reserved meanwhile; nothing else should be there."""
+    if device.type != "cuda":
+        return {"taken": measured_peak(step, device)}
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    return {"taken": measured_peak(step, device), "reserved": torch.cuda.max_memory_reserved(device)}
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS, help="family and size, such as vit_base")
@@ -91,8 +101,10 @@ def main() -> None:
     if known:
         vars(options).update({name: value for name, value in known["options"].items() if name != "measured"})
     device = torch.device(options.device)
-    measured = {(row["model"], row["precision"], row["backward"]): row["taken"] for row in known["plans"]} if known else {}
-    rows = []
+    measured = (
+        {(row["model"], row["precision"], row["backward"]): {"taken": row["taken"]} for row in known["plans"]} if known else {}
+    )
+    result, rows = begin(options), []
     columns = f"{'planned MiB':>13}{'at most MiB':>13}{'actual MiB':>11}{'error':>8}{'seconds':>9}"
     print(f"{'model':15}{'precision':>10}{'backward':>12}{columns}")
     for name in options.models:
@@ -103,23 +115,28 @@ def main() -> None:
                 footprint = planner.footprint(backward)
                 planned, bound = footprint.peak, footprint.bound
                 seconds = time.perf_counter() - started
-                if (taken := measured.get((name, precision, backward))) is None:
+                if (found := measured.get((name, precision, backward))) is None:
                     model = planner.make_model(backward, None).to(device)
-                    taken = measured_peak(planner.make_step(model, options.batch), device)
+                    found = peaks_of(planner.make_step(model, options.batch), device)
                     del model
                 gc.collect()
-                row = {"model": name, "precision": precision, "backward": backward}
-                row |= {"planned": planned, "bound": bound, "taken": taken}
+                taken, row = found["taken"], {"model": name, "precision": precision, "backward": backward}
+                row |= {"planned": planned, "bound": bound} | found
                 rows.append(row | {"error": planned / taken - 1, "seconds": seconds})
                 figures = (
                     f"{planned / 2**20:13.1f}{bound / 2**20:13.1f}{taken / 2**20:11.1f}{planned / taken - 1:8.2%}{seconds:9.2f}"
                 )
                 print(f"{name:15}{precision:>10}{backward:>12}{figures}", flush=True)
+                if "reserved" in row:
+                    what = f"{name}, {precision}, {backward}: reserved / allocated"
+                    verdict(result, what, row["reserved"] / taken, 1.15)
+                save(result | {"plans": rows}, options.json)
     worst = max(rows, key=lambda row: abs(row["error"]))
-    print(f"largest error: {worst['error']:.2%} ({worst['model']}, {worst['precision']}, {worst['backward']})")
+    which = f"{worst['model']}, {worst['precision']}, {worst['backward']}"
+    verdict(result, f"largest error of a planned peak ({which})", abs(worst["error"]), 0.05)
     over = [row["bound"] / row["taken"] - 1 for row in rows]
     print(f"at most / actual: {min(over):+.1%} to {max(over):+.1%}")
-    save(begin(options) | {"plans": rows}, options.json)
+    save(result | {"plans": rows}, options.json)
 
 
 if __name__ == "__main__":

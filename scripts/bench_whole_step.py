@@ -3,10 +3,13 @@
     python scripts/bench_whole_step.py --json scripts/results/whole_step_cpu.json
     python scripts/bench_whole_step.py --shapes qwen3 --tokens 8192 --longest
     python scripts/bench_whole_step.py --shapes gpt2 --tokens 2048 --time 5 --methods checkpoint "4 bits in tiles"
+    python scripts/bench_whole_step.py --amp --trains 4 --shapes gpt2 --planned scripts/results/whole_step_cpu.json
 
 Memory is that of the plan (holotrain.planning): KiB a token above weights, gradients and optimizer state. --longest finds the
 longest sequence whose plan, all of the step, fits into 8 and 24 GiB: from plans of two lengths, confirmed by one of that
-length. --time R measures steps of --tokens tokens, R alternating rounds, and their peak of tracked bytes. Frozen or 8-bit
+length. --time R measures steps of --tokens tokens, R alternating rounds, and their peak of tracked bytes.
+--trains GIB looks for the longest sequence that trains in so much memory, near the one that follows from the KiB a token of an
+earlier plan. --planned takes over an earlier plan, and --toy takes two narrow layers of each shape. Frozen or 8-bit
 weights, and steps within the backward, would leave more of a budget to activations, for all methods alike.
 
 A plan of two-step blocks is that of their first batch, whose streams are in fp64. "Later batches" are in fp32, unless a few
@@ -19,21 +22,28 @@ blocks.
 
 from __future__ import annotations
 
+import gc
+import json
+import math
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
-from functools import cache
+from contextlib import ExitStack
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import timm
 import torch
 import transformers
-from bench_common import alternating, arguments, begin, median_ratio, save, timed
+from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, timed, verdict, waited
+from bench_plan import peaks_of
 from torch import nn
 
 from holotrain.planning import simulate_step
+from holotrain.planning.allocators import ALLOCATORS
+from holotrain.planning.cuda_rules import cuda_rules
 from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
-from holotrain.planning.training_step import TrainingStep, measured_peak
+from holotrain.planning.training_step import TrainingStep
 from holotrain.reversible import make_reversible, recompute
 from holotrain.reversible.side_stream import assuming_a_side_stream
 from holotrain.reversible.stack import stacks_in
@@ -45,6 +55,8 @@ QWEN3 = {"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "
 QWEN3 |= {"num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True}
 LLAMA = {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16}
 LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 4}
+TOY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+TOY |= {"num_attention_heads": 4, "num_key_value_heads": 4}
 SHAPES = {
     "gpt2": ("AutoModelForCausalLM", "gpt2", NO_DROPOUT, "n_positions"),
     "qwen3": ("AutoModelForCausalLM", "qwen3", QWEN3, "max_position_embeddings"),
@@ -85,62 +97,123 @@ def made(shape: str, tokens: int) -> nn.Module:
     return getattr(transformers, auto).from_config(config)
 
 
-def step_of(shape: str, method: str, model: nn.Module, tokens: int) -> TrainingStep:
+def step_of(shape: str, method: str, model: nn.Module, tokens: int, amp: bool = False, foreach: bool = False) -> TrainingStep:
+    place = next(model.parameters()).device
     if shape == "vit":
         side = 16 * round(tokens**0.5)
-        x, labels = torch.zeros(1, 3, side, side), torch.zeros(1, dtype=torch.long)
+        x, labels = torch.zeros(1, 3, side, side, device=place), torch.zeros(1, dtype=torch.long, device=place)
         loss = lambda: nn.functional.cross_entropy(model(x), labels)  # noqa: E731
     else:
-        x = labels = torch.zeros(1, tokens, dtype=torch.long)
+        x = labels = torch.zeros(1, tokens, dtype=torch.long, device=place)
         cached = {} if shape == "modernbert" else {"use_cache": False}
         loss = lambda: model(input_ids=x, labels=labels, **cached).loss  # noqa: E731
     METHODS[method](model.train())
-    return TrainingStep(model, loss, torch.optim.AdamW(model.parameters()), held={"batch": [x, labels]})
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+    autocast = partial(torch.autocast, place.type, torch.bfloat16, enabled=amp)
+    return TrainingStep(model, loss, optimizer, autocast, held={"batch": [x, labels]})
 
 
 @cache
-def planned(shape: str, method: str, tokens: int) -> tuple[int, float]:
-    """The bytes of the step, and KiB a token above weights, gradients and optimizer state."""
+def planned(shape: str, method: str, tokens: int, device: str, amp: bool) -> tuple[int, float]:
+    """The bytes of the step on a device, and KiB a token above weights, gradients and optimizer state."""
     with torch.device("meta"):
         model = made(shape, tokens)
-    on_a_gpu = assuming_a_side_stream() if method.startswith("offload") else nullcontext()
-    with fake_tensors(), on_a_gpu:
-        plan = simulate_step(step_of(shape, method, fake_parameters(model, torch.device("cpu")), tokens))
+    with ExitStack() as stack:
+        if device == "cuda":
+            stack.enter_context(cuda_rules())
+        if device == "cuda" or method.startswith("offload"):
+            stack.enter_context(assuming_a_side_stream())
+        stack.enter_context(fake_tensors())
+        step = step_of(shape, method, fake_parameters(model, torch.device("cpu")), tokens, amp, device == "cuda")
+        plan = simulate_step(step, ALLOCATORS[device])
     phases = [part for phase, part in plan.parts_by_phase.items() if phase != "update"]
     return plan.peak, max(part["activations"] + part["head"] + part["temporary"] for part in phases) / 2**10 / tokens
 
 
-def longest(shape: str, method: str, tokens: int, budget: int) -> int:
+def longest(shape: str, method: str, budget: int, options) -> int:
     """The longest sequence that fits, in steps of 512 tokens, on the line through two plans and confirmed by a third."""
-    short, long = planned(shape, method, tokens // 2)[0], planned(shape, method, tokens)[0]
+    tokens, plan = options.tokens, lambda length: planned(shape, method, length, options.device, options.amp)[0]
+    short, long = plan(tokens // 2), plan(tokens)
     slope = (long - short) / (tokens - tokens // 2)
     found = int((tokens + (budget - long) / slope) // TILE) * TILE
-    while found > 0 and planned(shape, method, found)[0] > budget:
+    while found > 0 and plan(found) > budget:
         found -= max(found // 100 // TILE, 1) * TILE
     return max(found, 0)
 
 
-def measured(shape: str, methods: list[str], tokens: int, rounds: int) -> dict[str, dict[str, float]]:
-    steps = {}
-    for method in methods:
+def measured(shape: str, methods: list[str], tokens: int, options) -> dict[str, dict[str, float]]:
+    device = torch.device(options.device)
+    plans = json.loads(options.planned.read_text())[shape] if options.planned else {}
+
+    def make(method: str) -> TrainingStep:
         torch.manual_seed(0)
-        steps[method] = step_of(shape, method, made(shape, tokens), tokens)
-    peaks = {method: measured_peak(step, torch.device("cpu")) for method, step in steps.items()}
+        return step_of(shape, method, made(shape, tokens).to(device), tokens, options.amp, device.type == "cuda")
+
+    found = {method: peaks_of(make(method), device) for method in methods}
+    steps = {method: make(method) for method in methods}
 
     def differentiate(step: TrainingStep) -> None:
         step.model.zero_grad()
-        step.loss().backward()
+        with step.autocast():
+            loss = step.loss()
+        loss.backward()
 
-    runs = {method: timed(lambda step=step: differentiate(step), "cpu") for method, step in steps.items()}
-    seconds = alternating(runs, rounds)
-    found = {}
+    runs = {method: timed(lambda step=step: differentiate(step), device.type) for method, step in steps.items()}
+    seconds = alternating(runs, options.time)
     for method in methods:
-        plan = planned(shape, method, tokens)[0]
+        known = plans.get(method, {}).get("bytes") if tokens == plans.get("tokens") else None
+        plan = known or planned(shape, method, tokens, options.device, options.amp)[0]
         ratio = median_ratio(seconds[method], seconds["checkpoint"]) if "checkpoint" in methods else None
-        found[method] = {"measured": peaks[method], "planned": plan, "seconds": seconds[method], "over checkpoint": ratio}
+        found[method] |= {"planned": plan, "seconds": seconds[method], "over checkpoint": ratio}
         print(f"{shape}, {tokens} tokens, {method:26s} time {ratio or 0:.3f} of checkpoint's, "
-              f"measured {peaks[method] / 2**20:.0f} MiB, planned {plan / 2**20:.0f}")  # fmt: skip
+              f"measured {found[method]['taken'] / 2**20:.0f} MiB, planned {plan / 2**20:.0f}")  # fmt: skip
     return found
+
+
+def expected_tokens(shape: str, plan: dict[str, float], budget: int) -> int:
+    """What is left beside weights, gradients and AdamW's states in fp32, over the bytes a token of a plan."""
+    with torch.device("meta"):
+        sizes = [sum(p.numel() for p in made(shape, length).parameters()) for length in (TILE, 2 * TILE)]
+    positions = (sizes[1] - sizes[0]) / TILE  # weights of each token
+    return int((budget - 16 * (sizes[0] - TILE * positions)) / (2**10 * plan["KiB a token"] + 16 * positions))
+
+
+def trained(shape: str, method: str, expected: int, amp: bool) -> dict[str, float]:
+    """The longest sequence, near the expected one, whose step does not run out of memory, and its tokens a second."""
+    for share in (1.25, 1.1, 1.0, 0.93, 0.85, 0.7, 0.5):
+        length = max(int(share * expected) // TILE, 1) * TILE
+        try:
+            with torch.device(DEVICE):
+                step = step_of(shape, method, made(shape, length), length, amp, DEVICE == "cuda")
+            run = waited(lambda step=step: (step.differentiate(), step.update()), DEVICE)
+            return {"tokens": length, "tokens a second": length / min(run() for _ in range(3)), "expected": expected}
+        except torch.OutOfMemoryError:
+            print(f"  {method}: {length} tokens do not fit", flush=True)
+        finally:
+            step = run = None
+            gc.collect()
+            if DEVICE == "cuda":
+                torch.cuda.empty_cache()
+    return {"tokens": 0, "tokens a second": 0.0, "expected": expected}
+
+
+def train_longest(options, results: dict) -> None:
+    plans, budget = json.loads(options.planned.read_text()), int(options.trains * 2**30)
+    if DEVICE == "cuda":
+        torch.cuda.set_per_process_memory_fraction(budget / torch.cuda.get_device_properties(0).total_memory)
+    for shape in options.shapes:
+        results[shape] = rows = {}
+        for method in options.methods:
+            expected = min(expected_tokens(shape, plans[shape][method], budget), options.tokens)
+            rows[method] = row = trained(shape, method, expected, options.amp)
+            print(f"{shape}, {method:26s} {row['tokens']} tokens, {row['tokens a second']:.0f} a second", flush=True)
+            what = f"{shape} in {options.trains:g} GiB, {method}: tokens"
+            verdict(results, what, row["tokens"], expected // TILE * TILE, least=True)
+            save(results, options.json)
+        if {"checkpoint in tiles", "4 bits in tiles"} <= rows.keys():
+            ours, theirs = (rows[method]["tokens a second"] for method in ("4 bits in tiles", "checkpoint in tiles"))
+            verdict(results, f"{shape}: speed of 4 bits / checkpoint, in tiles", ours / (theirs or math.nan), 0.9, least=True)
+    save(results, options.json)
 
 
 def main() -> None:
@@ -151,23 +224,39 @@ def main() -> None:
     parser.add_argument("--longest", action="store_true")
     parser.add_argument("--memory", type=int, nargs="+", default=[8, 24], help="GiB")
     parser.add_argument("--time", type=int, default=0, metavar="ROUNDS")
+    parser.add_argument("--trains", type=float, metavar="GIB", help="needs --planned; --tokens is then the most")
+    parser.add_argument("--planned", type=Path, help="JSON of an earlier run")
+    parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--amp", action="store_true", help="bf16 autocast")
+    parser.add_argument("--device", default=DEVICE, help="of the plan, and of measured steps")
     options = parser.parse_args()
+    if options.trains and not options.planned:
+        parser.error("--trains needs --planned")
+    for sizes in (NO_DROPOUT, QWEN3, LLAMA) if options.toy else ():
+        sizes.update(TOY)
     results = begin(options)
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
+    if options.trains:
+        return train_longest(options, results)
     for shape in options.shapes:
         tokens = min(options.tokens, 4096) if shape == "vit" else options.tokens
         methods = [each for each in options.methods if shape != "vit" or "loss" not in each]
         if options.time:
-            results[shape] = measured(shape, methods, tokens, options.time)
+            results[shape] = found = measured(shape, methods, tokens, options)
+            for method, row in found.items():
+                error = abs(row["planned"] / row["taken"] - 1)
+                verdict(results, f"{shape}, {method}: error of the planned peak", error, 0.05)
+                if "reserved" in row:
+                    verdict(results, f"{shape}, {method}: reserved / allocated", row["reserved"] / row["taken"], 1.15)
             save(results, options.json)
             continue
         results[shape] = found = {"tokens": tokens}
         for method in methods:
-            peak, each = planned(shape, method, tokens)
+            peak, each = planned(shape, method, tokens, options.device, options.amp)
             found[method] = {"bytes": peak, "KiB a token": each}
             if options.longest:
-                fits = {f"{gib} GiB": longest(shape, method, tokens, gib * 2**30) for gib in options.memory}
+                fits = {f"{gib} GiB": longest(shape, method, gib * 2**30, options) for gib in options.memory}
                 found[method]["longest"] = fits
             print(
                 f"{shape}, {tokens} tokens, {method:26s} {each:8.1f} KiB a token  {found[method].get('longest', '')}",

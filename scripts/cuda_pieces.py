@@ -1,10 +1,13 @@
-"""The pieces of cuda_session.py, the most valuable first: one command of a script each, with its time limit and toy size."""
+"""The pieces of cuda_session.py, the most valuable first: one command of a script each, with its time limit and toy size.
+
+QUARTER fits into a quarter of an hour, with the start of the machine. REST is for what is left.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-MOST_MINUTES = 8
+MOST_SECONDS = 300
 
 
 @dataclass(frozen=True)
@@ -14,14 +17,14 @@ class Piece:
         name: also of its JSON file.
         command: what follows ``python``, without ``--json``.
         toy: arguments that come after the others in a dry run, and make it small.
-        minutes: it is ended after these.
+        seconds: it is ended after these.
         needs: modules without which it is skipped.
     """
 
     name: str
     command: tuple[str, ...]
     toy: tuple[str, ...] = ()
-    minutes: float = 4
+    seconds: float = 100
     needs: tuple[str, ...] = ()
 
 
@@ -63,7 +66,6 @@ def equal_batch(model: str) -> Piece:
         f"equal_batch_{model}",
         (*script("bench_frontier", f"--model {model} {SIZES[model]} --amp --shares 0.6 --engines"), *ENGINES, "compile"),
         (*toy_of(model), "--batch", "2", "--engines", *toy_engines),
-        minutes=6,
     )
 
 
@@ -74,17 +76,62 @@ def largest_batch(model: str, *gib: int) -> Piece:
         f"largest_batch_{'_'.join(map(str, gib))}_gib_{model}",
         script("bench_budget", f"--model {model} {tokens} --amp --memory {budgets} --rounds 5 --engines checkpoint pareprop"),
         (*toy_of(model), *words("--memory 0.1 --most 2 --engines pareprop")),
-        minutes=7,
+        seconds=240,
     )
 
 
 BACKWARD_TOY = words("--dim 32 --heads 2 --depth 3 --batch 2 --tokens 8 --rounds 1 --no-peaks")
 GENERATION_TOY = words("--size tiny --tokens 4 --compared 8 --rounds 1")
 
-PIECES = (
-    Piece("coupling", script("bench_coupling", ""), words("--tokens 8 --dim 16 --rounds 1"), minutes=2),
-    Piece("tests_of_the_engine", script("cuda_tests", "reversible models"), minutes=7),
-    Piece("tests_of_the_other_parts", script("cuda_tests", "synthesis error_diffusion overlap callbacks"), minutes=7),
+STEPS_TOY = words("--dim 64 --tokens 16 --batch 1")
+LONGEST = ("checkpoint", "checkpoint in tiles", "offload in tiles", "4 bits in tiles")
+FOREIGN = ("transformers", "timm")
+
+
+def longest_sequence(shape: str, gib: int, seconds: float) -> Piece:
+    plan = "--planned scripts/results/whole_step_cpu.json"
+    return Piece(
+        f"longest_sequence_{shape}",
+        (*script("bench_whole_step", f"--shapes {shape} {plan} --trains {gib} --amp --tokens 1000000 --methods"), *LONGEST),
+        ("--toy", "--tokens", "1"),
+        seconds,
+        FOREIGN,
+    )
+
+
+WHOLE_STEPS = script("bench_whole_step", "--shapes gpt2 --tokens 2048 --time 2 --amp")
+WHOLE_STEPS += (
+    "--planned",
+    "scripts/results/whole_step_planned_cuda.json",
+    "--methods",
+    "checkpoint in tiles",
+    "4 bits in tiles",
+)
+PLANNED = "--backwards pareprop --models swin_tiny vit_small gpt_small --batch 8"
+PLANNED_TOY = words("--batch 1 --tokens 16 --models swin_nano gpt_tiny --precisions bf16 --backwards pareprop")
+
+QUARTER = (
+    Piece("versions", script("bench_first_steps", "--cases"), seconds=20),
+    Piece("first_steps", script("bench_first_steps", ""), STEPS_TOY, 90, FOREIGN),
+    Piece("bits", script("bench_bits", ""), words("--dim 32 --tokens 16 --batch 2"), 60),
+    Piece("coupling", script("bench_coupling", ""), words("--tokens 8 --dim 16 --rounds 1"), 20),
+    Piece("counted_blocks", script("bench_counted", "--measure"), (), 40, FOREIGN),
+    Piece(
+        "cuda_graphs",
+        script("bench_backward", "--graphs --dim 192 --heads 3 --tokens 64 --rounds 20 --engines reversible pareprop"),
+        BACKWARD_TOY,
+        30,
+    ),
+    Piece("planned_and_reserved", script("bench_plan", PLANNED), PLANNED_TOY, 40),
+    Piece("whole_steps_in_tiles", WHOLE_STEPS, ("--toy", "--tokens", "16"), 20, FOREIGN),
+    Piece("new_lengths", script("bench_shapes", ""), words("--dim 64 --depth 3 --vocab 64 --tokens 48"), 60, FOREIGN),
+    longest_sequence("gpt2", 4, 40),
+    longest_sequence("qwen3", 12, 50),
+    Piece("command_line", script("bench_fit", ""), (), 90, ("hydra", "lightning")),
+    Piece("tests_of_the_engine", script("cuda_tests", "reversible models"), (), 100, ("pytest",)),
+)
+REST = (
+    Piece("tests_of_the_other_parts", script("cuda_tests", "synthesis error_diffusion overlap callbacks"), needs=("pytest",)),
     Piece(
         "gradients_in_float64",
         (*script("bench_backward", "--double --rounds 2 --engines reversible pareprop checkpoint exact"),
@@ -107,15 +154,10 @@ PIECES = (
     largest_batch("gpt_medium", 24),
     *(equal_batch(model) for model in list(SIZES)[2:]),
     Piece(
-        "cuda_graphs",
-        script("bench_backward", "--graphs --dim 192 --heads 3 --tokens 64 --rounds 20 --engines reversible pareprop"),
-        BACKWARD_TOY,
-    ),
-    Piece(
         "planned_peaks",
         script("bench_plan", "--batch 16 --precisions bf16 --backwards autograd checkpoint pareprop --models") + tuple(SIZES),
         words("--batch 1 --tokens 16 --models vit_tiny swin_nano roberta_tiny gpt_tiny --backwards autograd pareprop"),
-        minutes=7,
+        180,
     ),
     Piece("signal_kernel", script("bench_overlap", "--parts cuda"), words("--cubes 64 --groups 1 2 --rounds 1")),
     Piece(
@@ -127,10 +169,10 @@ PIECES = (
         "ramps",
         script("bench_ramps", "--precision bf16 --depths 12 30 24"),
         words("--depths 3 --steps 3 --pretrain 3 --seeds 2 --batch 2 --windows 4"),
-        minutes=6,
     ),
     Piece("generation", script("bench_generation", "--size medium --batch 8 --tokens 256"), GENERATION_TOY),
     Piece("generation_int8", script("bench_generation", "--size medium --int8"), GENERATION_TOY, needs=("torchao",)),
     *(largest_batch(model, 24) for model in list(SIZES)[2:]),
     *(largest_batch(model, 16, 40) for model in SIZES),
 )  # fmt: skip
+PIECES = QUARTER + REST

@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from bench_common import arguments, begin, save
+from bench_common import arguments, begin, save, verdict
 
 TESTS = Path(__file__).parents[1] / "tests"
 
@@ -56,6 +56,7 @@ def main() -> None:
     outcomes = Outcomes()
     status = pytest.main(["-m", "cuda", "-p", "no:cacheprovider", "-p", "no:randomly", *map(str, files)], [outcomes])
     result = begin(options) | {"counts": dict(outcomes.counts), "failed": outcomes.failed}
+    verdict(result, f"failures beside {outcomes.counts['passed']} tests that pass", len(outcomes.failed), 0)
     save(result | {"left_out": [str(path.relative_to(TESTS)) for path in left_out]}, options.json)
     if outcomes.failed or status != pytest.ExitCode.OK:
         named = "; ".join(f"{test}: {error}" for test, error in outcomes.failed.items())

@@ -1,11 +1,12 @@
 """scripts/cuda_session.py: what its pieces declare, and how it runs them, with pieces of one line of Python."""
 
 import json
-import math
 import os
 import re
+import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -14,56 +15,170 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts"))
 
-from bench_common import NOTHING_FITS  # noqa: E402
-from cuda_pieces import MOST_MINUTES, PIECES, Piece  # noqa: E402
-from cuda_session import run_all  # noqa: E402
-from cuda_table import goals, markdown  # noqa: E402
+from bench_common import verdict  # noqa: E402
+from carried_wheels import collect, unpack  # noqa: E402
+from cuda_pieces import MOST_SECONDS, PIECES, QUARTER, Piece  # noqa: E402
+from cuda_session import LOG_BYTES, Session, in_words, pack  # noqa: E402
 
 MACHINE = {"gpu": "a GPU", "cpu": "a CPU", "torch": "2.11", "python": "3.12", "threads": 1}
-WRITES = "import json, pathlib, sys; pathlib.Path(sys.argv[-1]).write_text(json.dumps({}))"
-HERE = WRITES.replace("{}", f"{{'machine': {MACHINE | {'threads': 4}}}}")
-
-
+VERDICTS: dict = {}
+verdict(VERDICTS, "ratio", 1.31, 1.06)
+FOUND = {"machine": MACHINE | {"threads": 4}} | VERDICTS
+HERE = f"import json, pathlib, sys; pathlib.Path(sys.argv[-1]).write_text(json.dumps({FOUND}))"
 PARENT = "import subprocess; process = subprocess.Popen(['sleep', '600']); print('child', process.pid, flush=True); "
 
+SPECIFIED = {
+    ("versions",): 20,
+    ("first_steps",): 90,
+    ("bits",): 60,
+    ("coupling", "counted_blocks", "cuda_graphs"): 90,
+    ("planned_and_reserved", "whole_steps_in_tiles"): 60,
+    ("new_lengths",): 60,
+    ("longest_sequence_gpt2", "longest_sequence_qwen3"): 90,
+    ("command_line",): 90,
+    ("tests_of_the_engine",): 100,
+}
+"""Names of pieces in their order, and their seconds together."""
 
-def test_pieces_are_scripts_with_names_of_their_own_and_end_in_time():
-    assert len({piece.name for piece in PIECES}) == len(PIECES)
+
+def test_pieces_are_scripts_with_names_of_their_own_and_the_first_fit_into_a_quarter_of_an_hour():
+    seconds = {piece.name: piece.seconds for piece in PIECES}
+    assert len(seconds) == len(PIECES)
+    assert [name for names in SPECIFIED for name in names] == [piece.name for piece in QUARTER]
+    assert PIECES[: len(QUARTER)] == QUARTER
+    for names, together in SPECIFIED.items():
+        assert sum(seconds[name] for name in names) == together
     for piece in PIECES:
         assert (ROOT / piece.command[0]).is_file()
-        assert 0 < piece.minutes < MOST_MINUTES
+        assert 0 < piece.seconds <= MOST_SECONDS
 
 
-def test_what_fails_is_named_and_the_next_goes_on_and_a_resumed_session_leaves_out_what_is_done(tmp_path):
+def test_what_fails_is_named_and_tried_again_after_all_others(tmp_path, capsys):
     pieces = [
-        Piece("good", ("-c", HERE)),
         Piece("bad", ("-c", f"{HERE}; raise ValueError('no such\\nbatch')")),
+        Piece("good", ("-c", HERE)),
         Piece("mute", ("-c", "pass")),
-        Piece("slow", ("-c", f"{PARENT}process.wait()"), minutes=1 / 60),
+        Piece("slow", ("-c", f"{PARENT}process.wait()"), seconds=1),
         Piece("careless", ("-c", f"{HERE}; {PARENT}sys.exit(1)")),
         Piece("lacking", ("-c", HERE), needs=("a_library_of_nobody",)),
-        Piece("last", ("-c", HERE), toy=("small",)),
+        Piece("long", ("-c", HERE), seconds=100),
+        Piece("last", ("-c", HERE), toy=("small",), seconds=20),
     ]
 
-    def states(**options):
-        outcomes = run_all(pieces, tmp_path, budget=100, machine=MACHINE, **options)
-        return {name: re.sub(r"\d+$", "...", outcome.state) for name, outcome in outcomes.items()}
+    def states(budget=60, **options):
+        session = Session(pieces, tmp_path, tmp_path / "all.tar.gz", MACHINE, **options)
+        session.run(budget)
+        return {name: re.sub(r"\d+( s are left)?$", "...", outcome.state) for name, outcome in session.outcomes.items()}
 
+    for piece in pieces[:5]:
+        object.__setattr__(piece, "seconds", min(piece.seconds, 20))
     failed = {"bad": "failed: batch", "mute": "failed: wrote no JSON", "careless": "failed: child ..."}
-    failed |= {"slow": f"failed: ran past {1 / 60:g} minutes; last line: child ..."}
-    failed |= {"lacking": "skipped: a_library_of_nobody is not installed"}
-    assert states() == failed | {"good": "done", "last": "done"}
+    failed |= {"slow": "failed: ran past 1 s; last line: child ..."}
+    others = {"lacking": "skipped: a_library_of_nobody is not installed", "long": "not started: ..."}
+    found = states()
+    assert found == failed | others | {"good": "done", "last": "done"}
     assert "ValueError: no such" in (tmp_path / "bad.log").read_text()
+    assert "\n  ratio: expected at most 1.06, found 1.31: NOT AS EXPECTED\n" in capsys.readouterr().out
+    assert "- good: ratio: expected at most 1.06, found 1.31: NOT AS EXPECTED\n" in (tmp_path / "session.md").read_text()
     for piece in ("slow", "careless"):
         assert ended(int((tmp_path / f"{piece}.log").read_text().split()[1]))
     assert json.loads((tmp_path / "last.json").read_text())["session"]["command"] == ["-c", HERE]
-    del pieces[2:4]
-    failed = {name: state for name, state in failed.items() if name not in ("mute", "slow")}
-    assert states(resume=True) == failed | {"good": "done before", "last": "done before"}
-    assert states(resume=True, toy=True) == failed | {"good": "done before", "last": "done"}  # another command
-    other = json.loads((tmp_path / "good.json").read_text())
-    (tmp_path / "good.json").write_text(json.dumps(other | {"machine": MACHINE | {"gpu": "another"}}))
-    assert states(resume=True)["good"] == "done"
+    del pieces[2:5], failed["mute"], failed["slow"], failed["careless"]
+    before = (tmp_path / "good.json").stat().st_mtime_ns
+    assert list(states()) == ["good", "lacking", "long", "last", "bad"]
+    assert (tmp_path / "good.json").stat().st_mtime_ns == before
+    assert states(toy=True) == failed | others | {"good": "done", "last": "done"}
+    assert json.loads((tmp_path / "last.json").read_text())["session"]["command"] == ["-c", HERE, "small"]
+    (tmp_path / "good.json").write_text(json.dumps(FOUND | {"machine": MACHINE | {"gpu": "another"}}))
+    assert states(budget=0)["good"] == "not started: ..."
+
+
+KILLED = """
+import sys
+from pathlib import Path
+sys.path.append({scripts!r})
+from cuda_pieces import Piece
+from cuda_session import Session
+pieces = [Piece("first", ("-c", {here!r})), Piece("second", ("-c", {second!r})), Piece("third", ("-c", {here!r}))]
+folder = Path({folder!r})
+Session(pieces, folder, folder / "all.tar.gz", {machine!r}).run(1000)
+"""
+
+
+def test_a_session_that_is_killed_leaves_an_archive_of_what_is_done_and_goes_on(tmp_path):
+    process = tmp_path / "pid"
+    once = f"import os, pathlib, time; path = pathlib.Path({str(process)!r})"
+    once += "; path.exists() or (path.write_text(str(os.getpid())), time.sleep(600))"
+    values = {"scripts": str(ROOT / "scripts"), "here": HERE, "folder": str(tmp_path), "machine": MACHINE}
+    command = [sys.executable, "-c", KILLED.format(**values, second=f"{once}; {HERE}")]
+    session = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    while not (process.is_file() and process.read_text()) and time.monotonic() < until:
+        time.sleep(0.05)
+    session.send_signal(signal.SIGKILL)
+    session.wait()
+    assert ended(int(process.read_text()))  # nobody keeps the GPU
+    assert "first.json" in names_in(tmp_path / "all.tar.gz")
+    assert "second.json" not in names_in(tmp_path / "all.tar.gz")
+    before = (tmp_path / "first.json").stat().st_mtime_ns
+    assert subprocess.run(command, stdout=subprocess.DEVNULL, timeout=60).returncode == 0
+    assert {"first.json", "second.json", "third.json", "session.md"} <= names_in(tmp_path / "all.tar.gz")
+    assert (tmp_path / "first.json").stat().st_mtime_ns == before
+
+
+def names_in(archive: Path) -> set[str]:
+    with tarfile.open(archive) as packed:
+        return set(packed.getnames())
+
+
+def test_an_archive_and_a_log_have_a_largest_size(tmp_path):
+    for size in range(1, 8):
+        (tmp_path / f"{size}.json").write_bytes(os.urandom(size * 2**14))
+    pack(tmp_path, tmp_path / "all.tar.gz", most=2**18)
+    assert names_in(tmp_path / "all.tar.gz") == {"1.json", "2.json", "3.json", "4.json"}
+    assert (tmp_path / "all.tar.gz").stat().st_size <= 2**18
+    loud = Piece("loud", ("-c", f"print('a' * {LOG_BYTES}); print('the end')"))
+    Session([loud], tmp_path, tmp_path / "all.tar.gz", MACHINE).run(1000)
+    log = (tmp_path / "loud.log").read_bytes()
+    assert len(log) == LOG_BYTES
+    assert log.endswith(b"a\nthe end\n")
+
+
+def test_a_figure_is_said_beside_the_number_that_was_expected(capsys):
+    result: dict = {}
+    verdict(result, "a", 1.31, 1.06)
+    verdict(result, "b", 2.0, 1.5, least=True)
+    verdict(result, "c", float("nan"), 1.0)
+    lines = ["a: expected at most 1.06, found 1.31: NOT AS EXPECTED", "b: expected at least 1.5, found 2"]
+    lines.append("c: expected at most 1, found nan: NOT AS EXPECTED")
+    assert capsys.readouterr().out.splitlines() == lines
+    assert [in_words(row) for row in result["verdicts"]] == lines
+
+
+def make_wheel(folder: Path, name: str, tag: str = "py3-none-any") -> None:
+    import zipfile
+
+    folder.mkdir(exist_ok=True)
+    described = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1.0-{tag}.whl", "w") as wheel:
+        wheel.writestr(f"{name}/__init__.py", "")
+        wheel.writestr(f"{described}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: nobody\n")
+        wheel.writestr(f"{described}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
+        wheel.writestr(f"{described}/RECORD", "")
+
+
+def test_wheels_are_collected_without_what_they_need_and_unpacked_where_they_are_not_installed(tmp_path, monkeypatch):
+    make_wheel(tmp_path / "index", "tiny_of_nobody")
+    make_wheel(tmp_path / "index", "pytest")
+    wheels = tmp_path / "wheels"
+    assert 0 < collect(["tiny-of-nobody", "pytest"], wheels, tmp_path / "index") < 2**12
+    assert unpack(wheels, tmp_path / "unpacked") == ["tiny-of-nobody"]
+    assert (tmp_path / "unpacked" / "tiny_of_nobody" / "__init__.py").is_file()
+    with pytest.raises(ValueError, match="another_of_nobody: "):
+        collect(["another_of_nobody"], wheels, tmp_path / "index")
+    monkeypatch.setattr("carried_wheels.MOST_BYTES", 100)
+    with pytest.raises(ValueError, match="MiB of wheels"):
+        collect(["pytest"], wheels, tmp_path / "index")
 
 
 def ended(process: int, seconds: float = 10) -> bool:
@@ -77,41 +192,17 @@ def ended(process: int, seconds: float = 10) -> bool:
     return False
 
 
-def row(speed, over=1.0, **memory):
-    return {"samples_per_second": speed, "throughput_over_autograd": over, **memory}
-
-
-RESULTS = {
-    "equal_batch_vit": {
-        "options": {"batch": 4},
-        "left_out": {"revlib": "ModuleNotFoundError: No module named 'revlib'"},
-        "engines": {"autograd": row(10.0, peak=100, reserved=110), "pareprop": row(8.0, 0.8, peak=40, reserved=44)},
-    },
-    "largest_batch_16_40_gib_vit": {
-        "budgets": {
-            "16 GiB": {"engines": {"autograd": row(10.0), "pareprop": row(12.0), "auto": row(16.0)}, "left_out": {}},
-            "24 GiB": {"engines": {"reversible": row(3.0)}, "left_out": {"autograd": "RuntimeError: no kernel"}},
-            "40 GiB": {"engines": {"reversible": row(3.0)}, "left_out": {"autograd": f"OutOfMemoryError: {NOTHING_FITS}"}},
-        }
-    },
-}
-
-
-def test_results_are_compared_with_the_goals():
-    found = {(goal.what, goal.where): (pytest.approx(goal.figure, nan_ok=True), goal.reached) for goal in goals(RESULTS)}
-    assert found == {
-        ("overlapped / plain, equal batch", "vit"): (0.8, False),
-        ("reserved / allocated", "vit, pareprop"): (1.1, True),
-        ("largest batch: ours / plain", "vit, 16 GiB"): (1.6, True),
-        ("largest batch: ours / plain", "vit, 24 GiB"): (math.nan, False),
-        ("largest batch: ours / plain", "vit, 40 GiB"): (float("inf"), True),
-    }
-    text = markdown({"synthesis": ("failed: batch", 3.0)}, RESULTS, MACHINE, dry=False)
-    assert "| overlapped / plain, equal batch | vit | 0.8 | at least 0.85 | **no** |" in text
+@pytest.mark.long
+def test_a_dry_run_goes_through_all_pieces_of_a_quarter_of_an_hour(tmp_path):
+    command = [sys.executable, ROOT / "scripts" / "cuda_session.py", "--dry-run", "--out", tmp_path]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=1000)
+    for piece in QUARTER:
+        assert f" {piece.name}: done, " in run.stdout
+    assert {f"{piece.name}.json" for piece in QUARTER} <= names_in(tmp_path / "session.tar.gz")
 
 
 @pytest.mark.slow
-def test_torch_and_pytest_are_all_that_it_needs():
+def test_torch_and_pytest_are_all_that_most_pieces_need():
     script = Path(__file__).with_name("with_torch_and_pytest_alone.py")
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
