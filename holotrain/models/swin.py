@@ -7,7 +7,7 @@ Shapes: B batch, S x S the feature map, N windows of T = window^2 tokens, C chan
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,14 @@ from holotrain.models.layers.blocks import (
     Branches,
     LearnedFusion,
     MLPBranch,
+    MLPFusion,
     Reversible,
     TwoStreamFusion,
     drop_path_rates,
     make_sequences,
 )
 from holotrain.models.layers.patches import PatchMap, PatchMerging, initialise
-from holotrain.numeric import require_at_least, require_within
+from holotrain.numeric import require_at_least, require_one_of, require_within
 
 
 class Swin(nn.Module):
@@ -110,19 +111,34 @@ class Swin(nn.Module):
         return self.head(self.norm(x).mean(dim=(1, 2)))
 
 
+FUSIONS: dict[str, type[nn.Module]] = {"linear": LearnedFusion, "mlp": MLPFusion}
+
+
 class RevSwin(Reversible, Swin):
     """The reversible Swin transformer.
 
     ``store`` counts blocks over all stages. Its twin is the ``Swin`` with the same arguments. The parameters differ only where
-    two streams need it: each stage starts both streams from its input and fuses them at its end, by a Linear(2C, C) that starts
-    as their average (``stages.*.fusion.project``). The last stage's fusion concatenates, normalises and averages over tokens
-    (``stages.*.fusion.norm`` instead of ``norm``), which doubles the width of ``head``.
+    two streams need it: each stage starts both streams from its input and fuses them at its end (``stages.*.fusion``). The last
+    stage's fusion concatenates, normalises and averages over tokens (``stages.*.fusion.norm`` instead of ``norm``), which
+    doubles the width of ``head``.
+
+    Args:
+        fusion: what fuses the streams before a stage that follows: linear, a Linear(2C, C) that starts as their average; mlp,
+            two layers as in the launch scripts of PaReprop's authors
 
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
+
+    Raises:
+        ValueError: as of the ``Swin``; another ``fusion``.
     """
 
+    def __init__(self, *, fusion: Literal["linear", "mlp"] = "linear", **arguments: Any) -> None:
+        require_one_of(FUSIONS, fusion=fusion)
+        self._fusion = FUSIONS[fusion]
+        super().__init__(**arguments)
+
     def _add_stages(self, mergings: list[nn.Module], sequences: list[Any], widths: list[int], classes: int) -> None:
-        fusions = [*map(LearnedFusion, widths[:-1]), TwoStreamFusion(widths[-1])]
+        fusions = [*map(self._fusion, widths[:-1]), TwoStreamFusion(widths[-1])]
         self.stages = nn.Sequential(*map(Stage, mergings, sequences, fusions))
         self.head = nn.Linear(2 * widths[-1], classes)
 

@@ -279,6 +279,21 @@ class LearnedFusion(nn.Module):
         return self.project(torch.cat((y1, y2), dim=-1))
 
 
+class MLPFusion(nn.Module):
+    """Concatenates the two streams; then Linear(2C, 2C), GELU, Linear(2C, C). 2 x (..., C) -> (..., C).
+
+    It is ``concat_linear_2`` of the authors of PaReprop, and begins with random weights, not as the average.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.mix = nn.Linear(2 * dim, 2 * dim)
+        self.project = nn.Linear(2 * dim, dim)
+
+    def forward(self, y1: Tensor, y2: Tensor) -> Tensor:
+        return self.project(F.gelu(self.mix(torch.cat((y1, y2), dim=-1))))
+
+
 class Reversible:
     """Base class of reversible models, in front of the plain model. Then :func:`make_sequences` makes reversible blocks.
 
@@ -310,8 +325,7 @@ class Reversible:
         """Has ``help(RevViT)`` show what ViT and this class say of their arguments, which are written once."""
         super().__init_subclass__(**others)
         cls.__signature__ = None  # not that of a base class
-        if "__init__" not in vars(cls):
-            show_arguments(cls, last=Reversible)
+        show_arguments(cls, last=Reversible)
 
 
 def make_sequences(
