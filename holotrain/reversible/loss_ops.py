@@ -45,16 +45,17 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor, ignored: int) -> Tensor
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, labels: Tensor, ignored: int, differentiate: bool) -> Tensor:
-        losses = cross_entropy(logits, labels, ignored, differentiate)
-        ctx.save_for_backward(logits)
-        return losses.sum()
+        ctx.gradients = logits.detach()  # not saved as a view, which autograd refuses where its base has changed
+        return cross_entropy(ctx.gradients, labels, ignored, differentiate).sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (gradients,) = ctx.saved_tensors  # refused a second time, since they have been written to
+        if ctx.gradients is None:
+            raise RuntimeError("the gradients of this cross-entropy are given once; a second backward needs a second forward")
+        gradients, ctx.gradients = ctx.gradients, None
         scale(gradients, gradient)
-        return gradients.detach(), None, None, None  # without the graph of the logits
+        return gradients, None, None, None
 
 
 @torch.library.custom_op("holotrain::cross_entropy", mutates_args=("logits",))

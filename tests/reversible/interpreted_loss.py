@@ -8,13 +8,15 @@ import random
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+import transformers
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from holotrain.reversible import loss_kernels, loss_ops
+from holotrain.reversible import loss_kernels, loss_ops, tiled_loss
 
 WORDS = (1, 2, 3, 7, 16, 31, 64, 65, 127, 200)
 ROWS = (0, 1, 2, 5, 17)
@@ -119,15 +121,85 @@ def check_refusals() -> None:
         loss = loss_ops.summed_cross_entropy(logits * 1.0, torch.tensor([0, 1]), -100)
         (gradient,) = torch.autograd.grad(loss * factor, logits, create_graph=True, retain_graph=True)
         refused("once_differentiable", lambda: gradient.sum().backward())
-        refused("inplace operation", lambda: torch.autograd.grad(loss, logits))
+        refused("a second backward needs a second forward", lambda: torch.autograd.grad(loss, logits))
+
+
+TOKENS = 24
+SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+SIZES |= {"max_position_embeddings": TOKENS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GPT2 = {"n_positions": TOKENS, "n_embd": 32, "n_layer": 1, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+MODELS = {
+    "gpt2": SIZES | GPT2,
+    "llama": SIZES | {"num_key_value_heads": 2},
+    "gemma2": SIZES | {"num_key_value_heads": 2, "head_dim": 8, "final_logit_softcapping": 0.5, "pad_token_id": 0},
+    "modernbert": SIZES,  # masked
+}
+
+
+def model_of(kind: str, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    auto = transformers.AutoModelForMaskedLM if kind == "modernbert" else transformers.AutoModelForCausalLM
+    return auto.from_config(transformers.AutoConfig.for_model(kind, **MODELS[kind])).to(dtype).train()
+
+
+def batch() -> dict[str, Tensor]:
+    tokens = torch.randint(3, SIZES["vocab_size"], (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    labels = tokens.clone()
+    labels[0, 5:9], labels[1, 15:], labels[:, 10:14] = -100, -100, -100  # one tile has no label at all
+    return {"input_ids": tokens, "labels": labels}
+
+
+def gradients_of(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+
+
+def check_model(kind: str, dtype: torch.dtype, **given: Tensor) -> None:
+    """The loss in tiles of four tokens, computed by the kernel, against the whole one in float64."""
+    tokens, labels = batch().values()
+    targets = labels if kind == "modernbert" else F.pad(labels, (0, 1), value=-100)[:, 1:]
+    exact, model = model_of(kind, torch.float64), model_of(kind, dtype)
+    total = F.cross_entropy(exact(input_ids=tokens).logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    expected = total / given.get("num_items_in_batch", (targets != -100).sum())
+    gradients, tiles = gradients_of(exact, expected), []
+
+    def losses(*arguments: Any) -> Tensor:
+        assert arguments[0].dtype == dtype and arguments[0].shape[0] <= 2 * 5
+        tiles.append(arguments[0].shape)
+        return own(*arguments)
+
+    own, most = loss_ops.cross_entropy, 8 * SIZES["vocab_size"]
+    with fused(), patch.object(loss_ops, "cross_entropy", losses), patch.object(tiled_loss, "MOST_LOGITS", {"cpu": most}):
+        mean = tiled_loss.tiled_cross_entropy(model, targets, input_ids=tokens)
+        assert len(tiles) == 6
+        found = [] if given else [(mean, gradients_of(model, mean))]
+        tiled_loss.tile_loss(model)
+        for _ in range(2):  # the first time it is tried on a piece
+            tiles.clear()
+            result = model(**batch(), **given)
+            found.append((result.loss, gradients_of(model, result.loss)))
+        assert len(tiles) == 6 and result.logits is None
+    for loss, each in found:
+        most = 1e-5 if dtype == torch.float32 else 0.03
+        torch.testing.assert_close(loss.double(), expected, rtol=most, atol=0.0)
+        assert each.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            error = (each[name].double() - gradient).norm() / max(gradient.norm().item(), 1e-3)
+            assert error <= most, f"{kind}, {name}: {error}"
+
+
+def check_models() -> None:
+    for kind in MODELS:
+        check_model(kind, torch.float32)
+    check_model("llama", torch.float32, num_items_in_batch=torch.tensor(77))
+    check_model("llama", torch.bfloat16)
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
     if sys.argv[1] == "models":
-        from tiled_models import check_models
-
-        check_models(fused)
+        check_models()
     else:
         draw = random.Random(0)
         check_numbers_that_are_none()
