@@ -1,4 +1,4 @@
-"""Kernels of Triton without a GPU: a script in its interpreter, which must be chosen before Triton is imported, and code for a GPU."""
+"""Kernels of Triton without a GPU: in its interpreter, which must be chosen before Triton is imported, and compiled for one."""
 
 import importlib.util
 import os

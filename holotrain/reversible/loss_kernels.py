@@ -1,8 +1,8 @@
 """The Triton kernels of the cross-entropy: one for losses and gradients, and one that scales these. Imported only with Triton.
 
-One program takes one row, the logits of a token, block by block: first for the largest one and the sum of exponentials, which is
-corrected whenever a larger one comes (online softmax, arXiv 1805.02867), then for the gradients, which take the logits' place.
-All is computed in fp32. No row reads what another writes.
+One program takes one row, the logits of a token, block by block: first for the largest one and the sum of exponentials, which
+is corrected whenever a larger one comes (online softmax, arXiv 1805.02867), then for the gradients, which take the logits'
+place. All is computed in fp32.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ def test_code_for_a_gpu_reads_wide_and_contracts_nothing(kernel, streams, capabi
     function = getattr(coupling_kernels, kernel)
     flags = {"BITS": 3, "KEPT": True, "NARROW": True, "PASSED": True, "ALIGNED": True, "WIDE": False}
     constants = {"EIGHTS": coupling_kernels.EIGHTS} | {name: flags[name] for name in function.arg_names if name in flags}
-    kinds = dict.fromkeys(function.arg_names, f"*{streams}") | dict.fromkeys(("update", "narrow", "of_update"), "*bf16")
+    parameters = [name for name in function.arg_names if name not in constants]
+    kinds = dict.fromkeys(parameters, f"*{streams}") | dict.fromkeys(("update", "narrow", "of_update"), "*bf16")
     kinds |= {"low": "*u8"} | dict.fromkeys(("count", "sample_stride", "batch", "planes"), "i32")
     for name in ("weight_above", "weight_below", "rest_above", "rest_below", "gain"):
         kinds[name] = "fp32" if streams == "fp32" else "i64"
