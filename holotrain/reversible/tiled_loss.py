@@ -2,7 +2,7 @@
 
 What follows the hidden states is the model's own, and is called for each tile. The gradients of a tile are made at once, in the
 forward, so nothing of it stays. (Liger Kernel, arXiv 2410.10989.) Loss and gradients are those of the whole, up to the order of
-sums.
+sums. On CUDA one kernel makes loss and gradients of a plain cross-entropy (:mod:`holotrain.reversible.loss_ops`).
 """
 
 from __future__ import annotations

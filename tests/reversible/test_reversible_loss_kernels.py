@@ -1,5 +1,4 @@
 """The kernel of the loss in tiles: numbers in Triton's interpreter, code for GPUs, and what it costs there, counted.
-
 Sums within products, on fake tensors."""
 
 from pathlib import Path
