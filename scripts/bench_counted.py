@@ -7,8 +7,15 @@
 One block, forward and backward, of a model that is trained plain, with gradient checkpointing, and with make_reversible, whose
 streams are in fp32 or fp64. Matrix products and attention are left out, since they are the same: what is counted is the work on
 elements, which waits for memory. A kernel reads its inputs and writes its outputs once. Views cost nothing. The figures are the
+<<<<<<< HEAD
 difference of two depths, so that they hold for a block in the middle. A GPU is expected to need as many kernels more than
 checkpointing as were counted, and for their bytes the time of 70 % of the memory bandwidth of an H200.
+=======
+difference of two depths, so that they hold for a block in the middle.
+
+Likewise one tile of a loss in tiles, forward and backward, by torch's operations and by one Triton kernel: the difference of
+three tiles and two.
+>>>>>>> losskernel
 """
 
 from __future__ import annotations
@@ -28,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
-from holotrain.reversible import make_reversible, two_step
+from holotrain.reversible import loss_ops, make_reversible, tiled_loss, two_step
 from holotrain.reversible.stack import stacks_in
 
 COUNTED = Path(__file__).parent / "results" / "counted.json"
@@ -61,10 +68,21 @@ class Counting(TorchDispatchMode):
         new = [each for each in written if (id(each.untyped_storage()), each.storage_offset()) not in storages]
         changed = [args[place] for place, each in enumerate(func._schema.arguments) if each.is_write and place < len(args)]
         moved = sum(each.nbytes for each in (*storages.values(), *new, *tensors(changed)))
-        if name == "uncouple":  # which only writes its first two
-            moved -= sum(each.nbytes for each in args[:2] if each is not args[2])
-        self.bytes += moved
+        self.bytes += moved + correction(name, args)
         return made
+
+
+def correction(name: str, args: Any) -> int:
+    """Bytes of an operation that does not read each of its inputs once."""
+    if name == "uncouple":  # only writes its first two
+        return -sum(each.nbytes for each in args[:2] if each is not args[2])
+    if name == "cross_entropy":  # reads the logits twice
+        return args[0].nbytes
+    if name == "scale_gradients":  # by one, in tiles: neither reads nor writes them
+        return -2 * args[0].nbytes
+    if name in ("nll_loss_forward", "nll_loss_backward"):  # reads one logit of a row, and none
+        return -args[name == "nll_loss_backward"].nbytes
+    return 0
 
 
 def tensors(node: Any) -> list[Tensor]:
@@ -150,6 +168,7 @@ def rows_of(name: str) -> dict[str, dict[str, float]]:
     return rows
 
 
+<<<<<<< HEAD
 def measured(make: Callable[[int], nn.Module], way: Callable, shape: tuple[int, int], mixed: bool) -> dict[str, float]:
     """Kernels and milliseconds of a block."""
     found = []
@@ -188,6 +207,42 @@ def measure(results: dict[str, Any]) -> None:
         expected = counts["make_reversible"]["kernels_over_checkpointing"]
         verdict(results, f"{name}: kernels of a block more than checkpointing", more["kernels"], expected)
         verdict(results, f"{name}: milliseconds of a block more", more["milliseconds"], 1e3 * moved / BANDWIDTH)
+=======
+HEADS = {"GPT-2": (768, 50257), "Qwen3-0.6B": (1024, 151936)}
+"""The width and the words of a head, whose weight and tokens are in bf16."""
+
+
+def counted_tiles(width: int, words: int, tiles: int, fused: bool) -> Counting:
+    """A model with nothing but a head, whose loss is taken in some tiles of the size that a GPU has."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        config = LlamaConfig(hidden_size=width, vocab_size=words, num_hidden_layers=0, num_attention_heads=8, use_cache=False)
+        model = LlamaForCausalLM(config).bfloat16().train()
+    model.model.norm = nn.Identity()
+    size = tiled_loss.MOST_LOGITS["cuda"]
+    tiled_loss.tile_loss(model, most_logits=size)
+    with fake_tensors(), patch.object(loss_ops, "is_fused", lambda logits: fused):
+        fake_parameters(model, torch.device("cpu"))
+        with patch.object(loss_ops, "adds_in_product", lambda total, operands: fused):
+            for _ in range(2):
+                embedded = torch.empty(1, size // words * tiles + 1, width, dtype=torch.bfloat16).requires_grad_()
+                with Counting() as found:
+                    model(inputs_embeds=embedded, labels=torch.zeros(embedded.shape[:2], dtype=torch.long)).loss.backward()
+    return found
+
+
+def tile_rows(name: str) -> dict[str, dict[str, float]]:
+    """The figures of one tile."""
+    width, words = HEADS[name]
+    rows: dict[str, dict[str, float]] = {}
+    for way, fused in (("torch's operations", False), ("one kernel", True)):
+        less, more = (counted_tiles(width, words, tiles, fused) for tiles in (2, 3))
+        rows[way] = {"kernels": more.kernels - less.kernels, "bytes": more.bytes - less.bytes}
+        logits = tiled_loss.MOST_LOGITS["cuda"] // words * words
+        rows[way]["bytes_a_logit"] = rows[way]["bytes"] / logits
+    return rows
+>>>>>>> losskernel
 
 
 def main() -> None:
@@ -206,6 +261,11 @@ def main() -> None:
                 kernels, moved = row["kernels_over_checkpointing"], row["bytes_an_element"]
                 over = f"; over checkpointing {kernels:.0f} kernels and {moved:.1f} bytes an element"
             print(f"{name}; {way}: {row['kernels']:.0f} kernels, {row['bytes'] / 2**20:,.0f} MiB{over}")
+    for name in HEADS:
+        results[f"a tile of the loss, {name}"] = tile_rows(name)
+        for way, row in results[f"a tile of the loss, {name}"].items():
+            moved = f"{row['bytes'] / 2**20:,.0f} MiB, {row['bytes_a_logit']:.1f} bytes a logit"
+            print(f"a tile of the loss, {name}; {way}: {row['kernels']:.0f} kernels, {moved}")
     save(results, options.json)
 
 

@@ -36,7 +36,7 @@ def _works(device: torch.device) -> bool:
         couple(one, one, one, sign, sign[0], torch.zeros_like(sign[0]), (1.0, 1.0, 0.0, 0.0), 0, False, torch.float32)
     except Exception as error:  # what is missing shows as errors of many kinds
         warnings.warn(
-            f"Triton cannot compile for {device}, so the coupling takes several kernels: {error!s:.200}", stacklevel=2
+            f"Triton cannot compile for {device}, so couplings and losses take several kernels: {error!s:.200}", stacklevel=2
         )
         return False
     return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
 from typing import Any, ClassVar, Self
 
@@ -94,17 +94,22 @@ class ReplacedForward(ABC):
         return inspect.signature(self.own())
 
 
-@contextmanager
-def forward_replaced(module: Any, forward: Callable) -> Generator[None]:
+def forward_replaced(module: Any, forward: Callable) -> AbstractContextManager:
     """Inside, the module has another forward."""
-    before = vars(module).get("forward")
-    module.forward = forward
+    return replaced(module, "forward", forward)
+
+
+@contextmanager
+def replaced(module: Any, name: str, value: Callable) -> Generator[None]:
+    """Inside, the module has an attribute of its own, in place of its own or its class's."""
+    before = vars(module).get(name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        del module.forward
+        delattr(module, name)
         if before is not None:
-            module.forward = before
+            setattr(module, name, before)
 
 
 def call_of(

@@ -2,7 +2,7 @@
 
 What follows the hidden states is the model's own, and is called for each tile. The gradients of a tile are made at once, in the
 forward, so nothing of it stays. (Liger Kernel, arXiv 2410.10989.) Loss and gradients are those of the whole, up to the order of
-sums.
+sums. On CUDA one kernel makes loss and gradients of a plain cross-entropy (:mod:`holotrain.reversible.loss_ops`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from holotrain.reversible import loss_ops
 from holotrain.reversible.context import has_no_data
 from holotrain.reversible.reads import is_sharded
-from holotrain.reversible.replaced_forward import ReplacedForward, forward_replaced
+from holotrain.reversible.replaced_forward import ReplacedForward, forward_replaced, replaced
 from holotrain.reversible.tokenwise import PROBED, without_dropout
 
 IGNORED = -100
@@ -96,7 +97,10 @@ def tiled_cross_entropy(model: nn.Module, targets: Tensor, **inputs: Any) -> Ten
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
+    logits, targets = logits.flatten(0, 1), targets.flatten()
+    if reduction == "sum" and loss_ops.is_fused(logits):  # of a tile
+        return loss_ops.summed_cross_entropy(logits, targets, IGNORED)
+    return F.cross_entropy(logits.float(), targets, reduction=reduction)
 
 
 def _size(model: Any, labels: Tensor, most: int | None) -> int:
@@ -194,7 +198,7 @@ class TiledLoss(ReplacedForward):
         """What the model returns, with a loss whose gradients are known."""
         total = (labels[:, shift:] != IGNORED).sum() if items is None else items
         sums = SumsOverTiles(self.module, base)
-        with sums.head_replaced():
+        with sums.head_replaced(), _loss_replaced(self.module):
             for tokens in _tiles(labels, size, shift):
                 own = labels[:, tokens].clone()
                 own[:, :shift] = IGNORED  # of the tile before
@@ -209,6 +213,31 @@ class TiledLoss(ReplacedForward):
             if name in result:  # hidden states, for example, of all tokens and with their graph
                 result[name] = value
         return result
+
+
+KNOWN_LOSSES = {"ForCausalLMLoss": 1, "ForMaskedLMLoss": 0}
+"""Losses of transformers that are a plain cross-entropy, by how many places they shift the labels."""
+
+
+def _loss_replaced(model: Any) -> AbstractContextManager:
+    """Inside, a known loss of transformers is computed by one kernel where that can be."""
+    own: Any = getattr(model, "loss_function", None)
+    shift = KNOWN_LOSSES.get(getattr(own, "__name__", ""))
+    if shift is None or own.__module__ != "transformers.loss.loss_utils":
+        return nullcontext()
+    return replaced(model, "_loss_function", partial(_known_loss, own, shift))  # which loss_function reads
+
+
+def _known_loss(own: Callable, shift: int, logits: Tensor, labels: Tensor, vocab_size: int, **keywords: Any) -> Tensor:
+    """What the loss ``own`` gives, but for a copy of the logits in fp32."""
+    if not loss_ops.is_fused(logits) or keywords.get("shift_labels") is not None:
+        return own(logits, labels, vocab_size, **keywords)
+    items, ignored = keywords.get("num_items_in_batch"), keywords.get("ignore_index", IGNORED)
+    labels = F.pad(labels, (0, shift), value=ignored)[..., shift:].flatten().to(logits.device)
+    total = loss_ops.summed_cross_entropy(logits.reshape(-1, vocab_size), labels, ignored)
+    if items is None:
+        items = (labels != ignored).sum()
+    return total / (items.to(total.device) if isinstance(items, Tensor) else items)
 
 
 GUESSED = -1
@@ -372,10 +401,8 @@ class _Linear(torch.autograd.Function):
         for total in ctx.sums:
             if total.ndim == 1:
                 total += flat.sum(0, dtype=total.dtype)
-            elif total.dtype == flat.dtype:
-                total.addmm_(flat.T, x)
             else:
-                total += flat.T @ x
+                loss_ops.add_product(total, flat.T, x)
         return (flat @ weight).unflatten(0, gradient.shape[:-1]), None, None, None
 
 

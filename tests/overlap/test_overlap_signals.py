@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from covering import long
-from interpreted import needs_triton, run_interpreted
+from interpreted import code_for, needs_triton, run_interpreted
 
 from holotrain.overlap import row_parallel_linear, signals
 from holotrain.overlap.functions import AllReduce, ReduceScatter
@@ -20,20 +20,15 @@ from holotrain.overlap.predictor import TILE_COLUMNS
 @pytest.mark.parametrize("aligned", [True, False])
 def test_wide_reads_and_writes_come_where_strides_allow_them(aligned):
     """Of code that Triton makes for a GPU, which takes no GPU. 128 bits that are not aligned to 128 bits are a fault there."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
     from holotrain.overlap.kernel import _product
 
     pointers, tables = ("x", "matrix", "bias", "out"), ("tiles", "counts")
     strides = ("columns", "inner", "x_row_stride", "matrix_inner_stride")
     sizes = {"TILE_ROWS": signals.TILE_ROWS, "TILE_COLUMNS": TILE_COLUMNS, "TILE_INNER": 64}
     constants = {"x_inner_stride": 1, "matrix_column_stride": 1, "HAS_BIAS": True} | sizes
-    kinds = dict.fromkeys(pointers, "*bf16") | dict.fromkeys(tables, "*i32") | dict.fromkeys(constants, "constexpr")
-    signature = {name: kinds.get(name, "i32") for name in _product.arg_names}
-    places = [_product.arg_names.index(name) for name in (*pointers, *tables, *(strides if aligned else ()))]
-    source = ASTSource(_product, signature, constants, {(place,): [["tt.divisibility", 16]] for place in places})
-    made = compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 8, "num_stages": 3}).asm["ptx"]
+    kinds = dict.fromkeys(_product.arg_names, "i32") | dict.fromkeys(pointers, "*bf16") | dict.fromkeys(tables, "*i32")
+    multiples = (*pointers, *tables, *(strides if aligned else ()))
+    made = code_for(90, _product, kinds, constants, multiples, num_warps=8, num_stages=3)
     assert ("cp.async.cg" in made) == ("st.global.v4" in made) == aligned
     assert ("ld.global.b16" in made) == ("st.global.b16" in made) == (not aligned)
 

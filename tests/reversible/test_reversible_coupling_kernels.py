@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from covering import long
-from interpreted import needs_triton, run_interpreted
+from interpreted import code_for, needs_triton, run_interpreted
 
 from holotrain.reversible import coupling_ops
 from holotrain.reversible.grid import Grid
@@ -26,24 +26,18 @@ def test_kernels_compute_what_several_operations_do(cases):
 @pytest.mark.parametrize("kernel", ["_couple", "_uncouple", "_gradients"])
 def test_code_for_a_gpu_reads_wide_and_contracts_nothing(kernel, streams, capability):
     """A product and a sum in one instruction round once, and the inverse would no longer be one."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
     from holotrain.reversible import coupling_kernels
 
     function = getattr(coupling_kernels, kernel)
     flags = {"BITS": 3, "KEPT": True, "NARROW": True, "PASSED": True, "ALIGNED": True, "WIDE": False}
     constants = {"EIGHTS": coupling_kernels.EIGHTS} | {name: flags[name] for name in function.arg_names if name in flags}
-    number = "fp32" if streams == "fp32" else "i64"
-    kinds = dict.fromkeys(constants, "constexpr") | dict.fromkeys(("count", "sample_stride", "batch", "planes"), "i32")
+    parameters = [name for name in function.arg_names if name not in constants]
+    kinds = dict.fromkeys(parameters, f"*{streams}") | dict.fromkeys(("update", "narrow", "of_update"), "*bf16")
+    kinds |= {"low": "*u8"} | dict.fromkeys(("count", "sample_stride", "batch", "planes"), "i32")
     for name in ("weight_above", "weight_below", "rest_above", "rest_below", "gain"):
-        kinds[name] = number
-    kinds |= {"update": "*bf16", "narrow": "*bf16", "of_update": "*bf16", "low": "*u8"}
-    signature = {name: kinds.get(name, f"*{streams}") for name in function.arg_names}
-    wide = [place for place, name in enumerate(function.arg_names) if signature[name].startswith("*") or name == "count"]
-    source = ASTSource(function, signature, constants, {(place,): [["tt.divisibility", 16]] for place in wide})
-    made = compile(source, GPUTarget("cuda", capability, 32), {"num_warps": 4, "enable_fp_fusion": False}).asm["ptx"]
-    assert f".target sm_{capability}" in made
+        kinds[name] = "fp32" if streams == "fp32" else "i64"
+    aligned = {"count", *(name for name, kind in kinds.items() if kind.startswith("*"))}
+    made = code_for(capability, function, kinds, constants, aligned, num_warps=4, enable_fp_fusion=False)
     assert "fma." not in made and "ld.global.v4.b32" in made
 
 
