@@ -7,15 +7,14 @@
 One block, forward and backward, of a model that is trained plain, with gradient checkpointing, and with make_reversible, whose
 streams are in fp32 or fp64. Matrix products and attention are left out, since they are the same: what is counted is the work on
 elements, which waits for memory. A kernel reads its inputs and writes its outputs once. Views cost nothing. The figures are the
-<<<<<<< HEAD
 difference of two depths, so that they hold for a block in the middle. A GPU is expected to need as many kernels more than
 checkpointing as were counted, and for their bytes the time of 70 % of the memory bandwidth of an H200.
-=======
+
+
 difference of two depths, so that they hold for a block in the middle.
 
 Likewise one tile of a loss in tiles, forward and backward, by torch's operations and by one Triton kernel: the difference of
 three tiles and two.
->>>>>>> losskernel
 """
 
 from __future__ import annotations
@@ -168,7 +167,6 @@ def rows_of(name: str) -> dict[str, dict[str, float]]:
     return rows
 
 
-<<<<<<< HEAD
 def measured(make: Callable[[int], nn.Module], way: Callable, shape: tuple[int, int], mixed: bool) -> dict[str, float]:
     """Kernels and milliseconds of a block."""
     found = []
@@ -207,7 +205,8 @@ def measure(results: dict[str, Any]) -> None:
         expected = counts["make_reversible"]["kernels_over_checkpointing"]
         verdict(results, f"{name}: kernels of a block more than checkpointing", more["kernels"], expected)
         verdict(results, f"{name}: milliseconds of a block more", more["milliseconds"], 1e3 * moved / BANDWIDTH)
-=======
+
+
 HEADS = {"GPT-2": (768, 50257), "Qwen3-0.6B": (1024, 151936)}
 """The width and the words of a head, whose weight and tokens are in bf16."""
 
@@ -242,7 +241,6 @@ def tile_rows(name: str) -> dict[str, dict[str, float]]:
         logits = tiled_loss.MOST_LOGITS["cuda"] // words * words
         rows[way]["bytes_a_logit"] = rows[way]["bytes"] / logits
     return rows
->>>>>>> losskernel
 
 
 def main() -> None:
