@@ -41,7 +41,11 @@ REFUSED = {
     ],
     RoBERTa: [({**TEXT, "norm": "no"}, "norm must be pre or post")],
     RevViT: [({"backward": "forward"}, "backward must be one of autograd"), ({"store": 13}, "blocks up to 12")],
-    RevSwin: [({"store": 13}, "blocks up to 12"), ({"exact": -1}, "exact must be False, True or a number")],
+    RevSwin: [
+        ({"store": 13}, "blocks up to 12"),
+        ({"fusion": "average"}, "fusion must be linear or mlp, not 'average'"),
+        ({"exact": -1}, "exact must be False, True or a number"),
+    ],
     RevMViT: [({"store": 14}, "blocks up to 13"), ({"keep": "dropout"}, "keep takes attention, matmul or")],
     RevRoBERTa: [({**TEXT, "norm": "post"}, "cannot be rebuilt")],
     ImageErrorDiffusion: [({"image_size": 8, "width": 0}, "width must be at least 1, not 0")],

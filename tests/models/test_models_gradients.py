@@ -22,6 +22,7 @@ MODELS = {
     **{f"vit {pool}": ("RevViT", PIXELS | {"pool": pool}, 1, (0, 4)) for pool in ("mean", "class")},
     **{f"vit {pool}, colors": ("RevViT", COLORS | {"pool": pool}, 1, (0, 4)) for pool in ("mean", "class")},
     "vit, scales": ("RevViT", PIXELS | {"layer_scale": 0.3}, 1, (0, 4)),
+    "swin, mlp": ("RevSwin", ODD_WINDOWS | {"fusion": "mlp"}, 3, (0, 4)),
     "swin": ("RevSwin", ODD_WINDOWS | {"attention_dropout": 0.2, "drop_path": 0.3}, 3, (0, 4)),
     # Reversible blocks: 1, 1, 4, 1 and 2, 2, 3 and 1, 1, 4.
     "mvit, 4 stages": ("RevMViT", POOLED | {"depths": (1, 2, 5, 2), "drop_path": 0.3}, 2, (0, 3)),
