@@ -302,6 +302,7 @@ LAYERS = {
     "column": partial(column_parallel_linear),
     "column, sequence": partial(column_parallel_linear, sequence_dim=0),
     "to all": partial(linear_all_to_all),
+    "to all, uneven": partial(linear_all_to_all, input_split_sizes=[12, 10], output_split_sizes=[12, 10]),
     "to all, features": partial(linear_all_to_all, sequence_dim=0),
     "from all": partial(all_to_all_linear),
     "from all, features": partial(all_to_all_linear, sequence_dim=0),

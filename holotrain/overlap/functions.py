@@ -112,7 +112,7 @@ class AllReduce:
         """Computes the product in groups, and launches the sum of each over ranks into its rows of out [R, N]."""
         link = self.overlap.collectives
         if self.overlap.signals and cut and signals.supported(x):
-            return signals.send(x[None], matrix, bias, cut, lambda group, parts: link.all_reduce(parts[0]), out)
+            return signals.send(x, matrix, bias, [[rows] for rows in cut], lambda group, rows: link.all_reduce(rows), out)
         works = []
         for rows in cut:
             product(x[rows], matrix, bias, out=out[rows])
@@ -207,11 +207,19 @@ class Rows:
 
     def parts(self, arranged: Tensor, group: int) -> Sequence[Tensor]:
         """Each rank's part of the arranged rows of a group."""
-        return arranged.unbind(0) if self.even else arranged[0].split([counts[group] for counts in self.counts])
+        return arranged.unbind(0) if self.even else self.split(arranged[0], group)
 
     def of_ranks(self, x: Tensor, group: int) -> list[Tensor]:
         """Each rank's part of a group of x [R, F]."""
         return [x[pieces[group]] for pieces in self.pieces]
+
+    def pieces_of_groups(self) -> list[Sequence[slice]]:
+        """The rows of each group, rank by rank."""
+        return [*zip(*self.pieces, strict=True)]
+
+    def split(self, rows: Tensor, group: int) -> Sequence[Tensor]:
+        """Each rank's part of the rows of a group, which follow each other."""
+        return rows.split([counts[group] for counts in self.counts])
 
 
 class Features:
@@ -227,7 +235,13 @@ class Features:
         return x[0]
 
     def parts(self, arranged: Tensor, group: int) -> Sequence[Tensor]:
-        return arranged[0].chunk(self.ranks, 1)
+        return self.split(arranged[0], group)
+
+    def pieces_of_groups(self) -> list[Sequence[slice]]:
+        return [[rows] for rows in self.cut]
+
+    def split(self, rows: Tensor, group: int) -> Sequence[Tensor]:
+        return rows.chunk(self.ranks, 1)
 
 
 ANY_ROWS = 2**20
@@ -259,10 +273,14 @@ class AllToAll(AllReduce):
         near, far = self._groups(x, x.shape[1], matrix.shape[1], covered=covered)
         out = x.new_empty(sum(self.far), matrix.shape[1] // self.shared)
 
-        def launch(group: int, computed: Tensor) -> Work:
-            return self.overlap.collectives.all_to_all(far.of_ranks(out, group), near.parts(computed, group))
+        def launch(group: int, computed: Sequence[Tensor]) -> Work:
+            return self.overlap.collectives.all_to_all(far.of_ranks(out, group), computed)
 
-        return out, self.overlap.send(near.arranged(x), matrix, bias, near.cut, launch)
+        if self.overlap.signals_of(x, matrix):
+            groups = near.pieces_of_groups()
+            return out, signals.send(x, matrix, bias, groups, lambda group, rows: launch(group, near.split(rows, group)))
+        parts = lambda group, computed: launch(group, near.parts(computed, group))  # noqa: E731
+        return out, self.overlap.send(near.arranged(x), matrix, bias, near.cut, parts)
 
     def receive(
         self, x: Tensor, matrix: Tensor | None, bias: Tensor | None, outputs: int, again: bool = False

@@ -40,6 +40,10 @@ class Overlap:
     def __post_init__(self) -> None:
         require_grouping(self.groups)
 
+    def signals_of(self, x: Tensor, matrix: Tensor) -> bool:
+        """Whether one kernel computes a product, and signals its groups."""
+        return self.signals and matrix.dim() == 2 and signals.supported(x)
+
     def send(
         self, x: Tensor, matrix: Tensor, bias: Tensor | None, cut: Sequence[slice], send: Callable[[int, Tensor], Work]
     ) -> list[Work]:
@@ -47,8 +51,11 @@ class Overlap:
 
         ``send`` gets the number of each finished group and its result [P, rows, N], contiguous. It launches the collective.
         """
-        if self.signals and cut and matrix.dim() == 2 and signals.supported(x):
-            return signals.send(x, matrix, bias, cut, send)
+        if self.signals_of(x, matrix) and cut:
+            ranks, rows, _ = x.shape
+            groups = [[slice(r * rows + each.start, r * rows + each.stop) for r in range(ranks)] for each in cut]
+            whole = lambda group, finished: send(group, finished.unflatten(0, (ranks, -1)))  # noqa: E731
+            return signals.send(x.flatten(0, 1), matrix, bias, groups, whole)
         works = []
         for group, rows in enumerate(cut):
             parts = products(x[:, rows], matrix, bias)

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 from torch.utils._triton import has_triton_package
 
 from holotrain.overlap.collectives import Holding, Work
-from holotrain.overlap.groups import spans
 from holotrain.overlap.predictor import SMS_LOST, TILE_COLUMNS, TILE_ROWS
 
 GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ
@@ -42,55 +41,62 @@ def send(
     x: Tensor,
     matrix: Tensor,
     bias: Tensor | None,
-    cut: Sequence[slice],
+    groups: Sequence[Pieces],
     send: Callable[[int, Tensor], Work],
     out: Tensor | None = None,
 ) -> list[Work]:
-    """Like :meth:`~holotrain.overlap.overlapped_product.Overlap.send`.
+    """Computes x [R, K] times matrix [K, N] (+ bias [N]); ``send`` gets the number of each finished group and its rows [.., N],
+    contiguous, and launches the collective.
 
     Args:
-        out: [P * L, N], for the result; rows of a group from all ranks lie side by side.
+        groups: the rows of x of each group, in pieces that need not follow each other. So nothing has to be copied together.
+        out: [R, N], for the result, group after group.
     """
     from holotrain.overlap.kernel import launch
 
-    ranks, rows, _ = x.shape
     if out is None:
-        out = x.new_empty(ranks * rows, matrix.shape[1])
+        out = x.new_empty(len(x), matrix.shape[1])
     with torch.cuda.device(x.device):
         current, aside = torch.cuda.current_stream(), _stream_of(x.device)
-        counts = torch.zeros(len(cut), dtype=torch.int32, device=x.device)
-        sizes = tuple(each.stop - each.start for each in cut)
-        tiles, finished = order_of(sizes, ranks, matrix.shape[1], x.device, current.cuda_stream)
+        counts = torch.zeros(len(groups), dtype=torch.int32, device=x.device)
+        places = tuple(tuple((piece.start, piece.stop) for piece in group) for group in groups)
+        tiles, finished = order_of(places, matrix.shape[1], x.device, current.cuda_stream)
         aside.wait_stream(current)  # for the zeros: old counts in that memory would look like signals
         programs = torch.cuda.get_device_properties(x.device).multi_processor_count - SMS_LOST
         # Launched before anything waits for it: if streams share a hardware queue, the wait would block it.
-        launch(x.flatten(0, 1), matrix, bias, out, tiles, counts, programs)
+        launch(x, matrix, bias, out, tiles, counts, programs)
         works = []
         with torch.cuda.stream(aside):
-            for group, due in enumerate(finished):
+            for group, (rows, due) in enumerate(zip(out.split([*map(rows_in, groups)]), finished, strict=True)):
                 status = _wait_for_count()(aside.cuda_stream, counts.data_ptr() + 4 * group, due, GREATER_OR_EQUAL)
                 if status != 0:
                     raise RuntimeError(f"cuStreamWaitValue32 failed with CUDA driver error {status}")
-                parts = out[ranks * cut[group].start : ranks * cut[group].stop].unflatten(0, (ranks, -1))
-                works.append(Holding(send(group, parts), (out, counts, tiles)))
+                works.append(Holding(send(group, rows), (out, counts, tiles)))
     return works
 
 
-def tiles_of(cut: Iterable[slice], ranks: int, rows: int, columns: int) -> Tensor:
+Pieces = Sequence[slice]
+
+
+def rows_in(pieces: Pieces) -> int:
+    return sum(piece.stop - piece.start for piece in pieces)
+
+
+def tiles_of(groups: Iterable[Pieces], columns: int) -> Tensor:
     """The tiles of an output in the order of their groups: [tiles, 5] of int32.
 
-    A row is (first row read, first row written, rows, first column, group). In the input the rows of rank r begin at
-    ``r * rows``; in the output the rows of a group are contiguous over all ranks. Tiles of one column follow each other,
-    because they share their part of the matrix.
+    A row is (first row read, first row written, rows, first column, group). The pieces of a group are written one after
+    another. Tiles of one column follow each other, because they share their part of the matrix.
     """
-    steps, tiles = partial(torch.arange, device="cpu"), []
-    for group, span in enumerate(cut):
-        size = span.stop - span.start
-        corners = torch.cartesian_prod(steps(0, columns, TILE_COLUMNS), steps(ranks), steps(0, size, TILE_ROWS))
-        column, rank, start = corners.unbind(1)
-        read, written = rank * rows + span.start + start, ranks * span.start + rank * size + start
-        tiles.append(torch.stack((read, written, (size - start).clamp(max=TILE_ROWS), column, torch.full_like(rank, group)), 1))
-    return torch.cat(tiles).int()
+    tiles, written = [], 0
+    for group, pieces in enumerate(groups):
+        rows = []
+        for piece in pieces:
+            for read in range(piece.start, piece.stop, TILE_ROWS):
+                rows.append((read, written, min(TILE_ROWS, piece.stop - read)))
+                written += rows[-1][2]
+        tiles += [(*row, column, group) for column in range(0, columns, TILE_COLUMNS) for row in rows]
+    return torch.tensor(tiles, dtype=torch.int32, device="cpu").reshape(-1, 5)
 
 
 @cache
@@ -112,15 +118,16 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
 
 @lru_cache  # its 128 are those of a model's layers, forwards and backwards, where the shapes of its batches stay
 def order_of(
-    sizes: tuple[int, ...], ranks: int, columns: int, device: torch.device, stream: int = 0
+    places: tuple[tuple[tuple[int, int], ...], ...], columns: int, device: torch.device, stream: int = 0
 ) -> tuple[Tensor, list[int]]:
-    """On the device :func:`tiles_of` groups of ``sizes`` rows of each rank; and how many of the tiles each group has.
+    """On the device :func:`tiles_of` groups; and how many of the tiles each group has.
 
     Args:
+        places: the first and last row of each piece of each group.
         stream: the current one. Each has tables of its own, so that no other can read one that has not arrived, or is released.
     """
-    tiles = tiles_of(spans(sizes), ranks, sum(sizes), columns)
-    finished = torch.bincount(tiles[:, 4]).tolist()
+    tiles = tiles_of([[slice(*place) for place in group] for group in places], columns)
+    finished = torch.bincount(tiles[:, 4], minlength=len(places)).tolist()
     if device.type == "cuda":  # from pageable memory the host would wait for the copy, at every new shape
         tiles = tiles.pin_memory().to(device, non_blocking=True)
     return tiles, finished

@@ -41,22 +41,23 @@ def laid_out(values: Tensor, layout: str) -> Tensor:
 def check(draw: random.Random) -> None:
     """Of a random product."""
     dtype, ranks = draw.choice(DTYPES), draw.choice((1, 1, 1, 2, 3))
-    sizes = [draw.choice(SIZES) for _ in range(draw.choice((1, 1, 2, 3)))]
+    sizes = [draw.choice((0, *SIZES)) for _ in range(ranks * draw.choice((1, 1, 2, 3)))]
+    pieces = spans(sizes)  # rank by rank, and of each rank group by group
+    groups = [pieces[group :: len(pieces) // ranks] for group in range(len(pieces) // ranks)]
     rows, inner, columns = sum(sizes), draw.choice((0, *SIZES)), draw.choice(SIZES)
     layouts = [draw.choice(LAYOUTS) for _ in range(2)]
-    x = laid_out(torch.randn(ranks * rows, inner).to(dtype), layouts[0])
+    x = laid_out(torch.randn(rows, inner).to(dtype), layouts[0])
     matrix = laid_out(torch.randn(inner, columns).to(dtype), layouts[1])
     of_bias = draw.choice((None, "contiguous", "every other column", "offset"))
     bias = None if of_bias is None else laid_out(torch.randn(1, columns).to(dtype), of_bias)[0]
-    around = torch.full((ranks * rows + 2, columns), float("nan"), dtype=dtype)
-    out, cut = around[1:-1], spans(sizes)
-    counts, tiles = torch.zeros(len(sizes), dtype=torch.int32), tiles_of(cut, ranks, rows, columns)
+    around = torch.full((rows + 2, columns), float("nan"), dtype=dtype)
+    out, tiles = around[1:-1], tiles_of(groups, columns)
+    counts = torch.zeros(len(groups), dtype=torch.int32)
     launch(x, matrix, bias, out, tiles, counts, programs=draw.choice((1, 3, 200)))
 
     def of_groups(result: Tensor) -> Tensor:
         """Rows of a group from all ranks, one after the other."""
-        result = result.unflatten(0, (ranks, rows))
-        return torch.cat([result[:, span].flatten(0, 1) for span in cut])
+        return torch.cat([result[piece] for group in groups for piece in group])
 
     summand = 0 if bias is None else bias.double()
     true, like = of_groups(x.double() @ matrix.double() + summand), of_groups(torch.matmul(x, matrix).double() + summand)
@@ -66,7 +67,7 @@ def check(draw: random.Random) -> None:
     assert ((out.double() - true).abs() <= bound).all(), drawn
     assert ((out.double() - like).abs() <= 2 * bound + torch.finfo(dtype).eps * size).all(), drawn
     assert (around[0].isnan() & around[-1].isnan()).all(), drawn  # nothing is written outside of the output
-    assert counts.equal(tiles[:, 4].bincount().int()), drawn
+    assert counts.equal(tiles[:, 4].bincount(minlength=len(groups)).int()), drawn
 
 
 for number in range(int(sys.argv[1])):
