@@ -64,10 +64,6 @@ class HolographicSynthesis:
             if shares_of(layers) > 1:
                 raise ValueError("mode='bind' needs the whole gradient, and FSDP2 shards it; use 'shared' or 'associative'")
             layers = [Layer(model, dict(pairs(layers)))]
-            if not self.options.mix and self.options.cosine_floor is None:
-                warnings.warn(
-                    "bind as published is not a descent direction and does not train; use mix or cosine_floor", stacklevel=2
-                )
         self.parameters = [parameter for _, parameter in pairs(layers)]
         self.steps = 0
         self.skipped = 0
@@ -90,6 +86,14 @@ class HolographicSynthesis:
         """
         return list(self._updates.state().values())
 
+    def _begins_with(self) -> str | None:
+        """What the first step warns of."""
+        if not any(self._keys.seen):
+            return "no layer was called in training mode since the synthesis was created, so gradients are bound without a key"
+        if self.options.mode == "bind" and not self.options.mix and self.options.cosine_floor is None:
+            return "bind as published is not a descent direction and does not train; use mix or cosine_floor"
+        return None
+
     def step(self) -> bool:
         """Rewrites the gradients of the covered parameters. Call it between ``backward()`` and ``optimizer.step()``.
 
@@ -107,11 +111,8 @@ class HolographicSynthesis:
                 "bind uses the model's output as its key, but the model was not called in training mode: pass the module "
                 'whose forward makes the predictions (SynthesisCallback: module="its name")'
             )
-        if not any(self._keys.seen) and self.steps == 0:
-            warnings.warn(
-                "no layer was called in training mode since the synthesis was created, so gradients are bound without a key",
-                stacklevel=2,
-            )
+        if self.steps == 0 and (said := self._begins_with()):
+            warnings.warn(said, stacklevel=2)
         for name, parameter in self._named.items():
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 raise RuntimeError(f"the gradient of {name} is sparse; synthesis needs dense gradients (sparse=False)")

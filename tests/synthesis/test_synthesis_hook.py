@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -157,8 +158,14 @@ def test_a_damaged_state_is_refused(changes):
 
 def test_what_is_said_in_warnings():
     model = network()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bound = HolographicSynthesis(model, "bind")
+        model(data()).sum().backward()
     with pytest.warns(UserWarning, match="not a descent direction"):
-        HolographicSynthesis(model, "bind").remove()
+        bound.step()
+    bound.remove()
+    model.zero_grad()
     model.eval()
     synthesis = HolographicSynthesis(model)
     model(data()).sum().backward()
