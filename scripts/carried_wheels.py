@@ -15,7 +15,6 @@ import re
 import subprocess
 import sys
 import zipfile
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -30,7 +29,8 @@ PLATFORM = ("--only-binary", ":all:", "--python-version", "3.12", "--platform", 
 PLATFORM += ("--platform", "manylinux2014_x86_64", "--platform", "any")
 
 
-run = partial(subprocess.run, capture_output=True, text=True)
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def collect(names: list[str], folder: Path, find_links: Path | None = None) -> int:
@@ -42,9 +42,7 @@ def collect(names: list[str], folder: Path, find_links: Path | None = None) -> i
     source = ["--no-index", "--find-links", str(find_links)] if find_links else []
     pip, quiet = [sys.executable, "-m", "pip"], ["--no-deps", "--quiet", "--disable-pip-version-check", *source]
     for name in names:
-        found = subprocess.run(
-            [*pip, "download", *quiet, *PLATFORM, "--dest", str(folder), name], capture_output=True, text=True
-        )
+        found = run([*pip, "download", *quiet, *PLATFORM, "--dest", str(folder), name])
         if found.returncode:  # some, such as antlr4, are published as sources alone
             found = run([*pip, "wheel", *quiet, "--wheel-dir", str(folder), name])
         if found.returncode:
