@@ -13,6 +13,7 @@ from lightning.pytorch.profilers import Profiler
 from torch.profiler import profile, record_function
 
 from holotrain.files import replacing
+from holotrain.numeric import counted
 
 TRACE, OPERATORS, ALLOCATIONS = "trace.json", "trace-operators.txt", "trace-allocations.pickle"
 ZIPPED = TRACE + ".gz"
@@ -22,6 +23,9 @@ WARM_UP = 3
 
 LARGE = 16 * 2**20
 """Traces of at least this many bytes are compressed; Perfetto and Chrome read both."""
+
+MOST = 5
+"""Operators that are named at the end."""
 
 BATCH = "run_training_batch"
 EPOCH = "run_training_epoch"
@@ -43,19 +47,26 @@ class TraceProfiler(Profiler):
     Args:
         folder: folder of the files, which are written atomically.
         active: number of consecutive batches to trace.
+        stacks: also record the Python calls around each operator in the trace, but not of the first batch. The traced batches
+            and the writing take longer then, and the trace is many times as large.
 
     Writes ``trace.json`` (``trace.json.gz`` if large) for ui.perfetto.dev or chrome://tracing, with counters of the memory in
     use; ``trace-operators.txt``, the operators and ranges that took longest; on a CUDA device also
     ``trace-allocations.pickle``, every allocation with its stack, for pytorch.org/memory_viz. In distributed training only
-    the first process of each machine writes.
+    the first process of each machine writes. After the training, the Trainer's log names the files and the operators that took
+    the most time.
+
+    Attributes:
+        most_expensive: a line for each of the five operators that took the most time in themselves, the most expensive first.
     """
 
     _lightning_module: pl.LightningModule  # set by the Trainer
 
-    def __init__(self, folder: str | Path, active: int = 3) -> None:
+    def __init__(self, folder: str | Path, active: int = 3, stacks: bool = False) -> None:
         super().__init__()
         self.folder = Path(folder)
-        self.active = active
+        self.active, self.stacks = active, stacks
+        self.most_expensive: list[str] = []
         self._batches = 0
         self._opened = 0
         self._later: range
@@ -85,6 +96,14 @@ class TraceProfiler(Profiler):
         self._finish()
         super().teardown(stage)
 
+    def summary(self) -> str:
+        """What the Trainer logs at the end: the most expensive operators, and where the table and the trace are."""
+        if not self.most_expensive:
+            return ""
+        files = [path for path in (self.folder / OPERATORS, self.folder / TRACE, self.folder / ZIPPED) if path.exists()]
+        title = f"most expensive operators of the traced batches, all in {' and '.join(map(str, files))}"
+        return "\n  ".join([title, *self.most_expensive])
+
     def _begin_batch(self) -> None:
         if self._batches == 0:
             self._later = self._planned()
@@ -110,7 +129,9 @@ class TraceProfiler(Profiler):
 
     def _open(self) -> None:
         self._opened = self._batches
-        self._profile = profile(record_shapes=True, profile_memory=True)
+        # No stacks of the first batch, in which libraries are imported: that is millions of calls.
+        stacks = self.stacks and self._batches > 0
+        self._profile = profile(record_shapes=True, profile_memory=True, with_stack=stacks)
         self._cuda = self._lightning_module.device.type == "cuda"
         if self._cuda:
             torch.cuda.memory._record_memory_history(stacks="python")
@@ -143,6 +164,7 @@ class TraceProfiler(Profiler):
         self._write_trace(json.dumps(trace).encode())
         with replacing(self.folder / OPERATORS) as path:
             path.write_text(_tables(ended, self._cuda), encoding="utf-8")
+        self.most_expensive = _most_expensive(ended, self._cuda)
         if self._cuda:
             with replacing(self.folder / ALLOCATIONS) as path:
                 torch.cuda.memory._dump_snapshot(str(path))
@@ -177,15 +199,32 @@ def memory_counters(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return counters
 
 
+def _operators(ended: profile, **grouping: Any) -> Any:
+    """Averages of operators, as torch's list: in place, because the list object knows its device. Ranges would count their
+    operators twice."""
+    averages = ended.key_averages(**grouping)
+    averages[:] = [row for row in averages if not row.is_user_annotation]
+    return averages
+
+
+def _most_expensive(ended: profile, cuda: bool) -> list[str]:
+    """The operators that took the most time in themselves: name, share of the time of all, and time in so many calls."""
+    own = "self_device_time_total" if cuda else "self_cpu_time_total"
+    times = sorted(((getattr(row, own), row.count, row.key) for row in _operators(ended)), reverse=True)
+    whole = sum(time for time, _, _ in times) or 1
+    return [
+        f"{name}: {time / whole:.1%}, {time / 1e3:.3f} ms in {counted(count, 'call')}" for time, count, name in times[:MOST]
+    ]
+
+
 def _tables(ended: profile, cuda: bool) -> str:
     """Tables of the most expensive operators, of operators by input shapes, and of the named ranges."""
     sort_by = "self_device_time_total" if cuda else "self_cpu_time_total"
+    groupings: dict[str, dict[str, Any]] = {"operators": {}, "operators by input shapes": {"group_by_input_shape": True}}
+    widths = {"max_name_column_width": 50, "max_shapes_column_width": 60}
     parts = []
-    for title, shapes in (("operators", False), ("operators by input shapes", True)):
-        averages = ended.key_averages(group_by_input_shape=shapes)
-        # In place, because the list object knows its device. Ranges would count their operators twice.
-        averages[:] = [row for row in averages if not row.is_user_annotation]
-        table = averages.table(sort_by=sort_by, row_limit=30, max_name_column_width=50, max_shapes_column_width=60)
+    for title, grouping in groupings.items():
+        table = _operators(ended, **grouping).table(sort_by=sort_by, row_limit=30, **widths)
         parts.append(f"{title}, by self time\n{table}")
     whole = "device_time_total" if cuda else "cpu_time_total"
     rows = [(getattr(row, whole) / 1e3, row.count, row.key) for row in ended.key_averages() if row.is_user_annotation]

@@ -20,6 +20,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from holotrain.callbacks.drawing import log_text
 from holotrain.callbacks.interrupt import Interrupted
+from holotrain.callbacks.trace import TraceProfiler
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import KeepConfiguration, check_classes, check_continuable, check_same, chosen_before
 from holotrain.commands.console import console
@@ -253,7 +254,9 @@ class Training:
         results["early_stopping_patience"] = self._patience_that_ended_it()
         summary = write_summary(self.run, self.config, model, self.status, **results)
         finish(self.loggers, completed=self.status == "completed")
-        screen.show_end(summary, self.run.folder)
+        profiler: object = self.trainer.profiler  # ty: ignore[missing-attribute]
+        expensive = profiler.most_expensive if isinstance(profiler, TraceProfiler) else ()
+        screen.show_end(summary, self.run.folder, expensive)
         if self.message:
             print(self.message, file=sys.stderr)
 

@@ -1,6 +1,6 @@
 """The start and end screens of the commands."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -132,9 +132,9 @@ def _processes(config: RunConfig, process: ProcessRank, model: nn.Module) -> str
     return "; ".join(words)
 
 
-def show_end(summary: Summary, folder: Path, **files: Path) -> None:
-    """Prints the results of summary.json, but no rate and no share of padding, and what else the command has written, by what
-    it holds."""
+def show_end(summary: Summary, folder: Path, expensive: Sequence[str] = (), **files: Path) -> None:
+    """Prints the results of summary.json, but no rate and no share of padding, the most expensive operators, and what else the
+    command has written, by what it holds."""
     results = {name: value for name, value in summary.metrics.items() if not name.startswith(("train/lr", "padding/"))}
     rows: dict[str, object] = dict(results)
     for name, value in results.items():
@@ -157,6 +157,7 @@ def show_end(summary: Summary, folder: Path, **files: Path) -> None:
     rows["between blocks"] = summary.between_blocks
     rows["time"] = f"{summary.seconds:.1f} s"
     rows["checkpoint"] = summary.checkpoint
+    rows["most expensive"] = "\n".join(expensive) or None
     rows |= {name: next(folder.glob(pattern), None) for name, pattern in PROFILES.items()}
     rows |= files
     rows["written to"] = folder / SUMMARY

@@ -144,7 +144,7 @@ class ModelConfig(CheckpointConfig):
     """The options of a command that uses a trained model in one process."""
 
     int8: bool = False
-    """quantize weights to 8 bits, one scale per row (torchao)"""
+    """quantize weights to 8 bits, one scale per row (torchao): less memory and smaller files, but slower on a CPU"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -165,8 +165,8 @@ class FitConfig(RunConfig):
     objective: str | None = None
     """what a sweep optimises, such as test/accuracy or step_seconds; null: the metric that selects the best checkpoint"""
 
-    profiler: Literal["simple", "advanced", "trace"] | None = None
-    """simple or advanced: write fit-profile.txt; trace: write trace.json (for ui.perfetto.dev) and a memory plot; null: off"""
+    profiler: Literal["simple", "advanced", "trace", "trace_stacks"] | None = None
+    """simple, advanced: write fit-profile.txt; trace: trace.json (ui.perfetto.dev), tables; trace_stacks: with Python stacks"""
 
 
 class ValidateConfig(CheckpointConfig):

@@ -7,7 +7,7 @@ decoding      decodes images that anybody may have made
 limits        of what files become when they are read
 images        what image data sets share: transforms, normalisation, a choice of classes
 hub           what Hugging Face's datasets library reads
-text          text: tokenised data sets, packed blocks and documents
+text          text: tokenised data sets, packed blocks and documents, batches by length for token lists of your own
 tokenizers    text to token ids and back
 sampler       the order of an epoch as a function of seed and epoch, and its division among processes
 loader        loaders that can resume in the middle of an epoch, and augmentation seeded by (seed, epoch, index)
@@ -17,6 +17,20 @@ example       batches of zeros, for a plan
 from holotrain.data.hub_images import HubImages
 from holotrain.data.image_folder import ImageFolder
 from holotrain.data.image_sets import CIFAR10, CIFAR100, MNIST, Digits, Fake
+from holotrain.data.text.batches import BucketBatchSampler, padded_batch
 from holotrain.data.text.sources import HubText, StdlibText, TextFiles
 
-__all__ = ["CIFAR10", "CIFAR100", "MNIST", "Digits", "Fake", "HubImages", "HubText", "ImageFolder", "StdlibText", "TextFiles"]
+__all__ = [
+    "CIFAR10",
+    "CIFAR100",
+    "MNIST",
+    "BucketBatchSampler",
+    "Digits",
+    "Fake",
+    "HubImages",
+    "HubText",
+    "ImageFolder",
+    "StdlibText",
+    "TextFiles",
+    "padded_batch",
+]

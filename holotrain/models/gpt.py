@@ -30,7 +30,7 @@ class GPT(nn.Module):
         positions: position embedding: rotary or learned (as in GPT-2)
         gelu: approximation of GELU: none (exact) or tanh (as in GPT-2)
         dropout: dropout of the embedding, the attention output and the MLP
-        attention_dropout: dropout of the attention weights
+        attention_dropout: dropout of the attention weights; above 0, training on a CPU has no fused attention and is slower
         drop_path: stochastic depth rate of the last block; it rises linearly from 0 at the first block
         backward: store the activations of each block, or only its input and recompute them; a list: of each block
 

@@ -40,7 +40,7 @@ class RoBERTa(nn.Module):
         mlp_ratio: width of the MLP's hidden layer divided by dim
         norm: LayerNorm before (pre) or after (post, as published) each branch; post cannot be reversible
         dropout: dropout of the embedding, the attention output, the MLP and the head for classes
-        attention_dropout: dropout of the attention weights
+        attention_dropout: dropout of the attention weights; above 0, training on a CPU has no fused attention and is slower
         drop_path: stochastic depth rate of the last block; it rises linearly from 0 at the first block
         backward: store the activations of each block, or only its input and recompute them; a list: of each block
 

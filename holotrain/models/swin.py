@@ -43,7 +43,7 @@ class Swin(nn.Module):
         window: height and width of an attention window, in tokens; a smaller map is one window
         mlp_ratio: width of the MLP's hidden layer divided by the stage's width
         dropout: dropout of the embedding, the attention output and the MLP
-        attention_dropout: dropout of the attention weights
+        attention_dropout: dropout of the attention weights; above 0, training on a CPU has no fused attention and is slower
         drop_path: stochastic depth rate of the last block; it rises linearly from 0 at the first block
         backward: store the activations of each block, or only its input and recompute them; a list: of each block
 

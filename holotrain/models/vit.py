@@ -31,7 +31,7 @@ class ViT(nn.Module):
         mlp_ratio: width of the MLP's hidden layer divided by dim
         pool: input of the head: mean (over all tokens) or class (a learned class token)
         dropout: dropout of the embedding, the attention output and the MLP
-        attention_dropout: dropout of the attention weights
+        attention_dropout: dropout of the attention weights; above 0, training on a CPU has no fused attention and is slower
         drop_path: stochastic depth rate of the last block; it rises linearly from 0 at the first block
         layer_scale: first value of the learned scales of each branch's channels, such as 1e-4 in deep models; null: no scales
         backward: store the activations of each block, or only its input and recompute them; a list: of each block

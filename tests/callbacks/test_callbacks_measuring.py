@@ -15,9 +15,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from holotrain.callbacks import DriftMonitor, MemoryMonitor, ThroughputMonitor
-from holotrain.callbacks.memory import CudaProbe, Growth, LinuxProbe
+from holotrain.callbacks.memory import Growth
 from holotrain.callbacks.throughput import peak_flops, training_flops
 from holotrain.models import RevViT
+from holotrain.planning.probes import CudaProbe, LinuxProbe
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 MIB = 2**20

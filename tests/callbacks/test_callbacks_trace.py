@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 
 import lightning.pytorch as pl
 import pytest
@@ -70,6 +71,32 @@ def test_a_few_batches_are_traced_and_the_rest_is_left_alone(tmp_path):
     assert "aten::addmm" in operators and "recompute 1.g" in operators
     assert max(counts(tmp_path)) > 0
     assert_equal_parameters(module, fit(None, 20))
+
+
+def test_the_most_expensive_operators_and_the_files_are_named_at_the_end(tmp_path, monkeypatch):
+    profiler = TraceProfiler(tmp_path)
+    assert profiler.summary() == ""
+    messages = []
+    monkeypatch.setattr("lightning.pytorch.profilers.profiler.log.info", messages.append)
+    fit(profiler, 8)
+    lines = profiler.most_expensive
+    assert len(lines) == 5 and any(line.startswith("aten::") for line in lines)
+    shares = [float(re.search(r": ([\d.]+)%, [\d.]+ ms in \d+ calls?$", line)[1]) for line in lines]
+    assert shares == sorted(shares, reverse=True) and 0 < sum(shares) <= 100.3
+    assert all(line.rpartition(": ")[0][:40] in (tmp_path / "trace-operators.txt").read_text() for line in lines)
+    [said] = [text for text in messages if "most expensive" in text]
+    assert all(line in said for line in lines)
+    assert str(tmp_path / "trace-operators.txt") in said and str(tmp_path / "trace.json") in said
+
+
+def test_stacks_name_the_lines_of_the_training(tmp_path):
+    fit(TraceProfiler(tmp_path / "without"), 2)
+    fit(TraceProfiler(tmp_path / "with", stacks=True), 2)
+    found = {}
+    for name in ("without", "with"):
+        events = {event["name"] for event in events_in(tmp_path / name) if event.get("cat") == "python_function"}
+        found[name] = any("training_step" in event for event in events)
+    assert found == {"without": False, "with": True}
 
 
 @pytest.mark.parametrize(("batches", "epochs", "traced"), [(1, 1, [1]), (3, 1, [2, 3]), (5, 2, [4, 5])])

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from small_trainings import quiet_trainer
+from torch.utils.data import DataLoader
 
-from holotrain.data import StdlibText, TextFiles
-from holotrain.data.text.batches import BucketBatchSampler, padded, padding
+from holotrain.data import BucketBatchSampler, StdlibText, TextFiles, padded_batch
+from holotrain.data.text.batches import padded, padding
 from holotrain.data.text.sources import text_files
 from holotrain.data.tokenizers import ByteTokenizer
 from holotrain.errors import UserError
@@ -201,3 +202,41 @@ def test_plain_text_needs_no_column_and_may_be_read_by_lines(tmp_path):
         found[unit] = dict(zip(batch["names"], batch["lengths"].tolist(), strict=True))
     name = str(tmp_path / "a.txt")
     assert found == {"file": {name: 13}, "line": {f"{name}:1": 5, f"{name}:3": 7}}
+
+
+def test_token_lists_of_ones_own_in_a_plain_loader():
+    samples = [{"input_ids": [token + 1] * length, "labels": [token] * length} for token, length in enumerate(LENGTHS[:200])]
+    made = BucketBatchSampler(LENGTHS[:200].tolist(), max_tokens=2048)
+    found = list(DataLoader(samples, batch_sampler=made, collate_fn=padded_batch))
+    assert len(found) == len(made)
+    drawn = []
+    for batch in found:
+        tokens, mask = batch["input_ids"], batch["attention_mask"]
+        assert tokens.shape == mask.shape == (len(tokens), batch["lengths"].max()) and tokens.numel() <= 2048
+        assert torch.equal(mask.sum(1), batch["lengths"]) and torch.equal(mask, (tokens > 0).long())
+        assert torch.equal(batch["labels"], torch.where(mask > 0, tokens - 1, -100))
+        drawn += (tokens[:, 0] - 1).tolist()
+    assert sorted(drawn) == list(range(200))
+
+
+def test_padding_of_a_batch():
+    rows = [{"input_ids": np.array([5, 6, 7]), "labels": 1}, {"input_ids": torch.tensor([8]), "labels": 0}]
+    batch = padded_batch(rows, pad_id=9, multiple=4)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 9], [8, 9, 9, 9]] and batch["labels"].tolist() == [1, 0]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: BucketBatchSampler([3, 4], batch_size=0), "batch_size must be at least 1, not 0"),
+        (lambda: BucketBatchSampler([3, -4]), "lengths must be a list of whole numbers of at least 0"),
+        (lambda: BucketBatchSampler([3, 4.5]), "lengths must be a list of whole numbers of at least 0"),
+        (lambda: padded_batch([{"tokens": [1]}]), "each sample must have input_ids"),
+        (lambda: padded_batch([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}]), "labels: some samples .* have none"),
+        (lambda: padded_batch([{"input_ids": [1, 2], "labels": [1]}]), "labels: there must be one for each token"),
+    ],
+)
+def test_what_cannot_be_batched_is_named(made, message):
+    with pytest.raises(ValueError, match=message):
+        made()

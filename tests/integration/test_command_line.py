@@ -52,6 +52,17 @@ def test_a_run_shows_and_leaves_what_it_should(holotrain):
     assert "hp_metric" not in seen and seen["test/accuracy"] == [pytest.approx(left["metrics"]["test/accuracy"])]
 
 
+def test_the_last_screen_names_the_most_expensive_operators(holotrain):
+    # torch writes to stderr that memory from before the trace is not known
+    status, out, _ = holotrain("fit", *QUICK, "profiler=trace", "trainer.max_epochs=1", "trainer.limit_train_batches=3")
+    folder = only(Path("runs/fit"))
+    assert status == 0
+    assert re.search(r"most expensive +\S+: [\d.]+%, [\d.]+ ms in \d+ calls?", out)
+    assert len(re.findall(r"%, [\d.]+ ms in", out)) == 5
+    for name in ("trace-operators.txt", "trace.json"):
+        assert str(folder / name) in out.replace("\n", "")
+
+
 def test_the_same_losses_from_every_schedule(holotrain):
     """With dropout, drop-path and MixUp on, through two epochs or more."""
     losses = {}

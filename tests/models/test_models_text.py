@@ -5,9 +5,11 @@ import torch
 from small_models import TEXT, text_batch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from holotrain.models import GPT, RevGPT, RevRoBERTa, RoBERTa, roberta
 from holotrain.models.layers import packing
+from holotrain.models.layers.attention import Attention
 
 SMALL = TEXT | {"vocab": 50, "depth": 3}
 
@@ -155,3 +157,21 @@ def test_what_a_model_cannot_read_is_refused():
     model = RevGPT(**SMALL)
     with pytest.raises(ValueError, match="room for 4 tokens, not for 5"):
         model(torch.zeros(1, 1, dtype=torch.long), cache=model.cache(1, 4), positions=torch.tensor([[4]]), end=5)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_on_a_cpu_only_dropout_of_attention_takes_the_plain_product(rate, masked):
+    attention = Attention(32, 2, attention_dropout=rate)
+    mask = torch.tensor([[True] * 8, [True] * 5 + [False] * 3])[:, None, None] if masked else None
+    called = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Calls():
+        attention(torch.randn(2, 8, 32), mask=mask)
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default in called
+    assert fused == (rate == 0)

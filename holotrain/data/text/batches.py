@@ -1,6 +1,6 @@
 """From tokens to batches, in two layouts: blocks of joined documents, and single documents of similar length."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any
@@ -8,6 +8,8 @@ from typing import Any
 import fsspec.asyn
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from holotrain.data.hub import library_errors
@@ -15,7 +17,7 @@ from holotrain.data.sampler import Key, ResumableBatchSampler, data_shard, halve
 from holotrain.data.text.tokenise import Batch, Corpus, Rows, Tokens, joined, table
 from holotrain.data.tokenizers import Tokenizer
 from holotrain.errors import UserError
-from holotrain.numeric import counted, mixed_seed
+from holotrain.numeric import counted, mixed_seed, require_at_least
 
 ROWS = 16
 """Rows that are read at once."""
@@ -225,17 +227,23 @@ class BucketBatchSampler(ResumableBatchSampler):
     largest are halved; if all hold one document, the remainder is left out, another one in each epoch. At each step all
     processes have batches of similar length, so none waits for the others.
 
+    It is the ``batch_sampler`` of any DataLoader; :func:`padded_batch` is the collate function.
+
     Args:
-        lengths: (N,) tokens of each document.
+        lengths: (N,) tokens of each document, as a list or an array.
         batch_size: documents in a batch, without ``max_tokens``.
         max_tokens: ``(longest in the batch) * (documents) <= max_tokens``. A longer document raises a UserError.
         bucketing: False puts documents of all lengths into one bucket.
         seed, shard: see :class:`~holotrain.data.sampler.ResumableBatchSampler`.
+
+    Raises:
+        ValueError: ``lengths`` are not whole numbers of at least 0, or ``batch_size`` is below 1.
+        UserError: a document is longer than ``max_tokens``, or there are fewer documents than processes.
     """
 
     def __init__(
         self,
-        lengths: np.ndarray,
+        lengths: Sequence[int] | np.ndarray,
         batch_size: int = 1,
         max_tokens: int | None = None,
         bucketing: bool = True,
@@ -243,7 +251,8 @@ class BucketBatchSampler(ResumableBatchSampler):
         shard: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(seed, shard)
-        self.lengths = np.asarray(lengths, dtype=np.int64)
+        require_at_least(1, batch_size=batch_size)
+        self.lengths = whole_numbers(lengths)
         if len(self.lengths) < self.world_size:
             raise UserError(f"data: {counted(len(self.lengths), 'document')} cannot be split among {self.world_size} processes")
         self._bucket = bucket_of(self.lengths) if bucketing else np.zeros(len(self.lengths), dtype=np.int64)
@@ -282,12 +291,63 @@ class BucketBatchSampler(ResumableBatchSampler):
         return np.array(sizes[: len(sizes) // self.world_size * self.world_size], dtype=np.int64)
 
 
+def whole_numbers(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Lengths as (N,) int64. Raises a ValueError unless they are whole numbers of at least 0."""
+    found = np.asarray(lengths)
+    if found.ndim != 1 or (found.size and (found.dtype.kind not in "iu" or found.min() < 0)):
+        raise ValueError("lengths must be a list of whole numbers of at least 0, one for each document")
+    return found.astype(np.int64)
+
+
 def bucket_of(lengths: np.ndarray) -> np.ndarray:
     """The bucket (N,) of each length. Buckets are one token wide at first, then grow by a factor of ``GROWTH``."""
     edges = [0]
     while edges[-1] <= lengths.max():
         edges.append(max(edges[-1] + 1, int(edges[-1] * GROWTH)))
     return np.searchsorted(edges, lengths, side="right") - 1
+
+
+IGNORED = -100
+"""The label of padding: the ``ignore_index`` of PyTorch's cross entropy."""
+
+
+def padded_batch(samples: Sequence[Mapping[str, Any]], pad_id: int = 0, multiple: int = 1) -> Batch:
+    """Collate function for token lists: ``DataLoader(..., collate_fn=padded_batch)``, or a ``functools.partial`` of it.
+
+    Args:
+        samples: each has ``input_ids``, its tokens, and may have ``labels``: one for each token, or one class. Lists, arrays
+            or tensors. All have labels, or none.
+        pad_id: the token that fills up.
+        multiple: T, the length of the longest sample, is rounded up to a multiple of this.
+
+    Returns:
+        int64 tensors: ``input_ids`` (B, T); ``attention_mask`` (B, T), 1 for tokens and 0 for padding; ``lengths`` (B,); and
+        ``labels``, (B, T) with -100 for padding, or (B,) for classes.
+
+    Raises:
+        ValueError: a sample has no ``input_ids``, some but not all have ``labels``, or there is not one label for each token.
+    """
+    require_at_least(1, multiple=multiple)
+    if any("input_ids" not in sample for sample in samples):
+        raise ValueError("each sample must have input_ids, a list of tokens")
+    rows = [torch.as_tensor(sample["input_ids"], dtype=torch.int64) for sample in samples]
+    lengths = torch.tensor([len(row) for row in rows])
+    width = -(-int(lengths.max()) // multiple) * multiple
+    mask = (torch.arange(width) < lengths[:, None]).long()
+    batch = {"input_ids": filled_up(rows, width, pad_id), "attention_mask": mask, "lengths": lengths}
+    if any("labels" in sample for sample in samples):
+        if not all("labels" in sample for sample in samples):
+            raise ValueError("labels: some samples of the batch have none")
+        labels = [torch.as_tensor(sample["labels"], dtype=torch.int64) for sample in samples]
+        if any(each.ndim and len(each) != len(row) for each, row in zip(labels, rows, strict=True)):
+            raise ValueError("labels: there must be one for each token, or one for the sample")
+        batch["labels"] = filled_up(labels, width, IGNORED) if labels[0].ndim else torch.stack(labels)
+    return batch
+
+
+def filled_up(rows: Sequence[Tensor], width: int, value: int) -> Tensor:
+    """Rows of different lengths as one tensor (B, width), filled up with ``value``."""
+    return torch.stack([F.pad(row, (0, width - len(row)), value=value) for row in rows])
 
 
 def padded(lengths: np.ndarray, multiple: int) -> np.ndarray:
