@@ -92,17 +92,17 @@ class ErrorDiffusionMonitor(Monitor):
 
     def _warn_if_stopped(self, trainer: pl.Trainer, pl_module: pl.LightningModule, errors: bool | None) -> None:
         parameters = [parameter for network in networks_in(pl_module) for parameter in network.parameters()]
-        learning = [parameter for parameter in parameters if parameter.grad is not None]
+        learning = [(each.detach(), each.grad) for each in parameters if each.grad is not None]
         if not learning:
             return
-        sums, step = torch.stack([parameter.detach().hash_tensor() for parameter in learning]), trainer.global_step
+        sums, step = torch.stack([weight.hash_tensor() for weight, _ in learning]), trainer.global_step
         if self._changed is None or not sums.equal(self._changed[0]):
             self._changed = sums, step
             return
         # One batch without a mistake has no update either; an epoch of such batches will not have one again.
         needed = STOPPED if errors else max(STOPPED, trainer.num_training_batches / trainer.accumulate_grad_batches)
         # At a learning rate of 1, so that a schedule that ends near 0 is not taken for it.
-        if step - self._changed[1] >= needed and all((each - each.grad).equal(each) for each in learning):
+        if step - self._changed[1] >= needed and all((weight - grad).equal(weight) for weight, grad in learning):
             self._warned = True
             rank_zero_warn(f"{stopped(errors, self._changed[1])}; {HELPS}")
 
