@@ -120,7 +120,7 @@ def saturated(lr=0.3):
 
 def test_updates_that_stopped_are_said_once_with_what_helps():
     (message,) = stops(saturated(), batches())
-    assert "no weight has changed since step 3, although outputs miss their targets" in message
+    assert "no weight has changed since step 3, although outputs differ from their targets" in message
     assert "fewer layers (model.depth), model.rule=kaneko" in message
 
 
