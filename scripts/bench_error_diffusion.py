@@ -1,6 +1,7 @@
 """Time and memory of error diffusion by depth, compared with back-propagation in the same network.
 
     python scripts/bench_error_diffusion.py                          # 2^4 to 2^12 hidden layers of 32 pairs, batch 64
+    python scripts/bench_error_diffusion.py --depths 64 129 512 4096
     python scripts/bench_error_diffusion.py --outputs 10 --json scripts/results/error_diffusion.json
 
 Needs only torch. Runs alternate in one process; times and ratios are medians over rounds. On CUDA, times are between two CUDA
@@ -9,8 +10,10 @@ events.
 forward        forward pass that stores all activities, as in training
 update         the complete backward pass of error diffusion: the update of all magnitudes
 autograd       autograd's backward pass through the same network
-contracted     the part of the update for the weights between hidden layers
+contracted     the part of the update for the weights between hidden layers, of all layers at once
+one by one     the same, layer after layer
 materialised   the same, computed per sample and then summed over the batch
+allocated      materialised, with the time to allocate its memory, as in the article
 floor          time to copy as many bytes as an update reads and writes
 
 With --device cuda also "as in the article": host time of the launches of an update, without synchronization.
@@ -31,7 +34,7 @@ from holotrain.error_diffusion.rules import BACKPROPAGATION, contract, kaneko, s
 from holotrain.planning.training_step import peak_of
 from holotrain.reversible.graphs import GraphedStep
 
-COLUMNS = ("forward", "update", "autograd", "contracted", "materialised", "floor")
+COLUMNS = ("forward", "update", "autograd", "contracted", "one by one", "materialised", "allocated", "floor")
 BATCHES = (16, 64, 256, 1024)
 
 
@@ -42,6 +45,15 @@ def half_squares(network: ErrorDiffusionNetwork, x: Tensor, targets: Tensor) -> 
 def materialised(activities: Tensor, error: Tensor, each: Tensor | None = None) -> Tensor:
     """The same as ``contract``, with a matrix per sample; in ``each``, if given, (L - 1, D, B, C, C)."""
     return torch.mul(kaneko(activities[:-1], error).unsqueeze(-1), slope(activities[1:]).unsqueeze(-2), out=each).sum(2)
+
+
+def one_by_one(activities: Tensor, error: Tensor) -> Tensor:
+    """The same as ``contract``, with one product for each layer."""
+    layers, outputs, _, cells = activities.shape
+    updates = activities.new_empty(layers - 1, outputs, cells, cells)
+    for sources, targets, update in zip(activities[:-1], activities[1:], updates, strict=True):
+        torch.bmm(kaneko(sources, error).mT, slope(targets), out=update)
+    return updates
 
 
 def copied(size: int, device: str) -> tuple[Tensor, Tensor]:
@@ -96,10 +108,12 @@ def depth_row(depth: int, options) -> dict:
         "update": backward_timed("kaneko", network, x, targets, device),
         "autograd": backward_timed(BACKPROPAGATION, network, x, targets, device),
         "contracted": timed(lambda: contract(activities, error), device),
+        "one by one": timed(lambda: one_by_one(activities, error), device),
         "floor": timed(lambda: target.copy_(source), device),
     }
     if depth <= options.materialise:
-        # Allocated once, because allocation would take longer than the computation.
+        contestants["allocated"] = timed(lambda: materialised(activities, error), device)
+        # Allocated once, because allocation takes longer than the computation.
         each = activities.new_empty(*activities[1:].shape, activities.shape[-1])
         contestants["materialised"] = timed(lambda: materialised(activities, error, each), device)
     if device == "cuda":
@@ -110,8 +124,9 @@ def depth_row(depth: int, options) -> dict:
     seconds = alternating(contestants, options.rounds)
     row = {"depth": depth, "milliseconds": {name: statistics.median(times) * 1e3 for name, times in seconds.items()}}
     row["autograd_over_update"] = median_ratio(seconds["autograd"], seconds["update"])
-    if "materialised" in seconds:
-        row["materialised_over_contracted"] = median_ratio(seconds["materialised"], seconds["contracted"])
+    for name in ("one by one", "materialised", "allocated"):
+        if name in seconds:
+            row[f"{name.replace(' ', '_')}_over_contracted"] = median_ratio(seconds[name], seconds["contracted"])
     row["peak_bytes"] = step_peak(depth, options)
     return row
 
@@ -144,8 +159,9 @@ def show(row: dict) -> None:
     times = "".join(
         f"{format(row['milliseconds'][name], '.2f') if name in row['milliseconds'] else '-':>14}" for name in COLUMNS
     )
-    ratio = row.get("materialised_over_contracted")
-    print(f"{row['depth']:>6}{times}{'-' if ratio is None else format(ratio, '.1f'):>8}{row['peak_bytes'] / 2**20:>12.1f} MiB")
+    found = (row.get(f"{name}_over_contracted") for name in ("one_by_one", "materialised", "allocated"))
+    ratios = "".join(f"{'-' if ratio is None else format(ratio, '.1f'):>8}" for ratio in found)
+    print(f"{row['depth']:>6}{times}{ratios}{row['peak_bytes'] / 2**20:>12.1f} MiB")
     for name in row["milliseconds"].keys() - set(COLUMNS):
         print(f"{'':>6}  {name}: {row['milliseconds'][name]:.3f} ms")
 
@@ -167,8 +183,8 @@ def draw(rows: list[dict], path: Path) -> None:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--shallowest", type=int, default=4, help="log2 of the smallest number of hidden layers")
-    parser.add_argument("--deepest", type=int, default=12)
+    depths = [2**power for power in range(4, 13)]
+    parser.add_argument("--depths", type=int, nargs="+", default=depths, help="numbers of hidden layers")
     parser.add_argument("--width", type=int, default=32, help="pairs of cells per layer")
     parser.add_argument("--inputs", type=int, default=64)
     parser.add_argument("--outputs", type=int, default=1)
@@ -180,11 +196,11 @@ def main() -> None:
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     begun = begin(options)
-    print("milliseconds; m/c: materialised / contracted")
-    print(f"{'layers':>6}{''.join(f'{name:>14}' for name in COLUMNS)}{'m/c':>8}{'peak':>16}")
+    print("milliseconds; 1/c, m/c, a/c: one by one, materialised, allocated / contracted")
+    print(f"{'layers':>6}{''.join(f'{name:>14}' for name in COLUMNS)}{'1/c':>8}{'m/c':>8}{'a/c':>8}{'peak':>16}")
     rows = []
-    for power in range(options.shallowest, options.deepest + 1):
-        rows.append(depth_row(2**power, options))
+    for depth in options.depths:
+        rows.append(depth_row(depth, options))
         show(rows[-1])
     batches = batch_rows(options)
     print(f"\nMiB in addition to the result, {options.deep} layers")

@@ -162,8 +162,8 @@ REST = (
     Piece("signal_kernel", script("bench_overlap", "--parts cuda"), words("--cubes 64 --groups 1 2 --rounds 1")),
     Piece(
         "error_diffusion",
-        script("bench_error_diffusion", "--shallowest 9 --deepest 12"),
-        words("--shallowest 2 --deepest 3 --deep 4 --rounds 1"),
+        script("bench_error_diffusion", "--depths 512 1024 2048 4096"),
+        words("--depths 4 8 --deep 4 --rounds 1"),
     ),
     Piece(
         "ramps",

@@ -25,6 +25,7 @@ TASKS = {
 EXPERIMENTS = {
     "imagenet_rev_vit_small": ("vit", "imagefolder"),
     "cifar10_rev_vit_tiny": ("vit", "cifar10"),
+    "error_diffusion_article": ("error_diffusion", "digits"),
     "mine": ("swin", "cifar10"),  # of conf/README.md
 }
 """Recipes with a model or data of their own."""
@@ -33,7 +34,7 @@ MODELS = {
     **{name: ["model.dim=16", "model.depth=2", "model.heads=2"] for name in ("vit", "gpt", "roberta")},
     "swin": ["model.dim=8", "model.depths=[1,1]", "model.heads=[1,2]", "model.window=4"],
     "mvit": ["model.dim=8", "model.depths=[1,1]", "model.heads=1"],
-    "error_diffusion": ["model.width=4"],
+    "error_diffusion": ["model.width=4", "model.depth=2"],
     "timm": ["model.arguments={depth: 1, embed_dim: 32, num_heads: 2}"],
     "huggingface": [],
 }
@@ -73,7 +74,7 @@ PROCESSES = {"trainer.devices": "2", "trainer.accelerator": "cpu", "trainer.time
 
 BENCHES = {
     "bench_backward.py": "--dim 16 --heads 2 --depth 2 --tokens 8 --batch 1 --rounds 1 --engines checkpoint reversible",
-    "bench_error_diffusion.py": "--shallowest 1 --deepest 2 --width 4 --batch 4 --deep 2 --rounds 1",
+    "bench_error_diffusion.py": "--depths 2 4 --width 4 --batch 4 --deep 2 --rounds 1",
     "bench_frontier.py": "--depth 2 --batch 1 --pixels 32 --tokens 16 --budgets 2 --rounds 1",
     "bench_generation.py": "--tokens 8 --rounds 1",
     "bench_ramps.py": "--depths 3 --steps 3 --pretrain 3 --seeds 2 --batch 2 --windows 4",

@@ -39,6 +39,7 @@ NEEDS = {
     ("data", "imagefolder"): IMAGENET,
     ("experiment", "imagenet_rev_vit_small"): IMAGENET,
     ("experiment", "error_diffusion_published"): ["task=error_diffusion"],
+    ("experiment", "error_diffusion_article"): ["data.classes=[0,1,2]"],  # its two classes share one output
     ("data", "text_stdlib"): ["task=causal_lm"],
     ("data", "text_files"): ["task=masked_lm", "data.files=texts/*.txt"],
     ("data", "hub"): ["task=masked_lm", "data.name=texts/*.txt", "data.val_fraction=0.3", "data.test_fraction=0.3"],
