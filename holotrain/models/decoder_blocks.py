@@ -1,11 +1,11 @@
 """The decoder blocks of a causal model of transformers, apart from what it computes before and after them.
 
-The model's own forward computes masks, positions, norm and head, with its blocks replaced. So no part of it is written here again.
+The model's own forward computes masks, positions, norm and head, with its blocks replaced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -118,7 +118,7 @@ class DecoderBlocks:
             self.model(input_ids=tokens, use_cache=False)
         return calls[0].stream
 
-    def run(self, some: Sequence[nn.Module], stream: Tensor, tokens: Tensor) -> Tensor:
+    def run(self, some: Iterable[nn.Module], stream: Tensor, tokens: Tensor) -> Tensor:
         """The stream after some of the blocks."""
         with torch.no_grad(), self.replaced([*self.before, *self.after]) as calls:
             self.model(input_ids=tokens, use_cache=False)

@@ -109,10 +109,10 @@ class RoBERTa(Divisible, nn.Module):
         return self.blocks.split(self.embedding(tokens))
 
     def run(
-        self, part: nn.Module, streams: tuple[Tensor, ...], tokens: Tensor, mask: Tensor | None = None, *others: Tensor | None
+        self, part: nn.Module, streams: tuple[Tensor, ...], tokens: Tensor, /, *others: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Some of the blocks, as in the base class. Padding is left out within, if it is worth it."""
-        context = self._padding(mask, streams[0])
+        """Padding is left out within, if it is worth it."""
+        context = self._padding(others[0] if others else None, streams[0])
         packing = context.get("packing")
         if packing is None:
             return as_streams(part(*streams, context))

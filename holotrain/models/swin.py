@@ -56,6 +56,8 @@ class Swin(Divisible, nn.Module):
             plain model cannot have.
     """
 
+    stages: Any
+
     def __init__(
         self,
         image_size: int = 224,

@@ -78,9 +78,7 @@ class ModelStage(nn.Module):
         self.first, self.last = self.index == 0, self.index == self.count - 1
         self.start, self.stop = (model.depth * stage // self.count for stage in (self.index, self.index + 1))
         self.blocks = model.part(self.start, self.stop)
-        before, after = (
-            {parameter for module in modules for parameter in module.parameters()} for modules in model.outside()
-        )
+        before, after = ({parameter for module in modules for parameter in module.parameters()} for modules in model.outside())
         own = {*self.blocks.parameters()} | (before if self.first else set()) | (after if self.last else set())
         if not any(parameter.requires_grad for parameter in own):
             raise ValueError(f"stage {self.index} of the pipeline has nothing to train")

@@ -1,4 +1,4 @@
-"""Models that are divided into stages: the same numbers as in one process. As a script, this is one of several gloo processes."""
+"""Models that are divided into stages: the same numbers as in one process. As a script, this is a gloo process of several."""
 
 import json
 import os
@@ -54,6 +54,7 @@ MODELS = {
     "RevSwin": lambda: RevSwin(**MAPS),
 }
 FOREIGN = ("gpt2", "llama")
+NAMES = (*MODELS, *FOREIGN)
 
 
 def task_of(name: str):
@@ -124,21 +125,17 @@ def drawn_by_stages() -> dict[str, bool]:
 
 
 def find(rank: int) -> dict:
-    names = os.environ["DIVIDED"].split(";")
-    drawn = {"drawn": drawn_by_stages()} if "RevViT" in names else {}
-    return drawn | {f"{name}, {schedule}": step(name, schedule) for name in names for schedule in SCHEDULES}
+    return {"drawn": drawn_by_stages()} | {
+        f"{name}, {schedule}": step(name, schedule) for name in NAMES for schedule in SCHEDULES
+    }
 
 
-@pytest.mark.parametrize(
-    ("names", "stages"),
-    [([*MODELS], 3), (FOREIGN, 2), slow([*MODELS], 2), slow([*MODELS, *FOREIGN], 4)],
-)
-def test_a_step_in_stages_is_that_of_one_process(names, stages, tmp_path, monkeypatch):
-    monkeypatch.setenv("DIVIDED", ";".join(names))
+@pytest.mark.parametrize("stages", [3, slow(2), slow(4)])
+def test_a_step_in_stages_is_that_of_one_process(stages, tmp_path):
     steps = found_by_processes(Path(__file__), tmp_path, stages)
-    if "RevViT" in names:  # what is drawn for data stays the same in all stages, whatever each drops
-        assert steps.pop("drawn") == {"after": True, "seeds": stages}
-    assert len(steps) == 2 * len(names)
+    # What is drawn for data stays the same in all stages, whatever each drops.
+    assert steps.pop("drawn") == {"after": True, "seeds": stages}
+    assert len(steps) == 2 * len(NAMES)
     for where, found in steps.items():
         bound = 1e-6 if where.startswith(FOREIGN) else 1e-13  # transformers computes norms, positions and losses in fp32
         assert max(found[name] for name in ("loss", "evaluated", "grad", "clipped")) < bound, (where, found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,12 +12,15 @@ from holotrain.models.layers.blocks import Reversible
 
 
 class Divisible:
-    """Base class of models that can be divided between blocks: ``leave(run(part(0, depth), enter(batch), batch))`` is the model.
+    """Base class of models that can be divided between blocks. ``leave(run(part(0, depth), enter(x), x))`` is the model.
 
     Streams are what one block passes to the next: two tensors in a reversible model, otherwise one.
     """
 
     blocks: Any
+
+    leave: Callable[..., Tensor]
+    """The model's output, from the streams that the last block returns and the arguments of the model after the first."""
 
     @property
     def depth(self) -> int:
@@ -36,30 +40,22 @@ class Divisible:
         """The modules that :meth:`enter` and :meth:`leave` use."""
 
     @abstractmethod
-    def enter(self, batch: Tensor) -> tuple[Tensor, ...]:
+    def enter(self, batch: Tensor, /) -> tuple[Tensor, ...]:
         """The streams that the first block reads."""
 
     @abstractmethod
-    def leave(self, streams: tuple[Tensor, ...], *others: Tensor | None) -> Tensor:
-        """The model's output, from the streams that the last block returns.
-
-        Args:
-            others: the arguments of the model after the first.
-        """
-
-    @abstractmethod
-    def stream_shape(self, batch: Tensor, block: int) -> tuple[int, ...]:
+    def stream_shape(self, batch: Tensor, block: int, /) -> tuple[int, ...]:
         """The shape of each stream that a block reads."""
 
     def part(self, start: int, stop: int) -> nn.Module:
         """Some of the blocks, which are shared, for :meth:`run`."""
         return self.blocks.part(start, stop)
 
-    def context_of(self, batch: Tensor) -> dict[str, Any]:
+    def context_of(self, batch: Tensor, /) -> dict[str, Any]:
         """The keyword arguments of attention."""
         return {}
 
-    def run(self, part: nn.Module, streams: tuple[Tensor, ...], batch: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
+    def run(self, part: nn.Module, streams: tuple[Tensor, ...], batch: Tensor, /, *others: Tensor | None) -> tuple[Tensor, ...]:
         """The streams that a part of the blocks returns.
 
         Args:
