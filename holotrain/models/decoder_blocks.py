@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from holotrain.reversible.lists_of_blocks import the_lists
-from holotrain.reversible.replaced_forward import forward_replaced, name_of_stream
+from holotrain.reversible.replaced_forward import forward_replaced, name_of_stream, stream_in
 from holotrain.reversible.tokenwise import without_dropout
 
 TOKENS = 3
@@ -42,7 +42,7 @@ class DecoderBlocks:
 
     Raises:
         ValueError: the model has no list of blocks or several, or a block reads more than the stream of the block before and
-            what depends on no parameter, or returns more than its stream.
+            what depends on no parameter.
     """
 
     def __init__(self, model: Any) -> None:
@@ -52,12 +52,13 @@ class DecoderBlocks:
         self.blocks = list(model.get_submodule(names[0]))
         inside = {part for block in self.blocks for part in block.modules()}
         parts = [part for part in model.modules() if part not in inside and part._parameters]
-        called, self.width = self._tried(parts)
-        self.after = [*called[len(self.blocks)], model.get_output_embeddings()]
+        self._widths: dict[nn.Module, int] = {}  # of what is called, and what it returns
+        called = self._tried(parts)
+        self.after = list(dict.fromkeys([*called[-1], model.get_output_embeddings()]))
         self.before = [part for part in parts if part in called[0] or part not in self.after]
 
-    def _tried(self, parts: Sequence[nn.Module]) -> tuple[list[list[nn.Module]], int]:
-        """The parts that are called when so many blocks have been, and the width of the stream."""
+    def _tried(self, parts: Sequence[nn.Module]) -> list[list[nn.Module]]:
+        """The parts that are called when so many blocks have been."""
         called: list[list[nn.Module]] = [[] for _ in range(len(self.blocks) + 1)]
         calls: list[Call] = []
         outputs: list[Any] = []
@@ -70,6 +71,7 @@ class DecoderBlocks:
 
         def after_part(part: nn.Module, arguments: tuple, output: Any) -> None:
             called[len(outputs)].append(part)
+            self._widths[part] = output.shape[-1]
 
         with ExitStack() as stack:
             stack.enter_context(without_dropout(self.model))
@@ -81,18 +83,20 @@ class DecoderBlocks:
             tokens = torch.arange(TOKENS, device=next(self.model.parameters()).device)
             self.model(input_ids=tokens[None], use_cache=False)
         chained = len(calls) == len(outputs) == len(self.blocks) and not any(called[1:-1])
-        chained = chained and all(call.stream is output for call, output in zip(calls[1:], outputs, strict=False))
+        chained = chained and all(call.stream is stream_in(output) for call, output in zip(calls[1:], outputs, strict=False))
         others = [leaf for call in calls for leaf in tree_leaves((call.rest, call.keywords)) if isinstance(leaf, Tensor)]
-        if not chained or any(other.requires_grad for other in others) or not isinstance(outputs[-1], Tensor):
+        if not chained or any(other.requires_grad for other in others):
             raise ValueError(f"{type(self.model).__name__} passes more than one tensor from block to block")
-        return called, calls[0].stream.shape[-1]
+        self.width = calls[0].stream.shape[-1]
+        self._more = tuple(outputs[0][1:]) if isinstance(outputs[0], tuple) else None
+        return called
 
     @contextmanager
     def replaced(self, idle: Sequence[nn.Module], result: Tensor | None = None) -> Generator[list[Call]]:
         """Inside, a call of the model runs no blocks.
 
         Args:
-            idle: modules that do not run, either; embeddings give zeros.
+            idle: modules that do not run, either: they return zeros.
             result: what the last block returns; None: all return what they get.
 
         Yields:
@@ -100,13 +104,15 @@ class DecoderBlocks:
         """
         calls: list[Call] = []
 
-        def record(own: Any, returned: Tensor | None, *arguments: Any, **keywords: Any) -> Tensor:
+        def record(own: Any, returned: Tensor | None, *arguments: Any, **keywords: Any) -> Tensor | tuple:
             calls.append(call_of(own, arguments, keywords))
-            return calls[-1].stream if returned is None else returned
+            stream = calls[-1].stream if returned is None else returned
+            return stream if self._more is None else (stream, *self._more)
 
         with ExitStack() as stack:
             for module in idle:
-                stack.enter_context(forward_replaced(module, partial(_zeros if _embeds(module) else _unchanged, module)))
+                if module in self._widths:
+                    stack.enter_context(forward_replaced(module, partial(_zeros, module, self._widths[module])))
             for block in self.blocks:
                 returned = result if block is self.blocks[-1] else None
                 stack.enter_context(forward_replaced(block, partial(record, block.forward, returned)))
@@ -124,7 +130,7 @@ class DecoderBlocks:
             self.model(input_ids=tokens, use_cache=False)
         known = dict(zip(self.blocks, calls, strict=True))
         for block in some:
-            stream = block(stream, *known[block].rest, **known[block].keywords)
+            stream = stream_in(block(stream, *known[block].rest, **known[block].keywords))
         return stream
 
     @contextmanager
@@ -141,13 +147,7 @@ def call_of(forward: Any, arguments: tuple, keywords: dict[str, Any]) -> Call:
     return Call(keywords[name], (), {key: value for key, value in keywords.items() if key != name})
 
 
-def _embeds(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding)
-
-
-def _zeros(module: Any, tokens: Tensor, *_: Any, **__: Any) -> Tensor:
-    return torch.zeros((), dtype=module.weight.dtype, device=tokens.device).expand(*tokens.shape, module.embedding_dim)
-
-
-def _unchanged(module: nn.Module, x: Tensor, *_: Any, **__: Any) -> Tensor:
-    return x
+def _zeros(module: nn.Module, width: int, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    """In place of an embedding of tokens (B, T), or a layer that reads (B, T, C)."""
+    shape = x.shape if isinstance(module, nn.Embedding) else x.shape[:-1]
+    return torch.zeros((), dtype=next(module.parameters()).dtype, device=x.device).expand(*shape, width)

@@ -31,14 +31,26 @@ NETWORKS = {
     | {name: 0.0 for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")},
     "llama": {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 24}
     | {"num_key_value_heads": 1, "max_position_embeddings": 16, "tie_word_embeddings": False},
+    "cpmant": {"hidden_size": 16, "num_attention_heads": 2, "dim_head": 8, "dim_ff": 16, "num_hidden_layers": 2},
     "bert": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24},
+}
+
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+OTHERS = {
+    "opt": {"ffn_dim": 24, "word_embed_proj_dim": 8},  # the embedding is narrower than the stream
+    "bloom": {"n_layer": 4, "n_head": 2},
+    "mixtral": {"num_local_experts": 2},
+    **{kind: {} for kind in ("mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt_neox", "phi")},
 }
 
 
 def network(kind: str, folder: Path, head: str = "causal_lm", **options) -> HuggingFace:
     file = folder / f"{kind}_{os.getpid()}" / "config.json"  # one for each process
     file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps({"model_type": kind, "vocab_size": TEXT["vocab"], **NETWORKS[kind]}))
+    sizes = NETWORKS.get(kind) or {**SIZES, "intermediate_size": 24, "max_position_embeddings": 16, **OTHERS[kind]}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    file.write_text(json.dumps({"model_type": kind, "vocab_size": TEXT["vocab"], **ids, **sizes}))
     return HuggingFace(str(file), head, **options)
 
 
@@ -161,12 +173,30 @@ def test_a_model_that_cannot_be_divided_is_refused(model, expected):
     ("kind", "options", "expected"),
     [
         ("gpt2", {"reversible": "4bit"}, "one reversible stack"),
+        ("cpmant", {}, "CpmAntForCausalLM passes more than one tensor"),  # each block reads learned position biases
         ("bert", {"head": "masked_lm"}, "for causal_lm, not for masked_lm"),
     ],
 )
 def test_a_model_of_transformers_that_cannot_be_divided_is_refused(kind, options, expected, tmp_path):
     with pytest.raises(ValueError, match=expected):
         check_stages(network(kind, tmp_path, **options), 2)
+
+
+@pytest.mark.parametrize("kind", ["opt", *map(slow, list(OTHERS)[1:])])
+def test_a_causal_model_of_transformers_is_the_sum_of_its_parts(kind, tmp_path):
+    torch.manual_seed(0)
+    model, tokens = network(kind, tmp_path).eval(), torch.arange(3, 39).view(4, 9)
+    model.require_divisible()
+    model(tokens, tokens).backward()
+    expected = grads_of(model)
+    model.zero_grad()
+    streams = model.enter(tokens)
+    for start, stop in ((0, 1), (1, 3), (3, 4)):
+        assert streams[0].shape == model.stream_shape(tokens, start)
+        streams = model.run(model.part(start, stop), streams, tokens)
+    model.leave(streams, tokens).backward()
+    assert len(expected) > 10 and expected.keys() == grads_of(model).keys()
+    assert difference(grads_of(model), expected) < 1e-6
 
 
 if __name__ == "__main__":
