@@ -96,8 +96,13 @@ class ModelStage(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the streams and the loss. Autocast keeps it."""
+        """Of the streams. Autocast keeps it."""
         return next(each.dtype for each in self.blocks.parameters() if each.is_floating_point())
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """Of the loss between processes, whatever the model computes it in."""
+        return torch.promote_types(self.dtype, torch.float32)
 
     def make_schedule(self, most: int, schedule: str, *inputs: Tensor) -> Any:
         """A schedule for batches of this shape, cut into equal microbatches.
@@ -110,7 +115,7 @@ class ModelStage(nn.Module):
         schedule = schedule if count >= self.count else "gpipe"
         batch = inputs[0][: rows // count]
         taken = (batch,) if self.first else self._streams_for(batch, self.start)
-        loss = torch.zeros(1, dtype=self.dtype, device=batch.device)
+        loss = torch.zeros(1, dtype=self.loss_dtype, device=batch.device)
         made = (loss,) if self.last else self._streams_for(batch, self.stop)
         for tensor in (*taken[self.first :], *made):
             tensor.requires_grad_()
@@ -131,7 +136,9 @@ class ModelStage(nn.Module):
                 schedule.step(inputs[0], **named)
             else:
                 schedule.step(target=inputs[0], losses=losses, **named)
-        loss = torch.stack(losses).sum().detach() if self.last else torch.empty((), dtype=self.dtype, device=inputs[0].device)
+        loss = (
+            torch.stack(losses).sum().detach() if self.last else torch.empty((), dtype=self.loss_dtype, device=inputs[0].device)
+        )
         return self._from_last(loss)
 
     def forward(self, *streams: Tensor, **inputs: Tensor) -> Any:
@@ -148,10 +155,10 @@ class ModelStage(nn.Module):
                 return streams
             terms = int(self.task_terms(*inputs.values()))
             if terms == 0:  # the mean of nothing is NaN, and so are its gradients
-                return torch.stack([stream.sum() for stream in streams]).sum()[None] * 0
+                return torch.stack([stream.sum() for stream in streams]).sum()[None].to(self.loss_dtype) * 0
             self._received = streams
             try:
-                return self.task_loss(*inputs.values())[None] * (terms / self._terms)
+                return self.task_loss(*inputs.values())[None].to(self.loss_dtype) * (terms / self._terms)
             finally:
                 self._received = None
 
