@@ -6,7 +6,8 @@ vit, swin, mvit, gpt, roberta
 
 Without a backward pass: image_error_diffusion
 
-Of other libraries: external (the base class, and timm), huggingface (huggingface_files: its files, read as data)
+Of other libraries: external (the base class, and timm), huggingface (huggingface_files: its files, read as data;
+decoder_blocks: its causal models, divided between blocks)
 
 Parts of the models: layers
 

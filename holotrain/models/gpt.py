@@ -13,11 +13,12 @@ from torch.nn import functional as F
 
 from holotrain.models.layers.attention import KVCache, RotaryPositions
 from holotrain.models.layers.blocks import AveragedStreams, ResidualSequence, Reversible, make_sequences, transformer_branches
+from holotrain.models.layers.divisible import Divisible
 from holotrain.models.layers.text_layers import TokenEmbedding, initialise, linear_cross_entropy
 from holotrain.numeric import require_one_of
 
 
-class GPT(nn.Module):
+class GPT(Divisible, nn.Module):
     """The plain causal transformer.
 
     Args:
@@ -70,9 +71,6 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(dim, eps=1e-5)
         initialise(self, depth)
 
-    BEFORE, AFTER = ("embedding",), ("norm", "embedding.word")
-    """The modules that ``enter`` and ``leave`` use."""
-
     def forward(
         self,
         tokens: Tensor,
@@ -116,15 +114,16 @@ class GPT(nn.Module):
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         return {} if self.rotary is None else {"rotation": self.rotary(positions)}
 
+    def outside(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        return [self.embedding], [self.norm, self.embedding.word]
+
     def enter(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """The streams that the first block reads."""
         return self.blocks.split(self.embedding(tokens))
 
     def leave(self, streams: tuple[Tensor, ...], targets: Tensor | None = None) -> Tensor:
-        """The model's output, from the streams that the last block returns."""
         return self._output(self.norm(self.blocks.join(streams)), targets)
 
-    def stream_shape(self, tokens: Tensor) -> tuple[int, ...]:
+    def stream_shape(self, tokens: Tensor, block: int) -> tuple[int, ...]:
         return *tokens.shape, self.embedding.word.embedding_dim
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -22,12 +22,13 @@ from holotrain.models.layers.blocks import (
     make_sequences,
     transformer_branches,
 )
+from holotrain.models.layers.divisible import Divisible, as_streams
 from holotrain.models.layers.packing import padding_context
 from holotrain.models.layers.text_layers import IGNORED, TokenEmbedding, initialise, linear_cross_entropy
 from holotrain.numeric import require_one_of
 
 
-class RoBERTa(nn.Module):
+class RoBERTa(Divisible, nn.Module):
     """The plain encoder.
 
     Args:
@@ -94,12 +95,39 @@ class RoBERTa(nn.Module):
             logits, (B, T, V) or (B, classes); with ``targets`` the mean cross-entropy, without ignored ones.
         """
         x = self.embedding(tokens)
-        dropout = self.training * self.attention_dropout
-        context = {} if mask is None else padding_context(mask, x, self.head_width, dropout, self._packs)
+        context = self._padding(mask, x)
         packing = context.get("packing")
         hidden = self.norm(self.blocks(x if packing is None else packing.packed(x), context))
         hidden = hidden if packing is None else packing.padded(hidden)
         return self.head(hidden, self.embedding.word.weight, targets)
+
+    def outside(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        tied = [self.embedding.word] if isinstance(self.head, MaskedWordHead) else []
+        return [self.embedding], [self.norm, self.head, *tied]
+
+    def enter(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        return self.blocks.split(self.embedding(tokens))
+
+    def run(
+        self, part: nn.Module, streams: tuple[Tensor, ...], tokens: Tensor, /, *others: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Padding is left out within, if it is worth it."""
+        context = self._padding(others[0] if others else None, streams[0])
+        packing = context.get("packing")
+        if packing is None:
+            return as_streams(part(*streams, context))
+        return tuple(map(packing.padded, as_streams(part(*map(packing.packed, streams), context))))
+
+    def leave(self, streams: tuple[Tensor, ...], mask: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
+        return self.head(self.norm(self.blocks.join(streams)), self.embedding.word.weight, targets)
+
+    def stream_shape(self, tokens: Tensor, block: int) -> tuple[int, ...]:
+        return *tokens.shape, self.embedding.word.embedding_dim
+
+    def _padding(self, mask: Tensor | None, x: Tensor) -> dict[str, Any]:
+        """The keyword arguments of attention."""
+        dropout = self.training * self.attention_dropout
+        return {} if mask is None else padding_context(mask, x, self.head_width, dropout, self._packs)
 
     @property
     def _packs(self) -> bool:

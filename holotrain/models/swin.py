@@ -7,7 +7,8 @@ Shapes: B batch, S x S the feature map, N windows of T = window^2 tokens, C chan
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from itertools import accumulate
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +26,12 @@ from holotrain.models.layers.blocks import (
     drop_path_rates,
     make_sequences,
 )
+from holotrain.models.layers.divisible import Divisible, as_streams
 from holotrain.models.layers.patches import PatchMap, PatchMerging, initialise
 from holotrain.numeric import require_at_least, require_one_of, require_within
 
 
-class Swin(nn.Module):
+class Swin(Divisible, nn.Module):
     """The plain Swin transformer: LayerNorm, mean over tokens, linear head.
 
     Args:
@@ -53,6 +55,8 @@ class Swin(nn.Module):
         ValueError: sizes that do not divide, a value out of range, depths and heads of different lengths, a ``backward`` that a
             plain model cannot have.
     """
+
+    stages: Any
 
     def __init__(
         self,
@@ -110,6 +114,51 @@ class Swin(nn.Module):
         x = self.stages(self.embedding(images))
         return self.head(self.norm(x).mean(dim=(1, 2)))
 
+    @property
+    def depth(self) -> int:
+        return sum(self._depths)
+
+    @property
+    def _depths(self) -> list[int]:
+        """Blocks of each stage."""
+        return [len(stage.blocks.blocks) for stage in self.stages]
+
+    def require_divisible(self) -> None:
+        if any(getattr(stage.blocks, "grid", None) is not None for stage in self.stages):
+            raise ValueError("exact streams have one grid for all blocks of a stage; use backward.exact=false")
+
+    def outside(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        return [self.embedding], [self.norm, self.head]
+
+    def enter(self, images: Tensor) -> tuple[Tensor, ...]:
+        return (self.embedding(images),) * self.streams
+
+    def leave(self, streams: tuple[Tensor, ...]) -> Tensor:
+        return self.head(self.norm(streams[0]).mean(dim=(1, 2)))
+
+    def part(self, start: int, stop: int) -> nn.Module:
+        """Blocks of one or several stages. What joins two stages is with the last block of the first of them."""
+        found: list[nn.Module] = []
+        for number, (stage, depth) in enumerate(zip(self.stages, self._depths, strict=True)):
+            begin, end = max(start, 0), min(stop, depth)
+            if begin < end:
+                found.append(stage.blocks.part(begin, end))
+                if end == depth and number + 1 < len(self.stages):
+                    found.append(Joint(stage.fusion, self.stages[number + 1].merging))
+            start, stop = start - depth, stop - depth
+        return nn.ModuleList(found)
+
+    def run(self, part: nn.Module, streams: tuple[Tensor, ...], images: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
+        for piece in cast(nn.ModuleList, part):
+            streams = as_streams(piece(*streams))
+        return streams
+
+    def stream_shape(self, images: Tensor, block: int) -> tuple[int, ...]:
+        depths = list(accumulate(self._depths))
+        stage = next(number for number, end in enumerate(depths) if block < end)
+        attention = self.stages[stage].blocks.blocks[0].f.attention
+        return len(images), attention.size, attention.size, attention.project.in_features
+
 
 FUSIONS: dict[str, type[nn.Module]] = {"linear": LearnedFusion, "mlp": MLPFusion}
 
@@ -145,6 +194,12 @@ class RevSwin(Reversible, Swin):
     def forward(self, images: Tensor) -> Tensor:
         return self.head(self.stages(self.embedding(images)))
 
+    def outside(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        return [self.embedding], [self.stages[-1].fusion, self.head]
+
+    def leave(self, streams: tuple[Tensor, ...]) -> Tensor:
+        return self.head(self.stages[-1].fusion(*streams))
+
 
 class Stage(nn.Module):
     """Merging, then blocks on maps of one size. (B, 2S, 2S, C / 2) -> (B, S, S, C).
@@ -162,6 +217,22 @@ class Stage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.merging(x)
         return self.blocks(x) if self.fusion is None else self.fusion(*self.blocks(x, x))
+
+
+class Joint(nn.Module):
+    """From the last block of a stage to the first of the next: the streams are fused, merged, and begin anew.
+
+    (B, 2S, 2S, C / 2) each -> (B, S, S, C) each.
+    """
+
+    def __init__(self, fusion: nn.Module | None, merging: nn.Module) -> None:
+        super().__init__()
+        self.fusion = fusion
+        self.merging = merging
+
+    def forward(self, *streams: Tensor) -> tuple[Tensor, ...]:
+        x = streams[0] if self.fusion is None else self.fusion(*streams)
+        return (self.merging(x),) * len(streams)
 
 
 def into_windows(x: Tensor, window: int, heads: int) -> Tensor:

@@ -7,16 +7,17 @@ the head, which is the only difference in parameters.
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor, nn
 
 from holotrain.models.layers.blocks import LayerScale, Reversible, TwoStreamFusion, make_sequences, transformer_branches
+from holotrain.models.layers.divisible import Divisible, as_streams
 from holotrain.models.layers.patches import PatchEmbedding, initialise
 from holotrain.numeric import require_at_least, require_one_of
 
 
-class ViT(nn.Module):
+class ViT(Divisible, nn.Module):
     """The plain vision transformer: mean over tokens (or the class token), LayerNorm, linear head.
 
     Args:
@@ -78,29 +79,19 @@ class ViT(nn.Module):
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.head = nn.Linear(dim, classes)
 
-    BEFORE, AFTER = ("embedding",), ("norm", "head")
-    """The modules that ``enter`` and ``leave`` use."""
-
-    STREAMS = 1
-    """The number of streams, all of which begin as the tokens."""
-
     def forward(self, images: Tensor) -> Tensor:
-        streams = self.blocks(*self.enter(images))
-        return self.leave(streams if isinstance(streams, tuple) else (streams,))
+        return self.leave(as_streams(self.blocks(*self.enter(images))))
+
+    def outside(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        return [self.embedding], [self.norm, self.head]
 
     def enter(self, images: Tensor) -> tuple[Tensor, ...]:
-        """The streams that the first block reads."""
-        return (self.embedding(images),) * self.STREAMS
+        return (self.embedding(images),) * self.streams
 
     def leave(self, streams: tuple[Tensor, ...]) -> Tensor:
-        """The logits, from the streams that the last block returns."""
         return self.head(self.norm(streams[0][:, self.pooled].mean(dim=1)))
 
-    def context_of(self, images: Tensor) -> dict[str, Any]:
-        """The keyword arguments of attention: none."""
-        return {}
-
-    def stream_shape(self, images: Tensor) -> tuple[int, ...]:
+    def stream_shape(self, images: Tensor, block: int) -> tuple[int, ...]:
         return len(images), *self.embedding.position.shape[1:]
 
 
@@ -114,8 +105,8 @@ class RevViT(Reversible, ViT):
         self.fusion = TwoStreamFusion(dim)
         self.head = nn.Linear(2 * dim, classes)
 
-    BEFORE, AFTER = ("embedding",), ("fusion", "head")
-    STREAMS = 2
+    def outside(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        return [self.embedding], [self.fusion, self.head]
 
     def leave(self, streams: tuple[Tensor, ...]) -> Tensor:
         y1, y2 = streams

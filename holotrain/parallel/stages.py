@@ -24,13 +24,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.optim import Optimizer
 from torch.utils._pytree import KeyPath, MappingKey, tree_leaves_with_path
 
-from holotrain.models.gpt import GPT
-from holotrain.models.layers.blocks import ResidualSequence
-from holotrain.models.vit import ViT
+from holotrain.models.layers.divisible import Divisible
 from holotrain.numeric import counted, mixed_seed
 from holotrain.optimizers.stepping import CombinedOptimizer
 from holotrain.parallel.strategies import TaskWithModel, average, clip, gradients_of, parameters_of, set_timeouts
-from holotrain.reversible import ReversibleSequence
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
@@ -40,12 +37,12 @@ def check_stages(model: nn.Module, stages: int) -> None:
     Raises:
         ValueError: the model cannot be divided into this many stages.
     """
-    if not isinstance(model, GPT | ViT):
-        raise ValueError(f"{type(model).__name__} cannot be divided into stages; GPT and ViT can, plain or reversible")
-    if getattr(model.blocks, "grid", None) is not None:
-        raise ValueError("exact streams have one grid for all blocks; use backward.exact=false")
-    if (depth := len(model.blocks.blocks)) < stages:
-        raise ValueError(f"a model of {counted(depth, 'block')} cannot be divided into {stages} stages")
+    if not isinstance(model, Divisible):
+        others = "GPT, RoBERTa, Swin and ViT can, plain or reversible, and causal models of transformers"
+        raise ValueError(f"{type(model).__name__} cannot be divided into stages; {others}")
+    model.require_divisible()
+    if model.depth < stages:
+        raise ValueError(f"a model of {counted(model.depth, 'block')} cannot be divided into {stages} stages")
 
 
 def equal_parts(rows: int, most: int) -> int:
@@ -76,31 +73,36 @@ class ModelStage(nn.Module):
         self.group, self.index, self.count, self.context = group, group.rank(), group.size(), context
         self.task_loss, self.task_terms = task.loss, task.terms
         check_stages(task.model, self.count)
-        self.model = model = cast(GPT | ViT, task.model)
+        self.model: Any = task.model
+        model = cast(Divisible, self.model)
         self.first, self.last = self.index == 0, self.index == self.count - 1
-        blocks = cast(ResidualSequence | ReversibleSequence, model.blocks)
-        ends = [len(blocks.blocks) * stage // self.count for stage in (self.index, self.index + 1)]
-        self.blocks = blocks.part(*ends)
-        before, after = (
-            {parameter for name in names for parameter in model.get_submodule(name).parameters()}
-            for names in (model.BEFORE, model.AFTER)
-        )
+        self.start, self.stop = (model.depth * stage // self.count for stage in (self.index, self.index + 1))
+        self.blocks = model.part(self.start, self.stop)
+        before, after = ({parameter for module in modules for parameter in module.parameters()} for modules in model.outside())
         own = {*self.blocks.parameters()} | (before if self.first else set()) | (after if self.last else set())
         if not any(parameter.requires_grad for parameter in own):
             raise ValueError(f"stage {self.index} of the pipeline has nothing to train")
-        self.tied = [parameter for parameter in own if parameter in before & after]
-        for module in model.modules():
+        shared = own & before & after
+        self.tied = [parameter for parameter in self.model.parameters() if parameter in shared and parameter.requires_grad]
+        others: dict[Tensor, nn.Parameter] = {}  # one for each, since modules may share a parameter
+        for module in self.model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter not in own:
-                    module._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+                    meta = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+                    module._parameters[name] = others.setdefault(parameter, meta)
         self._received: tuple[Tensor, ...] | None = None
         self._terms = 0
-        model.forward = self.run_whole_batch  # ty: ignore[invalid-assignment]
+        self.model.forward = self.run_whole_batch
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the streams and the loss. Autocast keeps it."""
+        """Of the streams. Autocast keeps it."""
         return next(each.dtype for each in self.blocks.parameters() if each.is_floating_point())
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """Of the loss between processes, whatever the model computes it in."""
+        return torch.promote_types(self.dtype, torch.float32)
 
     def make_schedule(self, most: int, schedule: str, *inputs: Tensor) -> Any:
         """A schedule for batches of this shape, cut into equal microbatches.
@@ -112,9 +114,11 @@ class ModelStage(nn.Module):
         count = equal_parts(rows, most)
         schedule = schedule if count >= self.count else "gpipe"
         batch = inputs[0][: rows // count]
-        streams = tuple(stream.requires_grad_() for stream in self._streams_for(batch))
-        loss = torch.zeros(1, dtype=self.dtype, device=batch.device, requires_grad=True)
-        taken, made = (batch,) if self.first else streams, (loss,) if self.last else streams
+        taken = (batch,) if self.first else self._streams_for(batch, self.start)
+        loss = torch.zeros(1, dtype=self.loss_dtype, device=batch.device)
+        made = (loss,) if self.last else self._streams_for(batch, self.stop)
+        for tensor in (*taken[self.first :], *made):
+            tensor.requires_grad_()
         stage = PipelineStage(self, self.index, self.count, batch.device, input_args=taken, output_args=made, group=self.group)
         return SCHEDULES[schedule](stage, count, loss_fn=lambda loss, _: loss.squeeze(), scale_grads=False)
 
@@ -127,31 +131,38 @@ class ModelStage(nn.Module):
         # The backward runs in here too.
         with torch.random.fork_rng(devices), torch.autocast(inputs[0].device.type, enabled=False):
             torch.manual_seed(mixed_seed(drawn, self.index))
+            named = {f"input_{number}": value for number, value in enumerate(inputs)}
             if self.first:
-                schedule.step(inputs[0])
+                schedule.step(inputs[0], **named)
             else:
-                named = {f"input_{number}": value for number, value in enumerate(inputs)}
                 schedule.step(target=inputs[0], losses=losses, **named)
-        loss = torch.stack(losses).sum().detach() if self.last else torch.empty((), dtype=self.dtype, device=inputs[0].device)
+        loss = (
+            torch.stack(losses).sum().detach() if self.last else torch.empty((), dtype=self.loss_dtype, device=inputs[0].device)
+        )
         return self._from_last(loss)
 
     def forward(self, *streams: Tensor, **inputs: Tensor) -> Any:
-        """Of one microbatch: the streams for the next stage, or on the last one its share of the batch's loss."""
+        """Of one microbatch: the streams for the next stage, or on the last one its share of the batch's loss.
+
+        Args:
+            streams: from the stage before.
+            inputs: the arguments of the task's loss. Every stage has them, for masks and positions.
+        """
         with self.context():
-            batch = streams[0] if self.first else inputs["input_0"]
-            streams = self._run(self.model.enter(batch) if self.first else streams, batch)
+            batch, *others = inputs.values()
+            streams = self._run(self.model.enter(batch) if self.first else streams, batch, *others)
             if not self.last:
                 return streams
             terms = int(self.task_terms(*inputs.values()))
             if terms == 0:  # the mean of nothing is NaN, and so are its gradients
-                return torch.stack([stream.sum() for stream in streams]).sum()[None] * 0
+                return torch.stack([stream.sum() for stream in streams]).sum()[None].to(self.loss_dtype) * 0
             self._received = streams
             try:
-                return self.task_loss(*inputs.values())[None] * (terms / self._terms)
+                return self.task_loss(*inputs.values())[None].to(self.loss_dtype) * (terms / self._terms)
             finally:
                 self._received = None
 
-    def run_whole_batch(self, batch: Tensor, *others: Tensor) -> Tensor:
+    def run_whole_batch(self, batch: Tensor, *others: Tensor | None) -> Tensor:
         """The model's forward: through all processes, or from the streams of a microbatch on."""
         if self._received is not None:
             return self.model.leave(self._received, *others)
@@ -159,10 +170,10 @@ class ModelStage(nn.Module):
         if self.first:
             streams = self.model.enter(batch)
         else:
-            streams = self._streams_for(batch)
+            streams = self._streams_for(batch, self.start)
             for stream in streams:
                 dist.recv(stream, here - 1, self.group)
-        streams = self._run(streams, batch)
+        streams = self._run(streams, batch, *others)
         if not self.last:
             for stream in streams:
                 dist.send(stream, here + 1, self.group)
@@ -172,14 +183,13 @@ class ModelStage(nn.Module):
         shape, dtype = about[0]
         return self._from_last(torch.empty(shape, dtype=dtype, device=batch.device) if output is None else output.contiguous())
 
-    def _run(self, streams: tuple[Tensor, ...], batch: Tensor) -> tuple[Tensor, ...]:
-        found = self.blocks(*streams, self.model.context_of(batch))
-        return tuple(stream.contiguous() for stream in (found if isinstance(found, tuple) else (found,)))
+    def _run(self, streams: tuple[Tensor, ...], *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        return tuple(stream.contiguous() for stream in self.model.run(self.blocks, streams, *inputs))
 
-    def _streams_for(self, batch: Tensor) -> tuple[Tensor, ...]:
-        """As many streams as there are between stages, to receive those of this batch."""
-        shape, count = self.model.stream_shape(batch), 2 if isinstance(self.blocks, ReversibleSequence) else 1
-        return tuple(torch.empty(shape, dtype=self.dtype, device=batch.device) for _ in range(count))
+    def _streams_for(self, batch: Tensor, block: int) -> tuple[Tensor, ...]:
+        """Tensors like the streams of this batch that a block reads."""
+        shape = self.model.stream_shape(batch, block)
+        return tuple(torch.empty(shape, dtype=self.dtype, device=batch.device) for _ in range(self.model.streams))
 
     def _from_last(self, tensor: Tensor) -> Tensor:
         dist.broadcast(tensor, group=self.group, group_src=self.count - 1)
@@ -241,8 +251,9 @@ class Pipeline(DDPStrategy):
             self._schedule = shapes, stage.make_schedule(self.microbatches, self.schedule, *inputs)
         loss = stage.step(self._schedule[1], *inputs)
         for parameter in stage.tied:
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad, group=self._tied)
+            if parameter.grad is None:  # nothing is learned from this batch, or on this stage
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=self._tied)
         if self._mesh["data"].size() > 1:
             average(gradients_of(cast(nn.Module, self.model).parameters()), self._mesh["data"])
         return loss
