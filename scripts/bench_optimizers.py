@@ -264,7 +264,7 @@ STUDIES: dict[str, tuple[tuple[str, ...], dict[tuple[str, int], int]]] = {
     "recall": (("SGD with momentum", "SGD", "associative", *KEYS), {("coarse digits", 32): 5, ("causal", 8): 3}),
     "momentum": (("AdamW", "Adafactor"), {(t, b): 3 for b in (8, 64, 512) for t in ("digits", "causal", "masked")}),
     "control": (("factored, first moment", "factored"), {("causal", 8): 3, ("digits", 512): 3, ("causal", 512): 3}),
-    "optimizers": (OPTIMIZERS, {("causal", 8): 3}),
+    "optimizers": (OPTIMIZERS, {("causal", 8): 3, ("coarse digits", 32): 3}),
 }
 """Methods, and seeds at each task and batch size."""
 
