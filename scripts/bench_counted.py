@@ -10,9 +10,6 @@ elements, which waits for memory. A kernel reads its inputs and writes its outpu
 difference of two depths, so that they hold for a block in the middle. A GPU is expected to need as many kernels more than
 checkpointing as were counted, and for their bytes the time of 70 % of the memory bandwidth of an H200.
 
-
-difference of two depths, so that they hold for a block in the middle.
-
 Likewise one tile of a loss in tiles, forward and backward, by torch's operations and by one Triton kernel: the difference of
 three tiles and two.
 """

@@ -72,10 +72,10 @@ def evaluate(
     return metrics
 
 
-def attention_for(data: pl.LightningDataModule | None) -> AbstractContextManager:
-    """A context without cuDNN's attention if batches of text differ in length, as those of files (None) may. It would build a
-    plan for each length."""
-    varies = data is None or (isinstance(data, TextDataModule) and data.layout != "packed")
+def attention_for(data: pl.LightningDataModule | None, texts: bool = False) -> AbstractContextManager:
+    """A context without cuDNN's attention if batches of text differ in length, as those of files with ``texts`` do. It would
+    build a plan for each length."""
+    varies = texts or (isinstance(data, TextDataModule) and data.layout != "packed")
     return sdpa_kernel(WITHOUT_PLANS) if varies else nullcontext()
 
 

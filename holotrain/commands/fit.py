@@ -60,7 +60,7 @@ def run(config: FitConfig, run: Run) -> int:
             break
         before, (config, planned) = config.batch_option, smaller
         console.print("out of memory in the first steps with {}={}: trying {}".format(*before, config.batch_option[1]))
-        training.remove_logs()
+        training.remove()
         del training
         gc.collect()  # a Trainer is a reference cycle
         if torch.cuda.is_initialized():
@@ -218,15 +218,19 @@ class Training:
     @property
     def ended_in_its_first_steps(self) -> bool:
         """Whether memory ran out before the third step. The second is the first with the states of the optimizer."""
-        return self.refused is not None and self.trainer.global_step < 2 and not self.config.ckpt_path
+        trained = self.trainer.global_step >= 2 or self.trainer.state.finished
+        return self.refused is not None and not trained and not self.config.ckpt_path
 
-    def remove_logs(self) -> None:
-        """Ends the loggers of a training that begins again, and removes its events: a run has one set of options."""
+    def remove(self) -> None:
+        """Ends a training that begins again, and removes what it has written: a run has one set of options."""
         finish(self.loggers, completed=False)
+        written = [*self.run.last_checkpoint.parent.glob("*.ckpt")]
         for logger in self.loggers:
             if isinstance(logger, TensorBoardLogger):
-                for events in Path(logger.log_dir).glob("events.out.tfevents.*"):
-                    events.unlink()
+                written += Path(logger.log_dir).glob("events.out.tfevents.*")
+        for path in written:
+            path.unlink()
+        self.data.trainer = None  # which holds the model
 
     def log_failure(self, error: BaseException) -> None:
         if self.run.is_main:

@@ -53,7 +53,7 @@ def run(config: PredictConfig, run: Run) -> int:
     named_files = files or isinstance(getattr(loader, "dataset", None), NamedImageFiles)
     read = NamesRead() if named_files else None
     trainer = build_trainer(config.trainer, run.folder, [read] if read else [], False)
-    with lightning_refusals("predict"), attention_for(data):
+    with lightning_refusals("predict"), attention_for(data, texts=bool(config.texts)):
         batches = trainer.predict(task, dataloaders=loader)
     names = read.names if read else count()
     named = list(zip(names, _samples(batches or []), strict=False))  # limit_predict_batches may leave names unused

@@ -78,8 +78,10 @@ def show_start(
 
 def _synthesis(config: ObjectConfig) -> str:
     """The mode of the synthesis, the dtype of its hologram, and what is split off."""
-    split = {"none": "not split"}.get(config.split, f"split, on the {config.split}")
-    return f"{config.mode}, {config.dtype}, {split}"
+    known = {name: getattr(config, name, None) for name in ("mode", "dtype", "split")}  # a class of one's own may have others
+    if known["split"]:
+        known["split"] = "not split" if known["split"] == "none" else f"split, on the {known['split']}"
+    return ", ".join(filter(None, known.values())) or config.name
 
 
 def _sizes(data: pl.LightningDataModule, parts: Iterable[str]) -> dict[str, int]:

@@ -111,7 +111,7 @@ class AllReduce:
     def _send_sum(self, x: Tensor, matrix: Tensor, bias: Tensor | None, cut: list[slice], out: Tensor) -> list[Work]:
         """Computes the product in groups, and launches the sum of each over ranks into its rows of out [R, N]."""
         link = self.overlap.collectives
-        if self.overlap.signals and cut and signals.supported(x):
+        if self.overlap.signals_of(x, matrix) and cut:
             return signals.send(x, matrix, bias, [[rows] for rows in cut], lambda group, rows: link.all_reduce(rows), out)
         works = []
         for rows in cut:

@@ -88,15 +88,18 @@ def tiles_of(groups: Iterable[Pieces], columns: int) -> Tensor:
     A row is (first row read, first row written, rows, first column, group). The pieces of a group are written one after
     another. Tiles of one column follow each other, because they share their part of the matrix.
     """
-    tiles, written = [], 0
+    tiles, written = [torch.empty(0, 5, dtype=torch.int64, device="cpu")], 0
+    first_columns = torch.arange(0, columns, TILE_COLUMNS, device="cpu")
     for group, pieces in enumerate(groups):
         rows = []
         for piece in pieces:
-            for read in range(piece.start, piece.stop, TILE_ROWS):
-                rows.append((read, written, min(TILE_ROWS, piece.stop - read)))
-                written += rows[-1][2]
-        tiles += [(*row, column, group) for column in range(0, columns, TILE_COLUMNS) for row in rows]
-    return torch.tensor(tiles, dtype=torch.int32, device="cpu").reshape(-1, 5)
+            read = torch.arange(piece.start, piece.stop, TILE_ROWS, device="cpu")
+            rows.append(torch.stack((read, read - piece.start + written, (piece.stop - read).clamp(max=TILE_ROWS)), 1))
+            written += piece.stop - piece.start
+        of_group = torch.cat(rows).repeat(len(first_columns), 1)
+        column = first_columns.repeat_interleave(len(of_group) // max(len(first_columns), 1))
+        tiles.append(torch.cat((of_group, column[:, None], torch.full_like(column, group)[:, None]), 1))
+    return torch.cat(tiles).int()
 
 
 @cache

@@ -2,6 +2,7 @@
 
 import json
 import re
+import weakref
 from pathlib import Path
 
 import pytest
@@ -102,9 +103,11 @@ def test_the_largest_batch_is_chosen_and_written_down(holotrain):
 
 @pytest.mark.slow
 def test_a_smaller_batch_is_planned_after_memory_ran_out_in_the_first_steps(holotrain, monkeypatch):
-    fits, step = 12, ImageClassifier.training_step
+    fits, step, trainings = 12, ImageClassifier.training_step, []
 
     def training_step(self, batch, index):
+        if not trainings or trainings[-1]() is not self:
+            trainings.append(weakref.ref(self))
         if len(batch[0]) > fits and self.global_step == 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return step(self, batch, index)
@@ -123,6 +126,9 @@ def test_a_smaller_batch_is_planned_after_memory_ran_out_in_the_first_steps(holo
     assert_same_weights(Path("run/checkpoints/last.ckpt"), Path("given/checkpoints/last.ckpt"))
     logged = [len([*Path(run).rglob("events.out.tfevents.*")]) for run in ("run", "given")]
     assert logged[0] == logged[1]  # nothing of the batches that did not fit
+    names = [{path.name for path in Path(run, "checkpoints").iterdir()} for run in ("run", "given")]
+    assert names[0] == names[1]
+    assert sum(reference() is not None for reference in trainings) <= 2  # the others are freed
 
     fits = 0
     status, _, err = holotrain("fit", *words, "data.batch_size=auto", "memory=4MiB", "hydra.run.dir=none")
