@@ -142,6 +142,8 @@ def main() -> None:
         result["compiled" if compiled else "cases"] = rows
         what = f"of {len(ran)} {'compiled ' * compiled}cases, those with other bits"
         verdict(result, what, sum(state != "bit for bit" for state in ran), 0)
+        if DEVICE == "cuda":
+            verdict(result, f"share of {'compiled ' * compiled}cases that have a kernel", len(ran) / len(rows), 0.5, least=True)
         save(result, options.json)
 
 

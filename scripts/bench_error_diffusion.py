@@ -208,7 +208,7 @@ def main() -> None:
     for row in batches:
         sizes = (row.get(name) for name in ("activities", "contracted", "materialised"))
         print(f"{row['batch']:>6}" + "".join(f"{'-' if size is None else format(size / 2**20, '.1f'):>14}" for size in sizes))
-    if "autograd_over_update" in rows[-1]:
+    if "autograd_over_update" in rows[-1] and DEVICE == "cuda":  # launches count most there
         verdict(begun, f"{rows[-1]['depth']} layers: autograd / update", rows[-1]["autograd_over_update"], 20, least=True)
     save(begun | {"rows": rows, "batches": batches}, options.json)
     if options.picture:

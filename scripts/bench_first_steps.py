@@ -16,7 +16,6 @@ import os
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU must not make forks unusable
 
 import argparse
-import math
 import multiprocessing
 import warnings
 from collections.abc import Callable
@@ -188,9 +187,6 @@ def main() -> None:
     print(f"attention kernels before the first attention, and after it: {orders}")
     for name, error in errors.items():
         print(f"{name}: {error or 'three steps'}")
-    known = isinstance(orders, list)
-    moved = sum(a != b for a, b in zip(*orders, strict=True)) if known else math.inf
-    verdict(result, "attention kernels that the first attention moves", moved, 4)  # cuDNN's to the front, since torch 2.9
     if options.cases:
         verdict(result, f"of {len(errors)} cases, those that fail in three steps", sum(map(bool, errors.values())), 0)
     save(result, options.json)

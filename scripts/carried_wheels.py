@@ -42,11 +42,13 @@ def collect(names: list[str], folder: Path, find_links: Path | None = None) -> i
     source = ["--no-index", "--find-links", str(find_links)] if find_links else []
     pip, quiet = [sys.executable, "-m", "pip"], ["--no-deps", "--quiet", "--disable-pip-version-check", *source]
     for name in names:
+        for earlier in folder.glob(f"{name.replace('-', '_')}-*.whl"):  # maybe of another version
+            earlier.unlink()
         found = run([*pip, "download", *quiet, *PLATFORM, "--dest", str(folder), name])
         if found.returncode:  # some, such as antlr4, are published as sources alone
             found = run([*pip, "wheel", *quiet, "--wheel-dir", str(folder), name])
         if found.returncode:
-            raise ValueError(f"{name}: {found.stderr.strip().splitlines()[-1]}")
+            raise ValueError(f"{name}: {(found.stderr.strip() or 'pip failed').splitlines()[-1]}")
     wheels = list(folder.glob("*.whl"))
     if other := [path.name for path in wheels if "cp31" in path.stem.split("-")[-2] and "cp312" not in path.name]:
         raise ValueError(f"{', '.join(other)}: built for the Python of this machine")

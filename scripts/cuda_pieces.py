@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MOST_SECONDS = 300
-
 
 @dataclass(frozen=True)
 class Piece:

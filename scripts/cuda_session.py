@@ -99,10 +99,9 @@ class Session:
         """Runs one piece. Its JSON gets its command, its seconds and its failure."""
         result, part = self.result_of(piece), self.folder / f"{piece.name}.json.part"
         part.unlink(missing_ok=True)
-        limit = piece.seconds * (4 if self.toy else 1)  # a CPU that others use, too
         started = time.monotonic()
         with tempfile.TemporaryFile() as said:
-            failure = self.wait_for([sys.executable, *self.command_of(piece), "--json", str(part)], limit, said)
+            failure = self.wait_for([sys.executable, *self.command_of(piece), "--json", str(part)], self.limit_of(piece), said)
             seconds = time.monotonic() - started
             said.seek(max(said.tell() - LOG_BYTES, 0))
             log = said.read()
@@ -134,6 +133,10 @@ class Session:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             said.seek(0, os.SEEK_END)
+
+    def limit_of(self, piece: Piece) -> float:
+        """Seconds; in a dry run more, for a CPU that others use, too."""
+        return piece.seconds * (4 if self.toy else 1)
 
     def command_of(self, piece: Piece) -> list[str]:
         return [*piece.command, *(piece.toy if self.toy else ())]
@@ -202,7 +205,7 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def end_with_the_session() -> None:
-    """In a piece's process: it is killed when the session is, so that it does not keep the GPU."""
+    """In a piece's process: it is killed when the session is. What it has started in turn ends with its pipes."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
