@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.profilers import Profiler
+from torch.autograd import DeviceType
 from torch.profiler import profile, record_function
 
 from holotrain.files import replacing
@@ -208,9 +209,13 @@ def _operators(ended: profile, **grouping: Any) -> Any:
 
 
 def _most_expensive(ended: profile, cuda: bool) -> list[str]:
-    """The operators that took the most time in themselves: name, share of the time of all, and time in so many calls."""
+    """The operators that took the most time in themselves: name, share of the time of all, and time in so many calls.
+
+    On a CUDA device an operator's row has the time of its kernels, which also have rows of their own: those are left out.
+    """
     own = "self_device_time_total" if cuda else "self_cpu_time_total"
-    times = sorted(((getattr(row, own), row.count, row.key) for row in _operators(ended)), reverse=True)
+    rows = [row for row in _operators(ended) if row.device_type == DeviceType.CPU]
+    times = sorted(((getattr(row, own), row.count, row.key) for row in rows), reverse=True)
     whole = sum(time for time, _, _ in times) or 1
     return [
         f"{name}: {time / whole:.1%}, {time / 1e3:.3f} ms in {counted(count, 'call')}" for time, count, name in times[:MOST]

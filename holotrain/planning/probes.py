@@ -31,6 +31,7 @@ class CudaProbe(Probe):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        torch.cuda.init()  # before it, the allocator has no statistics to read or reset
 
     def reset(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)

@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -10,6 +11,7 @@ import torch
 from compared import assert_equal_parameters
 from small_trainings import quiet_trainer
 from torch import nn
+from torch.autograd import DeviceType
 from torch.utils.data import DataLoader
 
 from holotrain.callbacks import trace
@@ -87,6 +89,20 @@ def test_the_most_expensive_operators_and_the_files_are_named_at_the_end(tmp_pat
     [said] = [text for text in messages if "most expensive" in text]
     assert all(line in said for line in lines)
     assert str(tmp_path / "trace-operators.txt") in said and str(tmp_path / "trace.json") in said
+
+
+def test_a_kernel_counts_once_with_the_operator_that_launched_it():
+    fields = ("key", "device_type", "self_device_time_total", "count", "is_user_annotation")
+    rows = [
+        ("aten::mm", DeviceType.CPU, 3000.0, 2, False),
+        ("gemm_kernel", DeviceType.CUDA, 3000.0, 2, False),
+        ("aten::add", DeviceType.CPU, 1000.0, 1, False),
+        ("add_kernel", DeviceType.CUDA, 1000.0, 1, False),
+        ("batch 4", DeviceType.CUDA, 4000.0, 1, True),
+    ]
+    ended = SimpleNamespace(key_averages=lambda: [SimpleNamespace(**dict(zip(fields, row, strict=True))) for row in rows])
+    lines = trace._most_expensive(ended, cuda=True)
+    assert lines == ["aten::mm: 75.0%, 3.000 ms in 2 calls", "aten::add: 25.0%, 1.000 ms in 1 call"]
 
 
 def test_stacks_name_the_lines_of_the_training(tmp_path):

@@ -235,6 +235,20 @@ def test_padding_of_a_batch():
         (lambda: padded_batch([{"tokens": [1]}]), "each sample must have input_ids"),
         (lambda: padded_batch([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}]), "labels: some samples .* have none"),
         (lambda: padded_batch([{"input_ids": [1, 2], "labels": [1]}]), "labels: there must be one for each token"),
+        (
+            lambda: padded_batch([{"input_ids": [1], "labels": 1}, {"input_ids": [1], "labels": [1]}]),
+            "labels: there must be one",
+        ),
+        (
+            lambda: padded_batch([{"input_ids": [1], "labels": [1]}, {"input_ids": [1], "labels": 1}]),
+            "labels: there must be one",
+        ),
+        (lambda: padded_batch([{"input_ids": [1], "labels": [[1]]}]), "labels: there must be one"),
+        (lambda: padded_batch([{"input_ids": [1, 2], "labels": [1, [2]]}]), "labels must be whole numbers"),
+        (lambda: padded_batch([{"input_ids": [1], "labels": [1.7]}]), "labels must be whole numbers, not torch.float32"),
+        (lambda: padded_batch([{"input_ids": [1.7]}]), "input_ids must be whole numbers, not torch.float32"),
+        (lambda: padded_batch([{"input_ids": [[1, 2]]}]), "input_ids: each sample must have a flat list"),
+        (lambda: padded_batch([{"input_ids": 1}]), "input_ids: each sample must have a flat list"),
     ],
 )
 def test_what_cannot_be_batched_is_named(made, message):

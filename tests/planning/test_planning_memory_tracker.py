@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from holotrain.planning import MemoryTracker, memory_tracker
-from holotrain.planning.probes import LinuxProbe
+from holotrain.planning.probes import LinuxProbe, Probe
 
 MIB = 2**20
 
@@ -62,6 +62,41 @@ def test_steady_growth_of_a_name_is_a_leak(monkeypatch, levels, leaks):
     ]
     assert ("step grows: 5 MiB in the last 5 rounds" in tracker.report()) == leaks
     assert caught == [] or caught[0].filename == __file__
+
+
+def test_a_long_run_keeps_few_snapshots_and_clear_forgets_them(monkeypatch):
+    tracker = tracker_of(monkeypatch, *range(1, 1008))
+    with pytest.warns(UserWarning, match="has grown"):
+        for _ in range(1000):
+            tracker.snapshot("step")
+    assert tracker.report().splitlines()[1].split() == ["step", "1000.0", "+1.0", "+999.0", "1003.0"]
+    assert len(tracker._recent["step"]) == memory_tracker.ROUNDS
+    tracker.clear()
+    assert tracker.report().splitlines()[1:] == []
+    assert tracker.snapshot("step").change == 0
+    with pytest.warns(UserWarning, match="has grown"):  # again
+        for _ in range(6):
+            tracker.snapshot("step")
+
+
+def test_the_highest_memory_so_far_is_no_leak(monkeypatch):
+    levels = iter(range(MIB, 100 * MIB, MIB))
+    monkeypatch.setattr(Probe, "read", lambda self: (next(levels),) * 2)
+    monkeypatch.setattr(memory_tracker, "probe_of", lambda device: Probe())
+    tracker = MemoryTracker("cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(8):
+            tracker.snapshot("step")
+    assert "grows" not in tracker.report()
+
+
+def test_cuda_is_initialised_before_its_statistics_are_reset(monkeypatch):
+    called = []
+    monkeypatch.setattr(torch.cuda, "init", lambda: called.append("init"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: called.append("reset"))
+    MemoryTracker("cuda")
+    assert called == ["init", "reset"]
 
 
 DEVICES = [
