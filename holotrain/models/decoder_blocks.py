@@ -89,7 +89,7 @@ class DecoderBlocks:
         if not chained or any(other.requires_grad for other in others):
             raise ValueError("it passes more than one tensor from block to block")
         self.width = calls[0][0].shape[-1]
-        self._more = tuple(outputs[0][1:]) if isinstance(outputs[0], tuple) else None
+        self._more = tuple(outputs[0][1:]) if isinstance(outputs[0], tuple | list) else None
         return called, logits
 
     def _require_same(self, tokens: Tensor, expected: Tensor) -> None:

@@ -43,6 +43,7 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "n
 OTHERS = {
     "opt": {"ffn_dim": 24, "word_embed_proj_dim": 8},  # the embedding is narrower than the stream
     "ctrl": {"dff": 24},  # it scales its embedding in place
+    "openai-gpt": {"n_positions": 16},  # its blocks return lists
     "bloom": {"n_layer": 4, "n_head": 2},
     "mixtral": {"num_local_experts": 2},
     **{kind: {} for kind in ("mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt_neox", "phi")},
@@ -177,7 +178,8 @@ def test_a_model_that_cannot_be_divided_is_refused(model, expected):
     ("kind", "options", "expected"),
     [
         ("gpt2", {"reversible": "4bit"}, "one reversible stack"),
-        ("cpmant", {}, "CpmAntForCausalLM cannot be divided into stages: it passes more than one tensor"),  # each block reads learned position biases
+        # Each block reads learned position biases.
+        ("cpmant", {}, "CpmAntForCausalLM cannot be divided into stages: it passes more than one tensor"),
         ("xlnet", {}, "XLNetLMHeadModel cannot be divided into stages: "),
         ("bert", {"head": "masked_lm"}, "for causal_lm, not for masked_lm"),
     ],
