@@ -11,9 +11,11 @@ import torch.distributed as dist
 from covering import slow
 from gloo_pair import find_as_one_of_them, found_by_processes
 from small_models import IMAGE, POOLED, TEXT, WINDOWS
+from torch import nn
 
 from holotrain.models.gpt import GPT, RevGPT
 from holotrain.models.huggingface import HuggingFace
+from holotrain.models.layers.divisible import Divisible
 from holotrain.models.mvit import MViT
 from holotrain.models.roberta import RevRoBERTa, RoBERTa
 from holotrain.models.swin import RevSwin, Swin
@@ -32,6 +34,7 @@ NETWORKS = {
     "llama": {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 24}
     | {"num_key_value_heads": 1, "max_position_embeddings": 16, "tie_word_embeddings": False},
     "cpmant": {"hidden_size": 16, "num_attention_heads": 2, "dim_head": 8, "dim_ff": 16, "num_hidden_layers": 2},
+    "xlnet": {"d_model": 16, "n_layer": 4, "n_head": 2, "d_inner": 24},
     "bert": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24},
 }
 
@@ -39,6 +42,8 @@ NETWORKS = {
 SIZES = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
 OTHERS = {
     "opt": {"ffn_dim": 24, "word_embed_proj_dim": 8},  # the embedding is narrower than the stream
+    "ctrl": {"dff": 24},  # it scales its embedding in place
+    "openai-gpt": {"n_positions": 16},  # its blocks return lists
     "bloom": {"n_layer": 4, "n_head": 2},
     "mixtral": {"num_local_experts": 2},
     **{kind: {} for kind in ("mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt_neox", "phi")},
@@ -173,7 +178,9 @@ def test_a_model_that_cannot_be_divided_is_refused(model, expected):
     ("kind", "options", "expected"),
     [
         ("gpt2", {"reversible": "4bit"}, "one reversible stack"),
-        ("cpmant", {}, "CpmAntForCausalLM passes more than one tensor"),  # each block reads learned position biases
+        # Each block reads learned position biases.
+        ("cpmant", {}, "CpmAntForCausalLM cannot be divided into stages: it passes more than one tensor"),
+        ("xlnet", {}, "XLNetLMHeadModel cannot be divided into stages: "),
         ("bert", {"head": "masked_lm"}, "for causal_lm, not for masked_lm"),
     ],
 )
@@ -182,10 +189,14 @@ def test_a_model_of_transformers_that_cannot_be_divided_is_refused(kind, options
         check_stages(network(kind, tmp_path, **options), 2)
 
 
-@pytest.mark.parametrize("kind", ["opt", *map(slow, list(OTHERS)[1:])])
+@pytest.mark.parametrize("kind", ["opt", "ctrl", *map(slow, list(OTHERS)[2:])])
 def test_a_causal_model_of_transformers_is_the_sum_of_its_parts(kind, tmp_path):
     torch.manual_seed(0)
-    model, tokens = network(kind, tmp_path).eval(), torch.arange(3, 39).view(4, 9)
+    require_sum_of_parts(network(kind, tmp_path).eval())
+
+
+def require_sum_of_parts(model: HuggingFace) -> None:
+    tokens = torch.arange(3, 39).view(4, 9)
     model.require_divisible()
     model(tokens, tokens).backward()
     expected = grads_of(model)
@@ -197,6 +208,38 @@ def test_a_causal_model_of_transformers_is_the_sum_of_its_parts(kind, tmp_path):
     model.leave(streams, tokens).backward()
     assert len(expected) > 10 and expected.keys() == grads_of(model).keys()
     assert difference(grads_of(model), expected) < 1e-6
+
+
+class ByKeyword(nn.Module):
+    def __init__(self, called: nn.Module) -> None:
+        super().__init__()
+        self.called = called
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.called(input=x)
+
+
+def test_embeddings_may_be_called_with_keywords_only(tmp_path):
+    model = network("gpt2", tmp_path).eval()
+    model.model.transformer.wpe = ByKeyword(model.model.transformer.wpe)
+    require_sum_of_parts(model)
+
+
+def test_a_model_whose_parts_compute_something_else_is_refused(tmp_path):
+    def add_tokens(module, arguments, keywords, output):
+        output.logits = output.logits + keywords["input_ids"][..., None]
+
+    model = network("gpt2", tmp_path)
+    model.model.register_forward_hook(add_tokens, with_kwargs=True)
+    with pytest.raises(ValueError, match="GPT2LMHeadModel cannot be divided into stages: its parts do not compute"):
+        check_stages(model, 2)
+
+
+def test_a_divisible_model_must_tell_its_ends_and_its_shapes():
+    model, batch = Divisible(), torch.zeros(1)
+    for ask in (model.outside, lambda: model.enter(batch), lambda: model.stream_shape(batch, 0)):
+        with pytest.raises(NotImplementedError):
+            ask()
 
 
 if __name__ == "__main__":

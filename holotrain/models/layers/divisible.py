@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -35,17 +34,17 @@ class Divisible:
         if getattr(self.blocks, "grid", None) is not None:
             raise ValueError("exact streams have one grid for all blocks; use backward.exact=false")
 
-    @abstractmethod
     def outside(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """The modules that :meth:`enter` and :meth:`leave` use."""
+        raise NotImplementedError
 
-    @abstractmethod
     def enter(self, batch: Tensor, /) -> tuple[Tensor, ...]:
         """The streams that the first block reads."""
+        raise NotImplementedError
 
-    @abstractmethod
     def stream_shape(self, batch: Tensor, block: int, /) -> tuple[int, ...]:
         """The shape of each stream that a block reads."""
+        raise NotImplementedError
 
     def part(self, start: int, stop: int) -> nn.Module:
         """Some of the blocks, which are shared, for :meth:`run`."""
