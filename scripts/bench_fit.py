@@ -3,7 +3,7 @@
     python scripts/bench_fit.py --json scripts/results/cuda/fit.json
     python scripts/bench_fit.py model=rev_vit_tiny memory=1GiB    # overrides come last
 
-Random images, no logger. Expected: it ends well at the first batch that was planned, and its plan is the step's peak within 5 %.
+Random images, no logger. Expected: it ends well, and its plan is the step's peak within 5 %.
 """
 
 from __future__ import annotations
