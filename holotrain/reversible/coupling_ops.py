@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import struct
 import warnings
-from collections.abc import Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -28,16 +28,20 @@ def is_fused(stream: Tensor) -> bool:
 
 @cache
 def _works(device: torch.device) -> bool:
-    """Whether Triton is installed and compiles for a device; it needs compute capability 8.0 and a C compiler."""
     if not has_triton_package() or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     one, sign = torch.ones(1, 8, device=device), torch.ones(1, device=device)
+    zero, numbers = torch.zeros((), device=device), (1.0, 1.0, 0.0, 0.0)
+    run = partial(couple, one, one, one, sign, sign[0], zero, numbers, 0, False, torch.float32)
+    return compiles(run, f"Triton cannot compile for {device}, so the coupling takes several kernels")
+
+
+def compiles(run: Callable[[], object], otherwise: str) -> bool:
+    """Whether a kernel of Triton runs, which needs a C compiler; if it does not, warns of what happens ``otherwise``."""
     try:
-        couple(one, one, one, sign, sign[0], torch.zeros_like(sign[0]), (1.0, 1.0, 0.0, 0.0), 0, False, torch.float32)
+        run()
     except Exception as error:  # what is missing shows as errors of many kinds
-        warnings.warn(
-            f"Triton cannot compile for {device}, so couplings and losses take several kernels: {error!s:.200}", stacklevel=2
-        )
+        warnings.warn(f"{otherwise}: {error!s:.200}", stacklevel=3)
         return False
     return True
 

@@ -19,7 +19,17 @@ HALF = (torch.bfloat16, torch.float16)
 
 def is_fused(logits: Tensor) -> bool:
     """Whether a kernel of Triton takes logits like these."""
-    return logits.dtype in (torch.float32, *HALF) and coupling_ops.is_fused(logits)
+    if logits.dtype not in (torch.float32, *HALF) or not coupling_ops.is_fused(logits):
+        return False
+    return has_no_data(logits) or _works(logits.device)
+
+
+@cache
+def _works(device: torch.device) -> bool:
+    """Whether Triton compiles this kernel, too."""
+    logits, labels = torch.zeros(1, 8, device=device), torch.zeros(1, dtype=torch.long, device=device)
+    otherwise = f"Triton cannot compile for {device}, so the loss takes torch's operations"
+    return coupling_ops.compiles(lambda: cross_entropy(logits, labels, -100, True), otherwise)
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
