@@ -123,7 +123,7 @@ def test_a_resumed_run_appends_and_a_refused_one_does_not(holotrain):
 
 
 def test_each_job_of_a_sweep_has_a_log_with_the_traceback_of_its_defect(holotrain, monkeypatch):
-    def break_down(summary, folder):
+    def break_down(summary, folder, expensive):
         if folder.name == "1":
             raise ZeroDivisionError("a defect")
 

@@ -234,7 +234,8 @@ class BucketBatchSampler(ResumableBatchSampler):
         batch_size: documents in a batch, without ``max_tokens``.
         max_tokens: ``(longest in the batch) * (documents) <= max_tokens``. A longer document raises a UserError.
         bucketing: False puts documents of all lengths into one bucket.
-        seed, shard: see :class:`~holotrain.data.sampler.ResumableBatchSampler`.
+        seed: of the order.
+        shard: index of this process's share and number of shares; None: of the process group, if there is one.
 
     Raises:
         ValueError: ``lengths`` are not whole numbers of at least 0, or ``batch_size`` is below 1.
