@@ -13,7 +13,7 @@ import statistics
 import time
 
 import torch
-from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, sizes_of
+from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, sizes_of, verdict
 from torch import Tensor, nn
 
 from holotrain.models import GPT, RevGPT, generate
@@ -61,8 +61,8 @@ def main() -> None:
     result = begin(options) | {"model": type(model).__name__}
     text, expected = (form(model, prompts, options.compared) for form in (cached, uncached))
     same, words = torch.equal(text, expected), len(expected.unique())
-    verdict = "the same" if same else "NOT THE SAME"
-    print(f"cached and uncached texts of {options.compared} tokens, {words} words in them, are {verdict}")
+    alike = "the same" if same else "NOT THE SAME"
+    print(f"cached and uncached texts of {options.compared} tokens, {words} words in them, are {alike}")
 
     seconds = alternating(contestants, options.rounds)
     ratios = {name: median_ratio(seconds["uncached"], values) for name, values in seconds.items()}

@@ -25,7 +25,7 @@ from holotrain.errors import UserError
 from holotrain.models.checkpoint_files import is_folder, read
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_checkpoint_continues_under_each_strategy_on_each_number_of_processes(tmp_path):
     """Weights, optimizer states and two more steps, of AdamW and Muon, against one process, within 1e-9."""
     for count, checkpoints_of_each in ((4, 4), (2, 8)):  # two processes also load what the four have saved

@@ -12,7 +12,7 @@ WORDS += ["trainer.max_epochs=-1", "trainer.accelerator=cpu", "callbacks.progres
 WATCHING = ["+callbacks.watching._target_=failures.watching.Watching", f"+callbacks.watching.every={EVERY}"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nothing_grows_in_2000_steps(tmp_path, record_property):
     assert fit_apart(tmp_path, *WORDS, *WATCHING).wait() == 0, (tmp_path / "errors").read_text()
     looks = [look for look in json.loads((tmp_path / "watched.json").read_text()) if look["step"] >= BEGUN]

@@ -113,7 +113,7 @@ def test_a_smaller_batch_is_planned_after_memory_ran_out_in_the_first_steps(holo
         return step(self, batch, index)
 
     monkeypatch.setattr(ImageClassifier, "training_step", training_step)
-    words = [word for word in RUN if word != "logger=none"]
+    words = [*(word for word in RUN if word != "logger=none"), "trainer.max_epochs=1", "model.depth=2"]
     out = holotrain.done("fit", *words, "data.batch_size=auto", "memory=4MiB", "hydra.run.dir=run")
     first = int(re.search(r"data.batch_size=(\d+) is the largest", out)[1])
     tried = re.findall(r"out of memory in the first steps with data.batch_size=(\d+): trying (\d+)", out)

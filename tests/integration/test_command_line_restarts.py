@@ -43,7 +43,7 @@ def done(*words: str) -> tuple[int, list[str], str]:
     return status, [line for line in lines if not line.startswith("holotrain: SIGTERM: saving")], err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_torchrun_starts_all_again_and_they_end_as_if_nothing_had_been(holotrain):
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", *TORCHRUN, "fit", *WORDS, *incident("SIGKILL")]
