@@ -467,27 +467,32 @@ def main() -> None:
     for batch in options.batch:
         rows, left_out = measured(batch, options)
         points.append({"batch": batch, "engines": rows, "left_out": left_out})
-    if options.double:
-        worst = max(row["gradient_error"] for row in points[0]["engines"].values() if "gradient_error" in row)
-        verdict(begun, "largest relative error of a gradient in fp64", worst, 1e-12)
-    for kind in ("", ", graphed") if options.graphs else ():
-        both = [points[0]["engines"].get(f"{name}{kind}") for name in ("pareprop", "reversible")]
-        if all(both):
-            verdict(
-                begun, f"step time of pareprop{kind} / reversible{kind}", median_ratio(*(row["seconds"] for row in both)), 1.0
-            )
-            if kind:
-                plain = points[0]["engines"]["pareprop"]["seconds"]
-                verdict(begun, "pareprop: times as fast with a graph", median_ratio(plain, both[0]["seconds"]), 10, least=True)
-    if options.trace and "pareprop" in points[0]["engines"]:
-        together = points[0]["engines"]["pareprop"]["together"]
-        verdict(begun, "milliseconds with both streams of pareprop busy", together["together_ms"], 0.1, least=True)
+    judge(begun, points[0]["engines"], options)
     begun["options"]["minrev"] = bool(options.minrev)
     save(begun | {"points": points}, options.json)
     if options.picture:
         where = begun["machine"]["gpu" if options.device == "cuda" else "cpu"]
         sizes = ", ".join(map(str, options.batch))
         draw(points, options.picture, f"{options.depth} blocks of width {options.dim}, batches of {sizes}, on {where}")
+
+
+def judge(result: dict, engines: dict[str, dict], options) -> None:
+    """Compares the engines at the first batch size with what is expected of them."""
+    if options.double:
+        worst = max(row["gradient_error"] for row in engines.values() if "gradient_error" in row)
+        verdict(result, "largest relative error of a gradient in fp64", worst, 1e-12)
+    for kind in ("", ", graphed") if options.graphs else ():
+        both = [engines.get(f"{name}{kind}") for name in ("pareprop", "reversible")]
+        if not all(both):
+            continue
+        ratio = median_ratio(*(row["seconds"] for row in both))
+        verdict(result, f"step time of pareprop{kind} / reversible{kind}", ratio, 1.0)
+        if kind:
+            ratio = median_ratio(engines["pareprop"]["seconds"], both[0]["seconds"])
+            verdict(result, "pareprop: times as fast with a graph", ratio, 10, least=True)
+    if options.trace and "pareprop" in engines:
+        together = engines["pareprop"]["together"]["together_ms"]
+        verdict(result, "milliseconds with both streams of pareprop busy", together, 0.1, least=True)
 
 
 def measured(batch: int, options) -> tuple[dict[str, dict], dict[str, str]]:

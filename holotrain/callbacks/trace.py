@@ -164,8 +164,8 @@ class TraceProfiler(Profiler):
         trace["traceEvents"] += memory_counters(trace["traceEvents"])
         self._write_trace(json.dumps(trace).encode())
         with replacing(self.folder / OPERATORS) as path:
-            path.write_text(_tables(ended, self._cuda), encoding="utf-8")
-        self.most_expensive = _most_expensive(ended, self._cuda)
+            path.write_text(_tables(ended, operators := _operators(ended), self._cuda), encoding="utf-8")
+        self.most_expensive = _most_expensive(operators, self._cuda)
         if self._cuda:
             with replacing(self.folder / ALLOCATIONS) as path:
                 torch.cuda.memory._dump_snapshot(str(path))
@@ -208,13 +208,13 @@ def _operators(ended: profile, **grouping: Any) -> Any:
     return averages
 
 
-def _most_expensive(ended: profile, cuda: bool) -> list[str]:
+def _most_expensive(operators: Any, cuda: bool) -> list[str]:
     """The operators that took the most time in themselves: name, share of the time of all, and time in so many calls.
 
     On a CUDA device an operator's row has the time of its kernels, which also have rows of their own: those are left out.
     """
     own = "self_device_time_total" if cuda else "self_cpu_time_total"
-    rows = [row for row in _operators(ended) if row.device_type == DeviceType.CPU]
+    rows = [row for row in operators if row.device_type == DeviceType.CPU]
     times = sorted(((getattr(row, own), row.count, row.key) for row in rows), reverse=True)
     whole = sum(time for time, _, _ in times) or 1
     return [
@@ -222,14 +222,14 @@ def _most_expensive(ended: profile, cuda: bool) -> list[str]:
     ]
 
 
-def _tables(ended: profile, cuda: bool) -> str:
+def _tables(ended: profile, operators: Any, cuda: bool) -> str:
     """Tables of the most expensive operators, of operators by input shapes, and of the named ranges."""
     sort_by = "self_device_time_total" if cuda else "self_cpu_time_total"
-    groupings: dict[str, dict[str, Any]] = {"operators": {}, "operators by input shapes": {"group_by_input_shape": True}}
+    tables = {"operators": operators, "operators by input shapes": _operators(ended, group_by_input_shape=True)}
     widths = {"max_name_column_width": 50, "max_shapes_column_width": 60}
     parts = []
-    for title, grouping in groupings.items():
-        table = _operators(ended, **grouping).table(sort_by=sort_by, row_limit=30, **widths)
+    for title, averages in tables.items():
+        table = averages.table(sort_by=sort_by, row_limit=30, **widths)
         parts.append(f"{title}, by self time\n{table}")
     whole = "device_time_total" if cuda else "cpu_time_total"
     rows = [(getattr(row, whole) / 1e3, row.count, row.key) for row in ended.key_averages() if row.is_user_annotation]

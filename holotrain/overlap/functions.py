@@ -273,14 +273,15 @@ class AllToAll(AllReduce):
         near, far = self._groups(x, x.shape[1], matrix.shape[1], covered=covered)
         out = x.new_empty(sum(self.far), matrix.shape[1] // self.shared)
 
-        def launch(group: int, computed: Sequence[Tensor]) -> Work:
-            return self.overlap.collectives.all_to_all(far.of_ranks(out, group), computed)
+        fused = self.overlap.signals_of(x, matrix)
+        parts_of = near.split if fused else near.parts
 
-        if self.overlap.signals_of(x, matrix):
-            groups = near.pieces_of_groups()
-            return out, signals.send(x, matrix, bias, groups, lambda group, rows: launch(group, near.split(rows, group)))
-        parts = lambda group, computed: launch(group, near.parts(computed, group))  # noqa: E731
-        return out, self.overlap.send(near.arranged(x), matrix, bias, near.cut, parts)
+        def launch(group: int, computed: Tensor) -> Work:
+            return self.overlap.collectives.all_to_all(far.of_ranks(out, group), parts_of(computed, group))
+
+        if fused:
+            return out, signals.send(x, matrix, bias, near.pieces_of_groups(), launch)
+        return out, self.overlap.send(near.arranged(x), matrix, bias, near.cut, launch)
 
     def receive(
         self, x: Tensor, matrix: Tensor | None, bias: Tensor | None, outputs: int, again: bool = False

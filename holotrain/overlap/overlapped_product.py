@@ -54,8 +54,11 @@ class Overlap:
         if self.signals_of(x, matrix) and cut:
             ranks, rows, _ = x.shape
             groups = [[slice(r * rows + each.start, r * rows + each.stop) for r in range(ranks)] for each in cut]
-            whole = lambda group, finished: send(group, finished.unflatten(0, (ranks, -1)))  # noqa: E731
-            return signals.send(x.flatten(0, 1), matrix, bias, groups, whole)
+
+            def launch(group: int, finished: Tensor) -> Work:
+                return send(group, finished.unflatten(0, (ranks, -1)))
+
+            return signals.send(x.flatten(0, 1), matrix, bias, groups, launch)
         works = []
         for group, rows in enumerate(cut):
             parts = products(x[:, rows], matrix, bias)

@@ -28,6 +28,7 @@ def is_fused(stream: Tensor) -> bool:
 
 @cache
 def _works(device: torch.device) -> bool:
+    """Whether Triton is installed and compiles for a device, which needs compute capability 8.0."""
     if not has_triton_package() or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     one, sign = torch.ones(1, 8, device=device), torch.ones(1, device=device)

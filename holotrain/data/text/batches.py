@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from holotrain.data.hub import library_errors
@@ -363,7 +364,8 @@ def integers(name: str, values: Any) -> Tensor:
 
 def filled_up(rows: Sequence[Tensor], width: int, value: int) -> Tensor:
     """Rows of different lengths as one tensor (B, width), filled up with ``value``."""
-    return torch.stack([F.pad(row, (0, width - len(row)), value=value) for row in rows])
+    longest = pad_sequence([*rows], batch_first=True, padding_value=value)
+    return F.pad(longest, (0, width - longest.shape[1]), value=value)
 
 
 def padded(lengths: np.ndarray, multiple: int) -> np.ndarray:
