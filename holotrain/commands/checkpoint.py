@@ -11,17 +11,17 @@ import lightning.pytorch as pl
 from torch import nn
 
 from holotrain.config import checkpointed
-from holotrain.config.build import class_names, with_adapters
+from holotrain.config.build import class_names, train_part
 from holotrain.config.command_options import Config, FitConfig, RunConfig
 from holotrain.config.objects import PYTHON_OBJECT
-from holotrain.config.option_groups import HUGGING_FACE, TEXT, can_be_coupled, is_a
+from holotrain.config.option_groups import HUGGING_FACE, TEXT, FewBits, can_be_coupled, is_a
 from holotrain.config.structured import to_container
 from holotrain.data.tokenizers import tokenizer_text, with_template_of
 from holotrain.errors import UserError, as_user_error
 from holotrain.models import building, checkpoint_files, saved
 from holotrain.models.building import allocated
 from holotrain.models.huggingface_files import folder_of, tokenizer_of
-from holotrain.models.int8 import is_quantised, quantise
+from holotrain.models.quantised import bits_of, quantise
 from holotrain.numeric import counted
 from holotrain.targets import TARGET, first_line, targets
 from holotrain.tasks.task import model_of
@@ -38,11 +38,13 @@ class KeepConfiguration(pl.Callback):
         checkpoint[checkpointed.KEY] = self.run_metadata
 
 
+PART_TRAINED = ("trained", "adapters", "quantised")
+"""The options of a model that say what was trained of it."""
+
 CONTINUE = " and can only continue with it"
 FOR_ANY_USE = {f"task.{TARGET}": "; leave the option out"}
 FOR_TRAINING = {
-    "model.trained": "; start a new training with model.pretrained={path}",
-    "model.adapters": "; start a new training with model.pretrained={path}",
+    **{f"model.{name}": "; start a new training with model.pretrained={path}" for name in PART_TRAINED},
     f"optimizer.{TARGET}": CONTINUE,
     f"scheduler.{TARGET}": CONTINUE,
     "synthesis.mode": CONTINUE,
@@ -147,7 +149,7 @@ def described_model(
         try:
             model = building.build(description["target"], description["arguments"], trust or (), vouched)
             with allocated():
-                with_adapters(model, (trained or {}).get("adapters", 0))
+                train_part(model, **{name: trained[name] for name in PART_TRAINED if name in (trained or {})})
         except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise UserError(f"ckpt_path: {path} describes no model that can be built: {first_line(error)}") from error
     prefix, weights = "" if trained is None else "model.", checkpointed.weights(path)
@@ -166,11 +168,11 @@ def _of_the_same_model(path: Path) -> AbstractContextManager[None]:
     return as_user_error(f"ckpt_path: {path} holds another model")
 
 
-def in_int8(model: nn.Module, wanted: bool) -> None:
-    """Quantises the model in place if ``wanted``. Raises a UserError if torchao is not installed, or it is int8 already."""
-    if wanted:
-        with as_user_error("int8"):
-            quantise(model)
+def in_few_bits(model: nn.Module, quantised: FewBits | None) -> None:
+    """Quantises the whole model in place, if asked to. Raises a UserError if torchao is not installed, or it is quantised."""
+    if quantised:
+        with as_user_error("quantised"):
+            quantise(model.requires_grad_(False), int(quantised.removesuffix("bit")))
 
 
 def load_weights(task: pl.LightningModule, path: Path) -> None:
@@ -183,8 +185,8 @@ def load_weights(task: pl.LightningModule, path: Path) -> None:
         return
     with as_user_error("ckpt_path"):
         model = saved.load(path, vouched=checked_names(checkpointed.metadata(path)["description"]))
-        if is_quantised(model):
-            quantise(model_of(task))
+        if (bits := bits_of(model)) is not None:
+            quantise(model_of(task).requires_grad_(False), bits)
     with _of_the_same_model(path):
         checkpoint_files.require_same(model_of(task).state_dict(), model.state_dict())
     model_of(task).load_state_dict(model.state_dict())

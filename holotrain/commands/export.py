@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from holotrain.commands import screen
-from holotrain.commands.checkpoint import described_model, in_int8
+from holotrain.commands.checkpoint import described_model, in_few_bits
 from holotrain.commands.console import console
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import write_summary
@@ -18,7 +18,7 @@ from holotrain.files import write_json
 from holotrain.models import saved
 from holotrain.models.adapters import merge_peft
 from holotrain.models.external import ExternalModel
-from holotrain.models.int8 import storage_bytes
+from holotrain.models.quantised import dequantise, storage_bytes
 
 PROGRAM, ONNX = "model.pt2", "model.onnx"
 
@@ -31,11 +31,12 @@ def run(config: ExportConfig, run: Run) -> int:
     path = config.checkpoint
     model, described = described_model(path)
     model.eval()
+    dequantise(model)
     merge_peft(model)
-    if config.int8 and isinstance(model, ExternalModel):
+    if config.quantised and isinstance(model, ExternalModel):
         kind = type(model).__name__
-        raise UserError(f"int8: a {kind} is written for its own library, which has its own int8; use int8=false")
-    in_int8(model, config.int8)
+        raise UserError(f"quantised: a {kind} is written for its own library, which has its own kinds; use quantised=null")
+    in_few_bits(model, config.quantised)
     folder = Path(config.to) if config.to else run.folder / "export"
     described = dict(described)
     target, arguments, tokenizer = (described.pop(key, None) for key in ("target", "arguments", "tokenizer"))
@@ -68,7 +69,7 @@ def run(config: ExportConfig, run: Run) -> int:
     weights = storage_bytes(model)
     metrics = {"bytes": sum(file.stat().st_size for file in written), "storage_bytes": weights}
     summary = write_summary(run, config, model, checkpoint=str(path), metrics=metrics)
-    share = f", {weights / (4 * summary.parameters):.3f} of the fp32 size" if config.int8 else ""
+    share = f", {weights / (4 * summary.parameters):.3f} of the fp32 size" if config.quantised else ""
     rows = {
         "model of": path,
         "weights": f"{weights / 2**20:.2f} MiB{share}",
@@ -79,8 +80,9 @@ def run(config: ExportConfig, run: Run) -> int:
 
 
 def _without_merged(metadata: dict[str, Any]) -> dict[str, Any]:
-    """What the checkpoint says of its run, less the layers of peft, which the exported weights hold."""
+    """What the checkpoint says of its run, less the layers of peft, which the exported weights hold, and of their few bits."""
     config = metadata["config"]
     if not isinstance((config["model"] or {}).get("adapters"), dict):
         return metadata
-    return metadata | {"config": config | {"model": config["model"] | {"adapters": 0, "trained": "all"}}}
+    whole = {"adapters": 0, "trained": "all", "quantised": None}
+    return metadata | {"config": config | {"model": config["model"] | whole}}

@@ -14,6 +14,7 @@ from holotrain.commands.run_folder import Run
 from holotrain.config.build import check_optimizer
 from holotrain.config.build_trainer import device_kind, device_name
 from holotrain.config.command_options import Config, RunConfig
+from holotrain.config.fine_tuning import trains_all
 from holotrain.config.objects import PYTHON_OBJECT
 from holotrain.config.option_groups import ADAMW, AUTO, LOW_BIT, OBJECT_GROUPS, takes
 from holotrain.data.example import batch_unit
@@ -246,7 +247,12 @@ def _lighter(config: RunConfig) -> dict[str, RunConfig]:
     if takes(model, "reversible") and model.trained == "all" and not model.adapters:
         lora = {TARGET: "peft.LoraConfig", "r": 8, "target_modules": "all-linear"}
         words = ", ".join(f"{name}: {value}" for name, value in lora.items())
-        others[f"'model.adapters={{{words}}}'"] = replace(config, model=model.with_arguments(adapters=lora))
+        with_lora = replace(config, model=model.with_arguments(adapters=lora))
+        others[f"'model.adapters={{{words}}}'"] = with_lora
+        few_bits = replace(config, model=model.with_arguments(adapters=lora, quantised="4bit"))
+        others[f"'model.adapters={{{words}}}' model.quantised=4bit"] = few_bits
+    elif model is not None and model.quantised is None and not trains_all(model.plain()):
+        others["model.quantised=4bit"] = replace(config, model=model.with_arguments(quantised="4bit"))
     if lower := LOWER_PRECISION.get(trainer.precision):
         others[f"trainer.precision={lower}"] = replace(config, trainer=trainer.with_arguments(precision=lower))
     return others

@@ -21,6 +21,7 @@ from holotrain.config.option_groups import COMPATIBLE, ERROR_DIFFUSION, is_a
 from holotrain.data.images import ImageDataModule
 from holotrain.data.text.module import TextDataModule
 from holotrain.models.division import division
+from holotrain.models.quantised import parameter_count, quantised_counts
 from holotrain.numeric import counted
 from holotrain.parallel.rank import ProcessRank
 from holotrain.reversible.stack import kept_between_blocks
@@ -49,7 +50,7 @@ def show_start(
         named += f", rule {config.model.rule}, depth {config.model.depth}, width {config.model.width}"
     sizes = {} if data is None else _sizes(data, PARTS.get(run.command, ()))
     fits = run.command == "fit"
-    whole = sum(parameter.numel() for parameter in model.parameters())
+    whole = parameter_count(model)
     learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     trainable = f", {_large(learned)} trainable" if 0 < learned < whole else ""
     rows = {
@@ -62,6 +63,7 @@ def show_start(
         "samples": _samples(sizes),
         "warning": _warning(sizes, hasattr(data, "val_fraction") or hasattr(config.data, "val_fraction")),
         "backward": _backward(config),
+        "quantised": config.model and config.model.quantised and _quantised(model),
         "between blocks": kept_between_blocks(model) if fits else None,
         "synthesis": _synthesis(config.synthesis) if fits and config.synthesis else None,
         "optimizer": _optimizer(config, config.optimizer, run) if fits and config.optimizer else None,
@@ -74,6 +76,12 @@ def show_start(
         "folder": run.folder,
     }
     console.print(table(f"holotrain {run.command}", rows))
+
+
+def _quantised(model: nn.Module) -> str:
+    """How many of the parameters have how few bits."""
+    counts, whole = quantised_counts(model), parameter_count(model)
+    return ", ".join(f"{count / whole:.0%} in {bits} bits" for bits, count in counts.items()) + " of the parameters"
 
 
 def _synthesis(config: ObjectConfig) -> str:

@@ -80,6 +80,7 @@ class Summary:
 def write_summary(run: Run, config: RunConfig, model: nn.Module, status: str = "completed", **results: Any) -> Summary:
     """The summary of a run, which its main process writes into the run's folder."""
     from holotrain.config.build_trainer import device_name
+    from holotrain.models.quantised import parameter_count
 
     trainer = config.trainer
     results.setdefault("seconds", time.monotonic() - run.started)
@@ -92,7 +93,7 @@ def write_summary(run: Run, config: RunConfig, model: nn.Module, status: str = "
         precision=trainer.precision,
         backward=config.backward.name,
         synthesis=getattr(config.synthesis, "mode", "none"),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=parameter_count(model),
         float32_matmul_precision=trainer.float32_matmul_precision,
         strategy=trainer.strategy,
         processes=run.process.size if run.process else 1,

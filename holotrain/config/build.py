@@ -16,7 +16,7 @@ from holotrain.callbacks import SynthesisCallback
 from holotrain.config import option_groups as groups
 from holotrain.config.command_options import FitConfig, PlanConfig, RunConfig
 from holotrain.config.objects import PYTHON_OBJECT, ObjectConfig
-from holotrain.config.option_groups import default_backward, is_a, schema_of, takes
+from holotrain.config.option_groups import FewBits, default_backward, is_a, schema_of, takes
 from holotrain.config.signatures import REQUIRED, signature
 from holotrain.data.text.module import TextDataModule
 from holotrain.data.tokenizers import ByteTokenizer, tokenizer_from_json
@@ -27,6 +27,7 @@ from holotrain.models.building import allocated
 from holotrain.models.checkpoint_files import read_weights
 from holotrain.models.external import ExternalModel
 from holotrain.models.pretrained import load_pretrained
+from holotrain.models.quantised import quantise
 from holotrain.numeric import require_at_least
 from holotrain.optimizers.stepping import InBackward
 from holotrain.reversible import make_reversible
@@ -356,17 +357,24 @@ def prepare_weights(model: nn.Module, config: ObjectConfig, read: bool) -> None:
     elif read and config.pretrained:
         with as_user_error("model.pretrained"):
             print(load_pretrained(model, read_weights(config.pretrained)), file=sys.stderr)
-    with as_user_error("model"):
-        with allocated():
-            with_adapters(model, config.adapters)
-        if config.trained != "all" and not isinstance(config.adapters, dict):  # peft has frozen the others
-            freeze(model, config.trained)
+    with as_user_error("model"), allocated():
+        train_part(model, config.trained, config.adapters, config.quantised)
 
 
-def with_adapters(model: nn.Module, adapters: int | dict[str, Any]) -> None:
-    """Adds those of the option ``model.adapters`` in place. Raises a ValueError if the model has no place for them."""
+def train_part(
+    model: nn.Module, trained: str = "all", adapters: int | dict[str, Any] = 0, quantised: FewBits | None = None
+) -> None:
+    """Adds adapters, freezes what is not trained and quantises it, in place, as the options of the model say.
+
+    Raises:
+        ValueError: the model has no place for adapters, or nothing to train or to quantise.
+    """
     if isinstance(adapters, dict):
         needed(*PEFT)  # before `instantiate` imports it by name, which names no extra
         add_peft(model, instantiate(adapters))
     elif adapters:
         add_adapters(model, adapters)
+    if trained != "all" and not isinstance(adapters, dict):  # peft has frozen the others
+        freeze(model, trained)
+    if quantised is not None:
+        quantise(model, int(quantised.removesuffix("bit")))

@@ -143,8 +143,8 @@ class CheckpointConfig(RunConfig):
 class ModelConfig(CheckpointConfig):
     """The options of a command that uses a trained model in one process."""
 
-    int8: bool = False
-    """quantize weights to 8 bits, one scale per row (torchao): less memory and smaller files, but slower on a CPU"""
+    quantised: groups.FewBits | None = None
+    """store the weights in few bits (torchao), 8bit or 4bit: less memory and smaller files, but slower on a CPU"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -255,8 +255,8 @@ class ExportConfig(ModelConfig):
         super().__post_init__()
         if self.format != "safetensors" and is_a(self.data, groups.TEXT):
             raise UserError(f"format={self.format}: needs a model of images; use format=safetensors")
-        if self.format != "safetensors" and self.int8:
-            raise UserError(f"int8: not supported by format={self.format}; use format=safetensors")
+        if self.format != "safetensors" and self.quantised:
+            raise UserError(f"quantised: not supported by format={self.format}; use format=safetensors")
 
 
 @dataclass

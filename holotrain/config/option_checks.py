@@ -118,6 +118,8 @@ def _check_strategy(config: RunConfig) -> None:
         raise UserError(f"optimizer={name}: trainer={strategy} does not support it; use trainer=fsdp or ddp")
     if strategy in ("tp", "pipeline") and getattr(config.model, "adapters", 0):
         raise UserError(f"model.adapters: trainer={strategy} does not support adapters; use trainer=fsdp or ddp")
+    if strategy in ("tp", "pipeline") and getattr(config.model, "quantised", None):
+        raise UserError(f"model.quantised: trainer={strategy} does not support it; use trainer=fsdp or ddp")
     trained = getattr(config.model, "trained", "all")
     if strategy == "pipeline" and trained != "all":
         raise UserError(f"model.trained={trained}: a stage of trainer=pipeline would train nothing; use trainer=fsdp or ddp")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from holotrain.models.layers.blocks import ResidualBlock
+from holotrain.models.quantised import dequantise
 from holotrain.reversible import ReversibleBlock
 from holotrain.targets import first_line, needed
 
@@ -98,12 +99,14 @@ def add_peft(model: nn.Module, config: Any) -> None:
 
 
 def merge_peft(model: nn.Module) -> None:
-    """Adds what peft's layers have learned to the layers that they stand beside, and takes them away, in place."""
+    """Adds what peft's layers have learned to the layers that they stand beside, and takes them away, in place. Quantised
+    layers become usual ones."""
     if not any(hasattr(module, "base_layer") for module in model.modules()):
         return
     needed(*PEFT)
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    dequantise(model)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, BaseTunerLayer):

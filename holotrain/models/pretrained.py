@@ -100,8 +100,8 @@ def _require_tied(head: Tensor | None, embedding: Tensor, name: str) -> None:
 
 
 def _ours(weights: Weights) -> Weights:
-    if any(name.endswith(".weight_scale") for name in weights):
-        raise ValueError("these weights are int8 and cannot be trained; use the checkpoint that they were exported from")
+    if any(name.endswith(".numbers") for name in weights):
+        raise ValueError("these weights are quantised and cannot be trained; use the checkpoint that they were exported from")
     return {name: x for name, x in weights.items() if not name.endswith(".grid.step")}  # which depends on the data
 
 

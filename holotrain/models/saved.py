@@ -22,12 +22,12 @@ from holotrain.models.adapters import adapter_width, add_adapters
 from holotrain.models.building import build
 from holotrain.models.checkpoint_files import CONFIG, WEIGHTS, read_weights, require_same, save_tensors
 from holotrain.models.external import ExternalModel
-from holotrain.models.int8 import is_quantised, packed, quantise, unpacked
+from holotrain.models.quantised import bits_of, quantise
 from holotrain.reversible import ReversibleSequence
 from holotrain.targets import first_line
 
-FORMAT = 2
-PARTS = {"target": str, "arguments": dict, "int8": bool, "adapters": int | None}
+FORMAT = 3
+PARTS = {"target": str, "arguments": dict, "quantised": int | None, "adapters": int | None}
 """What ``config.json`` holds of every model, with the types."""
 
 BESIDE = "holotrain.json"
@@ -58,7 +58,7 @@ def save(
     content = json.dumps(_config(target, arguments, model, extra), indent=2) + "\n"  # before anything is written
     with ExitStack() as files:  # which puts all in their places at the end
         at = {name: files.enter_context(replacing(folder / name, alone=True)) for name in (CONFIG, WEIGHTS)}
-        save_tensors(unpacked(model.state_dict()), folder / WEIGHTS, at[WEIGHTS])
+        save_tensors(model.state_dict(), folder / WEIGHTS, at[WEIGHTS])
         at[CONFIG].write_text(content, encoding="utf-8")
         at[WEIGHTS].chmod(at[CONFIG].stat().st_mode)  # safetensors would keep it from other users
         (folder / BESIDE).unlink(missing_ok=True)
@@ -96,7 +96,7 @@ def save_external(
 
 def _config(target: str, arguments: dict[str, Any], model: nn.Module, extra: dict[str, Any] | None) -> dict[str, Any]:
     config = (extra or {}) | {"format": FORMAT, "target": target, "arguments": arguments}
-    return config | {"int8": is_quantised(model), "adapters": adapter_width(model)}
+    return config | {"quantised": bits_of(model), "adapters": adapter_width(model)}
 
 
 def load(folder: str | Path, trust: Collection[str] = (), vouched: Collection[tuple[str, str]] = ()) -> nn.Module:
@@ -107,7 +107,7 @@ def load(folder: str | Path, trust: Collection[str] = (), vouched: Collection[tu
         trust, vouched: as :func:`~holotrain.models.building.build` takes them.
 
     Raises:
-        ValueError: a file is missing or damaged, or was written by another version; int8 weights and no torchao.
+        ValueError: a file is missing or damaged, or was written by another version; quantised weights and no torchao.
     """
     folder = Path(folder)
     config, path = read_config(folder), config_path(folder)
@@ -122,12 +122,14 @@ def load(folder: str | Path, trust: Collection[str] = (), vouched: Collection[tu
         if path.name == BESIDE:
             _require_external(model).load_saved(weights)
             return model.eval()
-        if config["int8"]:
-            quantise(model)
-        require_same(unpacked(model.state_dict()), weights)
+        if config["quantised"] is not None:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(name in weights)  # what is there whole was not quantised
+            quantise(model, config["quantised"])
+        require_same(model.state_dict(), weights)
     except ValueError as error:
         raise ValueError(f"{folder / WEIGHTS} and {path.name} are of different models: {error}") from error
-    model.load_state_dict(packed(weights) if config["int8"] else weights)
+    model.load_state_dict(weights)
     return model.eval()
 
 
@@ -144,8 +146,8 @@ def config_path(folder: str | Path) -> Path:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """What :func:`config_path` says: ``format``, ``target``, ``arguments``, ``int8``, ``adapters`` (width or None), and the
-    extra. Raises a ValueError if it is missing or damaged, or was written by another version or program."""
+    """What :func:`config_path` says: ``format``, ``target``, ``arguments``, ``quantised`` (bits or None), ``adapters`` (width
+    or None), and the extra. Raises a ValueError if it is missing or damaged, or was written by another version or program."""
     path = config_path(folder)
     if not path.is_file():
         raise ValueError(f"{folder} holds no saved model: there is no {CONFIG} in it")

@@ -29,6 +29,7 @@ from holotrain.models.division import division
 from holotrain.models.layers.attention import Attention
 from holotrain.models.layers.blocks import ResidualBlock
 from holotrain.models.mvit import Transition
+from holotrain.models.quantised import Quantised
 from holotrain.overlap.groups import Grouping
 from holotrain.overlap.styles import OverlappedColwise, OverlappedRowwise
 from holotrain.reversible import ReversibleBlock
@@ -58,9 +59,11 @@ class DataParallel(DDPStrategy):
         super().__init__(ddp_comm_hook=HOOKS[compression], gradient_as_bucket_view=True, **options)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        modules = model.named_modules()
-        constants = [f"{path}.{name}".lstrip(".") for path, part in modules for name in part._non_persistent_buffers_set]
-        # Non-persistent buffers are equal in all processes and need not be broadcast before each forward.
+        constants = []
+        for path, part in model.named_modules():
+            # Equal in all processes: they need not be broadcast before each forward.
+            names = part._buffers if isinstance(part, Quantised) else part._non_persistent_buffers_set
+            constants += [f"{path}.{name}".lstrip(".") for name in names]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, constants)
         return super()._setup_model(model)
 

@@ -97,7 +97,7 @@ GPT = {"vocab": 260, "context": 8, "dim": 8, "depth": 1, "heads": 1}
         (another(auto_map={"AutoConfig": "evil.Config"}, _attn_implementation="a/kernel"), "'a/kernel' is not one of eager"),
         (changed(target="holotrain.models.GPT", arguments=GPT), "are of different models: a GPT is of no other library"),
         (changed(target="os.system"), "holotrain.json describes no model that can be built: os.system is not a model of"),
-        (changed(int8="no"), "holotrain.json is damaged, or of another program: int8 is missing or of another type"),
+        (changed(quantised="no"), "holotrain.json is damaged, or of another program: quantised is missing or of another type"),
         (lambda folder: (folder / "model.safetensors").unlink(), "holds none of model.safetensors"),
         (
             lambda folder: (folder / "holotrain.json").unlink(),
@@ -160,7 +160,13 @@ def test_every_command_takes_an_export(holotrain, trained, tmp_path, kind, task)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "layers"), [(words_of("vit", "image_classification"), "q_proj"), (["model=vit_tiny"], "query_key_value")]
+    ("words", "layers"),
+    [
+        (words_of("vit", "image_classification"), "q_proj"),
+        ([*words_of("vit", "image_classification"), "model.quantised=4bit"], "q_proj"),
+        (["model=vit_tiny"], "query_key_value"),
+        (["model=vit_tiny", "model.quantised=8bit"], "query_key_value"),
+    ],
 )
 def test_an_export_with_merged_lora_is_measured(holotrain, words, layers):
     pytest.importorskip("peft")

@@ -16,8 +16,8 @@ from small_run import fit_in
 
 import holotrain as package
 from holotrain.data.tokenizers import tokenizer_from_json
-from holotrain.models.int8 import is_quantised
 from holotrain.models.layers.attention import Attention
+from holotrain.models.quantised import bits_of
 
 TEXTS = [
     *("data=text_files", "data.files=texts/**/*.txt", "data.context=24", "data.batch_size=4", "data.cache_dir=tokens"),
@@ -133,19 +133,19 @@ def test_prompts_from_a_file_are_continued_together(holotrain, trained, name):
     assert alone["text"] == made[1]["text"]
 
 
-@pytest.mark.parametrize("int8", [slow("false"), "true"])
-def test_an_export_is_all_that_is_needed(holotrain, trained, int8):
+@pytest.mark.parametrize(("quantised", "bits"), [slow("null", None), slow("8bit", 8), ("4bit", 4)])
+def test_an_export_is_all_that_is_needed(holotrain, trained, quantised, bits):
     """A trained tokenizer travels along; data and checkpoint are gone."""
     checkpoint = Path(shutil.copy(trained("causal_lm, bpe"), "gone.ckpt"))
     ask = ["prompt=fig lime", "max_tokens=8", "temperature=0"]
-    holotrain("generate", f"ckpt_path={checkpoint}", *ask, f"int8={int8}", "hydra.run.dir=before")
-    status, out, _ = holotrain("export", f"ckpt_path={checkpoint}", "to=exported", f"int8={int8}")
-    assert status == 0 and ("of the fp32 size" in out) == (int8 == "true")
+    holotrain("generate", f"ckpt_path={checkpoint}", *ask, f"quantised={quantised}", "hydra.run.dir=before")
+    status, out, _ = holotrain("export", f"ckpt_path={checkpoint}", "to=exported", f"quantised={quantised}")
+    assert status == 0 and ("of the fp32 size" in out) == (bits is not None)
     checkpoint.unlink(), shutil.rmtree("texts"), shutil.rmtree("tokens", ignore_errors=True)
     assert holotrain("generate", "ckpt_path=exported", *ask, "hydra.run.dir=after")[0] == 0
     assert generations("before") == generations("after")
     model = package.load("exported")
-    assert is_quantised(model) == (int8 == "true") and type(model).__name__ == "RevGPT"
+    assert bits_of(model) == bits and type(model).__name__ == "RevGPT"
     assert tokenizer_from_json(Path("exported/tokenizer.json").read_text()).vocab_size == 280
 
 
@@ -153,11 +153,11 @@ def test_an_export_is_all_that_is_needed(holotrain, trained, int8):
 def test_texts_are_scored_and_classified(holotrain, trained):
     checkpoint = trained("causal_lm")
     Path("texts/metal").rename("metal")  # predictions need no data
-    for int8, tolerance in (("false", 1e-4), ("true", 2e-2)):
-        words = ["texts=texts/fruit", f"int8={int8}", f"hydra.run.dir=scores_{int8}"]
+    for quantised, tolerance in (("null", 1e-4), ("8bit", 2e-2)):
+        words = ["texts=texts/fruit", f"quantised={quantised}", f"hydra.run.dir=scores_{quantised}"]
         status, _, err = holotrain("predict", f"ckpt_path={checkpoint}", *words)
         assert status == 0, err
-        found = rows(Path(f"scores_{int8}/predictions.csv"))
+        found = rows(Path(f"scores_{quantised}/predictions.csv"))
         assert [row["text"] for row in found] == sorted(f"texts/fruit/{number}.txt" for number in range(20))
         assert all(int(row["bytes"]) == Path(row["text"]).stat().st_size for row in found)
         expected = bits_per_byte(checkpoint, Path(found[0]["text"]))

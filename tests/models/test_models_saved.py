@@ -14,7 +14,7 @@ from torch import nn
 import holotrain
 from holotrain.models.adapters import add_adapters
 from holotrain.models.building import build
-from holotrain.models.int8 import is_quantised, quantise
+from holotrain.models.quantised import bits_of, quantise
 from holotrain.models.saved import export_program, load, read_config, save
 
 
@@ -35,26 +35,27 @@ def saved_in(folder, name, **options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "int8"), [*product(TRANSFORMERS, (False, True)), ("ImageErrorDiffusion", False)])
-def test_every_model_comes_back_bit_for_bit(tmp_path, name, int8):
+@pytest.mark.parametrize(("name", "bits"), [*product(TRANSFORMERS, (None, 8, 4)), ("ImageErrorDiffusion", None)])
+def test_every_model_comes_back_bit_for_bit(tmp_path, name, bits):
     model, arguments = model_of(name)
-    if int8:
-        quantise(model)
+    if bits:
+        quantise(model.requires_grad_(False), bits)
     save(tmp_path / "a" / "b", f"holotrain.models.{name}", arguments, model)
     other = holotrain.load(tmp_path / "a" / "b")
-    assert type(other).__name__ == name and not other.training and is_quantised(other) == int8
+    assert type(other).__name__ == name and not other.training and bits_of(other) == bits
     assert_equal(other(example(name)), model(example(name)))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("int8", [False, True])
-def test_what_was_done_to_a_model_comes_back(tmp_path, int8):
-    """Adapters, an exact grid, a schedule."""
+@pytest.mark.parametrize("frozen", [None, "blocks.blocks.0", ""])
+def test_what_was_done_to_a_model_comes_back(tmp_path, frozen):
+    """Adapters, an exact grid, a schedule, few bits in a part or in the whole."""
     model, arguments = model_of("RevViT", exact=12, backward="pareprop", store=1)
     add_adapters(model, 3)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
-    if int8:
+    if frozen is not None:
+        model.get_submodule(frozen).requires_grad_(False)
         quantise(model)
     save(tmp_path, "holotrain.models.RevViT", arguments, model)
     other = load(tmp_path)
@@ -65,7 +66,7 @@ def test_what_was_done_to_a_model_comes_back(tmp_path, int8):
 def test_files_hold_plain_numbers_and_texts(tmp_path):
     """The whole of the file: a length, a header in JSON that names numbers, and as many bytes of them."""
     model, arguments = model_of("RevGPT")
-    quantise(model)
+    quantise(model.requires_grad_(False))
     save(tmp_path, "holotrain.models.RevGPT", arguments, model, {"license": "mine"}, tokenizer='{"words": "ä"}')
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
     content = (tmp_path / "model.safetensors").read_bytes()
@@ -75,8 +76,8 @@ def test_files_hold_plain_numbers_and_texts(tmp_path):
     assert 8 + length + max(tensor["data_offsets"][1] for tensor in header.values()) == len(content)
     assert (tmp_path / "tokenizer.json").read_text(encoding="utf-8") == '{"words": "ä"}'
     assert read_config(tmp_path) == {
-        "license": "mine", "format": 2, "target": "holotrain.models.RevGPT", "arguments": arguments,
-        "int8": True, "adapters": None,
+        "license": "mine", "format": 3, "target": "holotrain.models.RevGPT", "arguments": arguments,
+        "quantised": 8, "adapters": None,
     }  # fmt: skip
 
 
@@ -114,9 +115,9 @@ def cut(name, length):
         (lambda folder: (folder / "config.json").unlink(), "holds no saved model: there is no config.json in it"),
         (lambda folder: (folder / "model.safetensors").unlink(), "there is no file .*model.safetensors"),
         (cut("model.safetensors", 5000), "model.safetensors is not a readable safetensors file; it is damaged"),
-        (lambda folder: (folder / "config.json").write_text('{"format": 2}'), "damaged, or of another program"),
+        (lambda folder: (folder / "config.json").write_text('{"format": 3}'), "damaged, or of another program"),
         (changed_config(arguments=[3]), "damaged, or of another program: arguments is missing or of another type"),
-        (changed_config(format=1), "is of format 1; this version of holotrain reads format 2"),
+        (changed_config(format=1), "is of format 1; this version of holotrain reads format 3"),
         (changed_config(target="cnn.Net"), "describes no model that can be built: cnn.Net is needed, .* no package 'cnn' here"),
         (changed_config(target="os.system"), "describes no model that can be built: os.system is not a model of holotrain"),
         (changed_config(target=INSIDE, arguments={}), f"describes no model that can be built: .*{INSIDE}"),
@@ -126,7 +127,8 @@ def cut(name, length):
             r"different models: embedding.position is \(1, 16, 16\), not \(1, 16, 8\)",
         ),
         (changed_config(arguments=IMAGE | {"depth": 3}), r"different models: blocks.blocks.2.f.norm.weight is missing, not"),
-        (changed_config(int8=True), r"f.attention.query_key_value.weight is \(48, 16\), not \(48, 16\) torch.int8"),
+        (changed_config(quantised=8), "different models: this RevViT has no frozen Linear layer or embedding to quantise"),
+        (changed_config(quantised=3), "different models: bits must be 8 or 4, not 3"),
     ],
 )
 def test_damage_is_refused_in_one_line(tmp_path, change, message):
@@ -167,7 +169,7 @@ def test_onnx_gives_the_same_outputs_for_any_batch(tmp_path, name, options, int8
     runtime = pytest.importorskip("onnxruntime")
     model, _ = model_of(name, **options)
     if int8:
-        quantise(model)
+        quantise(model.requires_grad_(False))
     export_program(model, example(name, 2), tmp_path / "model.onnx")
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
     session = runtime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
