@@ -1,11 +1,11 @@
-"""Tokens per second of generation: with and without KV cache, fp32 and int8. Needs only torch.
+"""Tokens per second of generation: with and without KV cache, and with weights in few bits. Needs only torch.
 
     python scripts/bench_generation.py
-    python scripts/bench_generation.py --size small --tokens 256 --compile --int8 --json scripts/results/generation_cpu.json
+    python scripts/bench_generation.py --size small --tokens 256 --compile --bits 8 4 --json scripts/results/generation_cpu.json
 
 Generates ``--tokens`` tokens greedily from a prompt of 8 random tokens, with a RevGPT with random weights and a vocabulary of
 bytes (size tiny) or 50,257 words. Ratios are medians over alternating rounds in one process. The texts of cached and uncached
-generation are compared and must be equal. ``--int8`` needs torchao.
+generation are compared and must be equal. ``--bits`` needs torchao.
 """
 
 import copy
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from holotrain.models import GPT, RevGPT, generate
 from holotrain.models.generation import Sampling
+from holotrain.models.quantised import quantise
 
 PROMPT = 8
 GREEDY = Sampling(temperature=0)
@@ -32,7 +33,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compile", action="store_true", help="also measure torch.compile")
-    parser.add_argument("--int8", action="store_true", help="also measure int8 weights")
+    parser.add_argument("--bits", type=int, nargs="+", choices=(8, 4), default=[], help="also measure weights in few bits")
     options = parser.parse_args()
     device = torch.device(DEVICE)
     torch.manual_seed(0)
@@ -52,12 +53,10 @@ def main() -> None:
         contestants["unlike prompts"] = lambda: timed(cached, model, unlike, options.tokens)
     if options.compile:
         contestants["compiled"] = lambda: timed(cached, model, prompts, options.tokens, compiled=True)
-    if options.int8:
-        from holotrain.models.int8 import quantise
-
-        small = copy.deepcopy(model)
-        quantise(small)
-        contestants["int8"] = lambda: timed(cached, small, prompts, options.tokens)
+    for bits in options.bits:
+        small = copy.deepcopy(model).requires_grad_(False)
+        quantise(small, bits)
+        contestants[f"{bits} bits"] = lambda small=small: timed(cached, small, prompts, options.tokens)
     result = begin(options) | {"model": type(model).__name__}
     text, expected = (form(model, prompts, options.compared) for form in (cached, uncached))
     same, words = torch.equal(text, expected), len(expected.unique())

@@ -169,7 +169,7 @@ REST = (
         words("--depths 3 --steps 3 --pretrain 3 --seeds 2 --batch 2 --windows 4"),
     ),
     Piece("generation", script("bench_generation", "--size medium --batch 8 --tokens 256"), GENERATION_TOY),
-    Piece("generation_int8", script("bench_generation", "--size medium --int8"), GENERATION_TOY, needs=("torchao",)),
+    Piece("generation_bits", script("bench_generation", "--size medium --bits 8 4"), GENERATION_TOY, needs=("torchao",)),
     *(largest_batch(model, 24) for model in list(SIZES)[2:]),
     *(largest_batch(model, 16, 40) for model in SIZES),
 )  # fmt: skip

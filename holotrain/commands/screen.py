@@ -81,7 +81,7 @@ def show_start(
 def _quantised(model: nn.Module) -> str:
     """How many of the parameters have how few bits."""
     counts, whole = quantised_counts(model), parameter_count(model)
-    return ", ".join(f"{count / whole:.0%} in {bits} bits" for bits, count in counts.items()) + " of the parameters"
+    return ", ".join(f"{count / whole:.0%} in {bits} bits" for bits, count in counts.items()) + " (of all parameters)"
 
 
 def _synthesis(config: ObjectConfig) -> str:

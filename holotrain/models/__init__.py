@@ -18,7 +18,7 @@ checkpoint_files  read a checkpoint or weights, a file or a folder of several pr
 saved             save a model in a folder and load it; export it as a program, or to ONNX
 generation        generate text with a causal model, and how the next token is drawn
 adapters          fine-tune a part: bottleneck adapters, peft, freezing
-int8              quantise weights to a quarter of the memory
+quantised         frozen weights in 8 or 4 bits
 block_schedules   set the backward schedule of each block; torch.compile, block by block
 division          which layers tensor parallelism splits, and the part that one rank has
 """

@@ -76,6 +76,7 @@ class _Product(torch.autograd.Function):
         return F.linear(input, decoded(*buffers))
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         buffers = ctx.saved_tensors  # once: a second look has a block run again
         return gradient @ ctx.decoded(*buffers).to(gradient.dtype), None, *(None for _ in buffers)

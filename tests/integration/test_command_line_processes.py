@@ -255,6 +255,21 @@ def test_two_pairs_of_processes_share_a_model(holotrain, strategy, pairs):
     assert_close(weights(run / LAST), weights(alone / LAST), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_lora_on_weights_in_few_bits_learns_as_in_one_process(holotrain, strategy):
+    for each in ("torchao", "peft"):
+        pytest.importorskip(each)
+    write_letters(Path("text"))
+    lora = "model.adapters={_target_: peft.LoraConfig, target_modules: all-linear, init_lora_weights: false}"
+    words = [*TEXT, *SHARED, *FEW, lora, "model.quantised=4bit"]
+    assert by_forks(2, "fit", *words, f"trainer={strategy}", "trainer.devices=2") == (0, [""] * 2)
+    run = only(Path("runs/fit"))
+    alone = alone_in(holotrain, "alone", *words, "data.batch_size=16")
+    assert len(losses(run)) == 3 and losses(run) == pytest.approx(losses(alone), rel=1e-9)
+    assert_close(weights(run / LAST), weights(alone / LAST), rtol=1e-9, atol=1e-11)
+
+
 def test_one_process_continues_what_tensor_parallel_ones_began(holotrain, left):
     checkpoint = left[0] / "did_begun/1" / LAST
     state = load(checkpoint)["state_dict"]
