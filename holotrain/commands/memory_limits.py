@@ -75,7 +75,9 @@ def _with_batch(config: Config, data: pl.LightningDataModule, device: str, budge
     try:
         size = choose_batch(planner, budget, least, most)
     except TooSmall as error:
-        raise _too_small(smallest, budget, error) from error
+        say("  not even the smallest fits; planning what would ...")
+        helps = what_helps(*proposals(PlannedTraining(smallest, data, device), budget))
+        raise _too_small(smallest, budget, error, helps) from error
     assert planner.backward is not None  # an automatic batch size does not go with open schedules
     setattr(data, option.removeprefix("data."), size)
     say(f"  {option}={size} is the largest that fits into {in_words(budget)} or that the data provide")
@@ -110,11 +112,11 @@ def _with_schedules(config: Config, data: pl.LightningDataModule, device: str, b
     return replace(config, backward=replace(config.backward, blocks=choice.blocks)), choice.bound
 
 
-def _too_small(config: RunConfig, budget: int, error: TooSmall, helps: str = "") -> UserError:
+def _too_small(config: RunConfig, budget: int, error: TooSmall, helps: str) -> UserError:
     option, size = config.batch_option
     batch = "" if size is None else f"with {option}={size} "
     need = f"{batch}this run needs {in_words(error.least, up=True)}"
-    return UserError(f"memory: {in_words(budget)} is too little: {need}" + (f"; {helps}" if helps else ""))
+    return UserError(f"memory: {in_words(budget)} is too little: {need}; {helps}")
 
 
 def described(choice: Choice, budget: int, options: str = "") -> str:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed
 from compared import assert_close, assert_equal
+from covering import long
 from data_files import write_letters
 from forked import Forked
 from gloo_pair import by_forks, statuses_of
@@ -256,7 +257,7 @@ def test_two_pairs_of_processes_share_a_model(holotrain, strategy, pairs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", long("fsdp")])
 def test_lora_on_weights_in_few_bits_learns_as_in_one_process(holotrain, strategy):
     for each in ("torchao", "peft"):
         pytest.importorskip(each)
