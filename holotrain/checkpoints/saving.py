@@ -197,3 +197,6 @@ class WeightAverage(EMAWeightAveraging):
         require_within(0, 1, decay=decay)
         require_at_least(1, update_every_n_steps=update_every_n_steps)
         super().__init__(decay=decay, update_every_n_steps=update_every_n_steps)
+        average = self._kwargs["avg_fn"]
+        # Integers, such as weights in few bits, are copied: their average would be rounded at each update.
+        self._kwargs["avg_fn"] = lambda old, new, count: average(old, new, count) if old.is_floating_point() else new

@@ -14,14 +14,15 @@ from holotrain.config import checkpointed
 from holotrain.config.build import class_names, train_part
 from holotrain.config.command_options import Config, FitConfig, RunConfig
 from holotrain.config.objects import PYTHON_OBJECT
-from holotrain.config.option_groups import HUGGING_FACE, TEXT, FewBits, can_be_coupled, is_a
+from holotrain.config.option_groups import HUGGING_FACE, TEXT, can_be_coupled, is_a
 from holotrain.config.structured import to_container
 from holotrain.data.tokenizers import tokenizer_text, with_template_of
 from holotrain.errors import UserError, as_user_error
 from holotrain.models import building, checkpoint_files, saved
+from holotrain.models.adapters import merge_peft
 from holotrain.models.building import allocated
 from holotrain.models.huggingface_files import folder_of, tokenizer_of
-from holotrain.models.quantised import bits_of, quantise
+from holotrain.models.quantised import bits_of, dequantise, quantise
 from holotrain.numeric import counted
 from holotrain.targets import TARGET, first_line, targets
 from holotrain.tasks.task import model_of
@@ -38,13 +39,13 @@ class KeepConfiguration(pl.Callback):
         checkpoint[checkpointed.KEY] = self.run_metadata
 
 
-PART_TRAINED = ("trained", "adapters", "quantised")
-"""The options of a model that say what was trained of it."""
-
 CONTINUE = " and can only continue with it"
-FOR_ANY_USE = {f"task.{TARGET}": "; leave the option out"}
+EXPORTED = "; write it whole with holotrain export ckpt_path={path} to=FOLDER, and start from model.pretrained=FOLDER"
+FOR_ANY_USE = {option: "; leave the option out" for option in (f"task.{TARGET}", "model.quantised")}
 FOR_TRAINING = {
-    **{f"model.{name}": "; start a new training with model.pretrained={path}" for name in PART_TRAINED},
+    "model.trained": "; start a new training with model.pretrained={path}",
+    "model.adapters": EXPORTED,
+    "model.quantised": EXPORTED,
     f"optimizer.{TARGET}": CONTINUE,
     f"scheduler.{TARGET}": CONTINUE,
     "synthesis.mode": CONTINUE,
@@ -59,6 +60,7 @@ def check_same(config: RunConfig, path: Path, options: Mapping[str, str] = FOR_A
         group, _, name = option.partition(".")
         before, now = ((each[group] or {}).get(name) for each in (trained, plain))
         if before != now:
+            before, now = ("null" if each is None else each for each in (before, now))
             raise UserError(
                 f"{option.removesuffix(f'.{TARGET}')}={now}: {path} was trained with {before}{advice.format(path=path)}"
             )
@@ -149,7 +151,7 @@ def described_model(
         try:
             model = building.build(description["target"], description["arguments"], trust or (), vouched)
             with allocated():
-                train_part(model, **{name: trained[name] for name in PART_TRAINED if name in (trained or {})})
+                _add_trained_part(model, trained or {})
         except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise UserError(f"ckpt_path: {path} describes no model that can be built: {first_line(error)}") from error
     prefix, weights = "" if trained is None else "model.", checkpointed.weights(path)
@@ -157,6 +159,12 @@ def described_model(
     with _of_the_same_model(path):
         checkpoint_files.load_weights(model, weights, path)
     return model, description
+
+
+def _add_trained_part(model: nn.Module, trained: dict[str, Any]) -> None:
+    """Adds adapters and quantises, as the options of the trained model say. It is frozen only where it is quantised."""
+    quantised = trained.get("quantised")
+    train_part(model, trained["trained"] if quantised else "all", trained.get("adapters", 0), quantised)
 
 
 def checked_names(description: dict[str, Any]) -> set[tuple[str, str]]:
@@ -168,10 +176,12 @@ def _of_the_same_model(path: Path) -> AbstractContextManager[None]:
     return as_user_error(f"ckpt_path: {path} holds another model")
 
 
-def in_few_bits(model: nn.Module, quantised: FewBits | None) -> None:
-    """Quantises the whole model in place, if asked to. Raises a UserError if torchao is not installed, or it is quantised."""
+def in_few_bits(model: nn.Module, quantised: str | None) -> None:
+    """Quantises the whole model in place, if asked to, as an export would be. Raises a UserError if torchao is missing."""
     if quantised:
         with as_user_error("quantised"):
+            merge_peft(model)
+            dequantise(model)
             quantise(model.requires_grad_(False), int(quantised.removesuffix("bit")))
 
 

@@ -31,11 +31,13 @@ def run(config: ExportConfig, run: Run) -> int:
     path = config.checkpoint
     model, described = described_model(path)
     model.eval()
-    dequantise(model)
     merge_peft(model)
+    dequantise(model)
     if config.quantised and isinstance(model, ExternalModel):
         kind = type(model).__name__
-        raise UserError(f"quantised: a {kind} is written for its own library, which has its own kinds; use quantised=null")
+        raise UserError(
+            f"quantised: a {kind} is written for its own library, which quantises in its own way; use quantised=null"
+        )
     in_few_bits(model, config.quantised)
     folder = Path(config.to) if config.to else run.folder / "export"
     described = dict(described)
@@ -44,7 +46,7 @@ def run(config: ExportConfig, run: Run) -> int:
     if tokenizer is not None:
         tokenizer_from_json(tokenizer, str(path))  # what is no tokenizer is not handed on
         tokenizer, chat = plain_json(tokenizer)
-    extra = described | {checkpointed.KEY: _without_merged(checkpointed.metadata(path))}
+    extra = described | {checkpointed.KEY: _as_written(checkpointed.metadata(path))}
     try:
         of_others = [] if isinstance(model, ExternalModel) else [SETTINGS]  # the library of such a model writes its own
         for name in (PROGRAM, ONNX, TEMPLATE, *of_others):  # left by an earlier export
@@ -79,10 +81,10 @@ def run(config: ExportConfig, run: Run) -> int:
     return 0
 
 
-def _without_merged(metadata: dict[str, Any]) -> dict[str, Any]:
-    """What the checkpoint says of its run, less the layers of peft, which the exported weights hold, and of their few bits."""
-    config = metadata["config"]
-    if not isinstance((config["model"] or {}).get("adapters"), dict):
+def _as_written(metadata: dict[str, Any]) -> dict[str, Any]:
+    """What the checkpoint says of its run, for weights that are whole: layers of peft are merged, and few bits are undone."""
+    model = metadata["config"]["model"]
+    if model is None:
         return metadata
-    whole = {"adapters": 0, "trained": "all", "quantised": None}
-    return metadata | {"config": config | {"model": config["model"] | whole}}
+    merged = {"adapters": 0, "trained": "all"} if isinstance(model.get("adapters"), dict) else {}
+    return metadata | {"config": metadata["config"] | {"model": model | merged | {"quantised": None}}}

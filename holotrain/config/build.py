@@ -16,7 +16,7 @@ from holotrain.callbacks import SynthesisCallback
 from holotrain.config import option_groups as groups
 from holotrain.config.command_options import FitConfig, PlanConfig, RunConfig
 from holotrain.config.objects import PYTHON_OBJECT, ObjectConfig
-from holotrain.config.option_groups import FewBits, default_backward, is_a, schema_of, takes
+from holotrain.config.option_groups import default_backward, is_a, schema_of, takes
 from holotrain.config.signatures import REQUIRED, signature
 from holotrain.data.text.module import TextDataModule
 from holotrain.data.tokenizers import ByteTokenizer, tokenizer_from_json
@@ -362,7 +362,7 @@ def prepare_weights(model: nn.Module, config: ObjectConfig, read: bool) -> None:
 
 
 def train_part(
-    model: nn.Module, trained: str = "all", adapters: int | dict[str, Any] = 0, quantised: FewBits | None = None
+    model: nn.Module, trained: str = "all", adapters: int | dict[str, Any] = 0, quantised: str | None = None
 ) -> None:
     """Adds adapters, freezes what is not trained and quantises it, in place, as the options of the model say.
 

@@ -143,7 +143,7 @@ class CheckpointConfig(RunConfig):
 class ModelConfig(CheckpointConfig):
     """The options of a command that uses a trained model in one process."""
 
-    quantised: groups.FewBits | None = None
+    quantised: Literal["8bit", "4bit"] | None = None
     """store the weights in few bits (torchao), 8bit or 4bit: less memory and smaller files, but slower on a CPU"""
 
     def __post_init__(self) -> None:

@@ -194,14 +194,11 @@ SCHEDULER_OPTIONS = tuple(inspect.signature(scheduler_options).parameters)
 """Options that are not passed on to the schedule."""
 
 
-FewBits = Literal["8bit", "4bit"]
-
-
 def model_options(
     pretrained: str | None = None,
     trained: Literal["all", "head", "adapters"] = "all",
     adapters: int | dict = 0,
-    quantised: FewBits | None = None,
+    quantised: Literal["8bit", "4bit"] | None = None,
 ) -> None:
     """How the training of a model begins.
 
@@ -210,7 +207,7 @@ def model_options(
         trained: what to train: all, head (only the classifier) or adapters (with norms and head); the rest is frozen
         adapters: width of the adapter after each branch of each block; 0: no adapters; or a configuration of peft, such as
             {_target_: peft.LoraConfig, r: 8, target_modules: [query_key_value]}, which trains its layers and the head
-        quantised: store the weights that are not trained in few bits (torchao), as QLoRA does; null: whole
+        quantised: store the weights that are not trained in few bits (torchao), 8bit or 4bit, as QLoRA does; null: as they are
     """
     if isinstance(adapters, dict):
         if TARGET not in adapters:
@@ -222,7 +219,9 @@ def model_options(
     if trained == "adapters" and not adapters:
         raise UserError("model.trained=adapters: the model has no adapters; give their width, such as model.adapters=64")
     if quantised is not None and trained == "all" and not isinstance(adapters, dict):
-        raise UserError(f"model.quantised: few bits cannot be trained; give model.adapters.{TARGET}=peft.LoraConfig too")
+        raise UserError(
+            f"model.quantised: few bits cannot be trained; give model.adapters.{TARGET}=peft.LoraConfig, or model.trained, too"
+        )
 
 
 MODEL_OPTIONS = tuple(inspect.signature(model_options).parameters)

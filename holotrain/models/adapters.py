@@ -99,17 +99,17 @@ def add_peft(model: nn.Module, config: Any) -> None:
 
 
 def merge_peft(model: nn.Module) -> None:
-    """Adds what peft's layers have learned to the layers that they stand beside, and takes them away, in place. Quantised
-    layers become usual ones."""
+    """Adds what peft's layers have learned to the layers that they stand beside, and takes them away, in place. If they
+    are quantised, they become usual ones."""
     if not any(hasattr(module, "base_layer") for module in model.modules()):
         return
     needed(*PEFT)
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    dequantise(model)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, BaseTunerLayer):
+                dequantise(child)
                 child.merge()
                 setattr(module, name, child.get_base_layer())
 

@@ -99,9 +99,15 @@ def _require_tied(head: Tensor | None, embedding: Tensor, name: str) -> None:
         raise ValueError(f"the head of these {name} weights is not tied to the embedding; in holotrain it always is")
 
 
+def _require_whole(weights: Weights) -> None:
+    if any(name.endswith(".numbers") or ".base_layer." in name for name in weights):
+        raise ValueError(
+            "these weights are in few bits or beside adapters of peft; write them whole with holotrain export ckpt_path=... "
+            "to=FOLDER, and start from FOLDER"
+        )
+
+
 def _ours(weights: Weights) -> Weights:
-    if any(name.endswith(".numbers") for name in weights):
-        raise ValueError("these weights are quantised and cannot be trained; use the checkpoint that they were exported from")
     return {name: x for name, x in weights.items() if not name.endswith(".grid.step")}  # which depends on the data
 
 
@@ -290,6 +296,7 @@ def take_over(own: Mapping[str, Tensor], weights: Weights, source: str, head: Co
         ValueError: another tensor has another shape or kind of numbers, or fewer than half of the model's tensors are among
             them. The model is then unchanged.
     """
+    _require_whole(weights)
     whole = all(name in own and name in weights and own[name].shape == weights[name].shape for name in head)
     left_out = () if whole else tuple(name for name in own if name in head)
     loaded = tuple(name for name in own if name in weights and name not in left_out)

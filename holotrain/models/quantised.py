@@ -1,7 +1,7 @@
 """Frozen weights in 8 or 4 bits, for inference and for fine-tuning a part: a quarter or an eighth of fp32's memory.
 
 8 bits: int8, one scale for each row. 4 bits: NF4 of QLoRA (Dettmers et al., arXiv 2305.14314): 16 levels, a scale for each 64
-numbers, and these scales in int8. torchao quantises. A quantised layer holds plain buffers and computes its weight at each
+numbers, and the scales themselves in int8. torchao quantises. A quantised layer holds plain buffers and computes its weight at each
 use, so it can be saved, moved, copied, compiled and sent to other processes as any other.
 """
 
@@ -29,10 +29,12 @@ class Quantised(nn.Module):
 
     Attributes:
         bits: of each number, without scales.
+        PARTS: names of the buffers, ``numbers`` first.
         decoded: the weight of the buffers, in the dtype of their scales.
     """
 
     bits: ClassVar[int]
+    PARTS: ClassVar[tuple[str, ...]]
     decoded: ClassVar[Callable[..., Tensor]]
     numbers: Tensor
 
@@ -50,10 +52,11 @@ class Quantised(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        return self.decoded(*self._own_buffers())
+        return self.decoded(*self.parts())
 
-    def _own_buffers(self) -> list[Tensor]:
-        return [*self.buffers(recurse=False)]
+    def parts(self) -> list[Tensor]:
+        """The buffers, as :attr:`decoded` takes them."""
+        return [getattr(self, name) for name in self.PARTS]
 
 
 class QuantisedLinear(Quantised, nn.Linear):  # ty: ignore[incompatible-property-override]: it is not set
@@ -61,7 +64,7 @@ class QuantisedLinear(Quantised, nn.Linear):  # ty: ignore[incompatible-property
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.is_grad_enabled() and input.requires_grad:
-            output = _Product.apply(input, self.decoded, *self._own_buffers())
+            output = _Product.apply(input, self.decoded, *self.parts())
             return output if self.bias is None else output + self.bias.to(output.dtype)
         return F.linear(input, self.weight, self.bias)
 
@@ -78,7 +81,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        buffers = ctx.saved_tensors  # once: a second look has a block run again
+        buffers = ctx.saved_tensors  # read once: each time a block under recomputation would run again
         return gradient @ ctx.decoded(*buffers).to(gradient.dtype), None, *(None for _ in buffers)
 
 
@@ -98,6 +101,7 @@ class Int8(Quantised):
     """int8 with one scale for each row, symmetric: ``numbers`` (R, C) and ``scale`` (R, 1)."""
 
     bits = 8
+    PARTS = ("numbers", "scale")
     decoded = staticmethod(from_int8)
     scale: Tensor
 
@@ -126,6 +130,7 @@ class NF4Linear(QuantisedLinear):
     """
 
     bits = 4
+    PARTS = ("numbers", "scales", "factors", "mean", "pairs")
     decoded = staticmethod(from_nf4)
 
     @staticmethod
@@ -149,8 +154,8 @@ class NF4Linear(QuantisedLinear):
 def quantise(model: nn.Module, bits: int = 8) -> None:
     """Quantises the frozen Linear layers and embeddings of a model in place.
 
-    With 4 bits embeddings, and layers whose size is no multiple of 64, have 8. Norms, biases, positions and convolutions stay
-    as they are, and so do weights that two layers share.
+    With 4 bits embeddings, and layers that :meth:`NF4Linear.suits` refuses, have 8. Norms, biases, positions and convolutions
+    stay as they are, and so do weights that two layers share, and subclasses, whose forward may do more.
 
     Args:
         bits: 8 or 4.
@@ -163,9 +168,7 @@ def quantise(model: nn.Module, bits: int = 8) -> None:
     needed(*TORCHAO)
     if bits_of(model) is not None:
         raise ValueError(f"this {type(model).__name__} is quantised already, in {bits_of(model)} bits")
-    uses = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))
-    layers: list[Any] = [module for module in model.modules() if type(module) in (nn.Linear, nn.Embedding)]
-    layers = [layer for layer in layers if uses[id(layer.weight)] == 1 and not layer.weight.requires_grad]
+    layers = _quantisable(model)
     if not layers:
         raise ValueError(f"this {type(model).__name__} has no frozen Linear layer or embedding to quantise")
     for layer in layers:
@@ -177,12 +180,20 @@ def quantise(model: nn.Module, bits: int = 8) -> None:
             Int8Linear.take_over(layer)
 
 
+def _quantisable(model: nn.Module) -> list[Any]:
+    uses = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))
+    found: list[Any] = [module for module in model.modules() if type(module) in (nn.Linear, nn.Embedding)]
+    found = [layer for layer in found if uses[id(layer.weight)] == 1 and not layer.weight.requires_grad]
+    # An embedding with max_norm writes to its weight.
+    return [layer for layer in found if layer.weight.numel() and getattr(layer, "max_norm", None) is None]
+
+
 def dequantise(model: nn.Module) -> None:
     """Makes quantised layers usual ones again, in place, with the rounded weights as frozen parameters."""
     for module in model.modules():
         if isinstance(module, Quantised):
             weight = nn.Parameter(module.weight, requires_grad=False)
-            for name in [*module._buffers]:
+            for name in module.PARTS:
                 delattr(module, name)
             module.__class__ = nn.Embedding if isinstance(module, nn.Embedding) else nn.Linear
             module.register_parameter("weight", weight)

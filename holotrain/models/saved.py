@@ -160,7 +160,8 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not isinstance(config, dict) or "format" not in config:
         raise ValueError(f"{path} is damaged, or of another program")
     if config["format"] != FORMAT:
-        raise ValueError(f"{path} is of format {config['format']!r}; this version of holotrain reads format {FORMAT}")
+        known = f"this version of holotrain reads format {FORMAT}"
+        raise ValueError(f"{path} is of format {config['format']!r}; {known}: export it again")
     for key, kinds in PARTS.items():
         if key not in config or not isinstance(config[key], kinds):
             raise ValueError(f"{path} is damaged, or of another program: {key} is missing or of another type")

@@ -62,7 +62,7 @@ class DataParallel(DDPStrategy):
         constants = []
         for path, part in model.named_modules():
             # Equal in all processes: they need not be broadcast before each forward.
-            names = part._buffers if isinstance(part, Quantised) else part._non_persistent_buffers_set
+            names = part.PARTS if isinstance(part, Quantised) else part._non_persistent_buffers_set
             constants += [f"{path}.{name}".lstrip(".") for name in names]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, constants)
         return super()._setup_model(model)

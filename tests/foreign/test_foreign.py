@@ -133,7 +133,7 @@ def test_images_of_another_size_and_number_of_classes(tmp_path, capsys):
         ([*TINY, "task=causal_lm", *TEXT], "model: CausalLM trains GPT or HuggingFace, not Timm"),
         ([*TINY, "model.blocks=blocks"], "model.blocks: names the blocks to make reversible; give reversible=4bit too"),
         ([*TINY, "model.adapters={r: 4}"], "model.adapters: give a width, or model.adapters._target_=peft.LoraConfig"),
-        ([*TINY, "model.quantised=4bit"], "model.quantised: few bits cannot be trained; give model.adapters._target_=peft."),
+        ([*TINY, "model.quantised=4bit"], "model.quantised: few bits cannot be trained; give model.adapters._target_=peft.L"),
         ([*TINY, "model.pretrained=nowhere"], "model: there is no file nowhere"),
         (["model=huggingface", "model.name=./nowhere"], "model.name: there is no folder ./nowhere"),
         (["model=vit"], "For the folder vit, give model=huggingface model.name=vit"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from compared import assert_equal
+from covering import long, slow
 from foreign_models import KINDS, NETWORKS, SHORT, example, trained_once, words_of, write_network, write_texts
 from left_by_runs import summary
 
@@ -158,21 +159,25 @@ def test_every_command_takes_an_export(holotrain, trained, tmp_path, kind, task)
     assert_equal(package.load("once_more")(given), model(given))
 
 
-@pytest.mark.slow
+def lora(layers):
+    return ["model.adapters._target_=peft.LoraConfig", f"model.adapters.target_modules=[{layers}]", "model.adapters.r=4"]
+
+
 @pytest.mark.parametrize(
-    ("words", "layers"),
+    ("words", "part"),
     [
-        (words_of("vit", "image_classification"), "q_proj"),
-        ([*words_of("vit", "image_classification"), "model.quantised=4bit"], "q_proj"),
-        (["model=vit_tiny"], "query_key_value"),
-        (["model=vit_tiny", "model.quantised=8bit"], "query_key_value"),
+        long(words_of("vit", "image_classification"), lora("q_proj")),
+        slow(words_of("vit", "image_classification"), [*lora("q_proj"), "model.quantised=4bit"]),
+        slow(["model=vit_tiny"], lora("query_key_value")),
+        long(["model=vit_tiny"], [*lora("query_key_value"), "model.quantised=4bit"]),
+        slow(["model=vit_tiny"], ["model.trained=head", "model.quantised=8bit"]),
+        long(["model=vit_tiny"], ["model.adapters=4", "model.trained=adapters", "model.quantised=4bit"]),
     ],
 )
-def test_an_export_with_merged_lora_is_measured(holotrain, words, layers):
+def test_an_export_of_a_trained_part_is_measured(holotrain, words, part):
     pytest.importorskip("peft")
     write_network(Path("network"), "vit")
-    lora = ["model.adapters._target_=peft.LoraConfig", f"model.adapters.target_modules=[{layers}]", "model.adapters.r=4"]
-    holotrain.done("fit", *SHORT, *words, *lora, "hydra.run.dir=run", "optimizer.lr=0.1")
+    holotrain.done("fit", *SHORT, *words, *part, "hydra.run.dir=run", "optimizer.lr=0.1")
     holotrain.done("export", "ckpt_path=run", "to=tuned")
     for path in ("run", "tuned"):
         holotrain.done("test", f"ckpt_path={path}", f"hydra.run.dir=test_{path}")

@@ -6,11 +6,13 @@ import sys
 import pytest
 import small_models
 import torch
-from compared import assert_equal
+from compared import assert_close, assert_equal
 from covering import slow
 from small_models import example
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
+from holotrain.callbacks import WeightAverage
 from holotrain.models import RevGPT, RevRoBERTa, RevSwin, RevViT, ViT
 from holotrain.models.adapters import add_peft, merge_peft
 from holotrain.models.quantised import bits_of, dequantise, parameter_count, quantise, quantised_counts, storage_bytes
@@ -137,6 +139,8 @@ def test_only_frozen_layers_of_their_own_are_quantised():
         "words": nn.Embedding(40, 64),  # of which the head below is a second layer
         "scaled": Scaled(40, 64),
         "positions": nn.Embedding(12, 64),
+        "renormed": nn.Embedding(12, 64, max_norm=1),  # which writes to its weight
+        "empty": nn.Linear(64, 0),
         "frozen": nn.Linear(64, 64),
         "odd": nn.Linear(63, 5),
         "trained": nn.Linear(64, 64),
@@ -149,6 +153,28 @@ def test_only_frozen_layers_of_their_own_are_quantised():
     found = {name: getattr(part, "bits", None) for name, part in model.items()}
     assert found == dict.fromkeys(parts) | {"positions": 8, "frozen": 4, "odd": 8}
     assert quantised_counts(model) == {4: 64 * 64, 8: 12 * 64 + 63 * 5}
+
+
+def test_a_layer_keeps_its_other_buffers_and_hooks():
+    model, seen = nn.Sequential(linear(48, 64)), []
+    model[0].register_buffer("counts", torch.arange(3))
+    model[0].register_forward_hook(lambda layer, args, output: seen.append(output))
+    quantise(model, 4)
+    output = model(torch.randn(2, 64))
+    dequantise(model)
+    assert len(seen) == 1 and seen[0] is output and [name for name, _ in model.named_buffers()] == ["0.counts"]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_an_average_of_weights_keeps_them(bits):
+    """An average of integers would be rounded at each update."""
+    model = nn.Sequential(linear(48, 64))
+    quantise(model, bits)
+    options = WeightAverage(decay=0.9)._kwargs
+    averaged = AveragedModel(model, use_buffers=True, **options)
+    for _ in range(50):
+        averaged.update_parameters(model)
+    assert_close(averaged.module[0].weight, model[0].weight, rtol=1e-5, atol=1e-6)
 
 
 def test_it_is_done_once_and_takes_torchao(monkeypatch):
