@@ -122,7 +122,8 @@ def ended(config: FitConfig, folder: Path) -> str | None:
         return None
     for name, limit in (("epochs", config.trainer.max_epochs), ("steps", config.trainer.max_steps)):
         if limit > 0 and (found.get(name) or 0) >= limit:
-            return f"{folder}: already complete, {found[name]} of {counted(limit, name[:-1])}; nothing to do"
+            done = f"{found[name]} of {counted(limit, name[:-1])}"
+            return f"{folder}: already complete, {done}; to train on, raise trainer.max_{name}"
     patience = found.get("early_stopping_patience")
     for name, each in config.callbacks.items():
         if patience is not None and is_a(each, EARLY_STOPPING) and each.patience <= patience:

@@ -1,8 +1,8 @@
 """Frozen weights in 8 or 4 bits, for inference and for fine-tuning a part: a quarter or an eighth of fp32's memory.
 
 8 bits: int8, one scale for each row. 4 bits: NF4 of QLoRA (Dettmers et al., arXiv 2305.14314): 16 levels, a scale for each 64
-numbers, and the scales themselves in int8. torchao quantises. A quantised layer holds plain buffers and computes its weight at each
-use, so it can be saved, moved, copied, compiled and sent to other processes as any other.
+numbers, and the scales themselves in int8. torchao quantises. A quantised layer holds plain buffers and computes its weight at
+each use, so it can be saved, moved, copied, compiled and sent to other processes as any other.
 """
 
 from collections import Counter

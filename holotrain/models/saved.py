@@ -52,6 +52,9 @@ def save(
         model: built so; with adapters or quantised, where that was done to it.
         extra: what else ``config.json`` says, such as names of classes and how images were normalised.
         tokenizer: the content of ``tokenizer.json``.
+
+    Raises:
+        ValueError: the model has layers of peft.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,6 +98,10 @@ def save_external(
 
 
 def _config(target: str, arguments: dict[str, Any], model: nn.Module, extra: dict[str, Any] | None) -> dict[str, Any]:
+    if any(hasattr(module, "base_layer") for module in model.modules()):
+        raise ValueError(
+            "the model has layers of peft; merge_peft(model) of holotrain.models.adapters adds them to its weights"
+        )
     config = (extra or {}) | {"format": FORMAT, "target": target, "arguments": arguments}
     return config | {"quantised": bits_of(model), "adapters": adapter_width(model)}
 

@@ -6,13 +6,13 @@ from itertools import product
 
 import pytest
 import torch
-from compared import assert_equal
+from compared import assert_close, assert_equal
 from covering import slow
 from small_models import CELLS, FAMILIES, IMAGE, TRANSFORMERS, example
 from torch import nn
 
 import holotrain
-from holotrain.models.adapters import add_adapters
+from holotrain.models.adapters import add_adapters, add_peft, merge_peft
 from holotrain.models.building import build
 from holotrain.models.quantised import bits_of, quantise
 from holotrain.models.saved import export_program, load, read_config, save
@@ -47,6 +47,19 @@ def test_every_model_comes_back_bit_for_bit(tmp_path, name, bits):
 
 
 @torch.no_grad()
+def test_layers_of_peft_have_to_be_merged_first(tmp_path):
+    peft = pytest.importorskip("peft")
+    model, arguments = model_of("RevViT")
+    add_peft(model, peft.LoraConfig(r=2, target_modules=["query_key_value"], init_lora_weights=False))
+    quantise(model, 4)
+    expected = model(example("RevViT"))
+    with pytest.raises(ValueError, match=r"layers of peft; merge_peft\(model\)"):
+        save(tmp_path, "holotrain.models.RevViT", arguments, model)
+    merge_peft(model)
+    save(tmp_path, "holotrain.models.RevViT", arguments, model)
+    assert_close(load(tmp_path)(example("RevViT")), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("frozen", [None, "blocks.blocks.0", ""])
 def test_what_was_done_to_a_model_comes_back(tmp_path, frozen):
     """Adapters, an exact grid, a schedule, few bits in a part or in the whole."""
