@@ -40,12 +40,14 @@ class KeepConfiguration(pl.Callback):
 
 
 CONTINUE = " and can only continue with it"
-EXPORTED = "; write it whole with holotrain export ckpt_path={path} to=FOLDER, and start from model.pretrained=FOLDER"
-FOR_ANY_USE = {option: "; leave the option out" for option in (f"task.{TARGET}", "model.quantised")}
+EXPORTED = "holotrain export ckpt_path={path} to=FOLDER writes it whole, for model.pretrained=FOLDER"
+FOR_ANY_USE = {
+    f"task.{TARGET}": "; leave the option out",
+    "model.quantised": f"; leave the option out ({EXPORTED})",
+}
 FOR_TRAINING = {
     "model.trained": "; start a new training with model.pretrained={path}",
-    "model.adapters": EXPORTED,
-    "model.quantised": EXPORTED,
+    "model.adapters": f"; {EXPORTED}",
     f"optimizer.{TARGET}": CONTINUE,
     f"scheduler.{TARGET}": CONTINUE,
     "synthesis.mode": CONTINUE,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from holotrain.files import write_json
 from holotrain.models.checkpoint_files import CONFIG, WEIGHTS, read_weights, require_same, save_tensors
-from holotrain.models.pretrained import take_over
+from holotrain.models.pretrained import require_whole, take_over
 from holotrain.reversible import make_reversible
 from holotrain.targets import first_line, needed
 
@@ -111,9 +111,10 @@ def external_weights(path: str) -> dict[str, Tensor]:
     """The weights in a local file or folder, under the names of the other library, also from a checkpoint of holotrain.
 
     Raises:
-        ValueError: there is no such file, or it cannot be read as weights.
+        ValueError: there is no such file, it cannot be read as weights, or they are not whole.
     """
     weights = read_weights(path)
+    require_whole(weights)
     prefix = CHECKPOINT_PREFIX
     from_checkpoint = {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
     return from_checkpoint or weights

@@ -99,14 +99,6 @@ def _require_tied(head: Tensor | None, embedding: Tensor, name: str) -> None:
         raise ValueError(f"the head of these {name} weights is not tied to the embedding; in holotrain it always is")
 
 
-def _require_whole(weights: Weights) -> None:
-    if any(name.endswith(".numbers") or ".base_layer." in name for name in weights):
-        raise ValueError(
-            "these weights are in few bits or beside adapters of peft; write them whole with holotrain export ckpt_path=... "
-            "to=FOLDER, and start from FOLDER"
-        )
-
-
 def _ours(weights: Weights) -> Weights:
     return {name: x for name, x in weights.items() if not name.endswith(".grid.step")}  # which depends on the data
 
@@ -257,6 +249,7 @@ def load_pretrained(model: nn.Module, weights: Weights) -> Loaded:
         ValueError: the weights are of an unknown source or of another family, a tensor outside the head has another shape,
             fewer than half of the parameters fit, or memory is too small to rename them. The model is then unchanged.
     """
+    require_whole(weights)
     kind = type(model).__name__
     source = _source(weights)
     if not isinstance(model, source.model):
@@ -283,6 +276,15 @@ def load_pretrained(model: nn.Module, weights: Weights) -> Loaded:
     return replace(found, resized=tuple(n for n in found.loaded if n in renamed and renamed[n].shape != fitted[n].shape))
 
 
+def require_whole(weights: Weights) -> None:
+    """Raises a ValueError if layers of peft stand beside these weights, or some of them are in few bits."""
+    if any(name.endswith(".numbers") or ".base_layer." in name for name in weights):
+        raise ValueError(
+            "these weights are in few bits or beside layers of peft; write them whole with holotrain export ckpt_path=... "
+            "to=FOLDER, and start from FOLDER"
+        )
+
+
 def take_over(own: Mapping[str, Tensor], weights: Weights, source: str, head: Collection[str] = ()) -> Loaded:
     """Copies weights into a model, in place.
 
@@ -296,7 +298,6 @@ def take_over(own: Mapping[str, Tensor], weights: Weights, source: str, head: Co
         ValueError: another tensor has another shape or kind of numbers, or fewer than half of the model's tensors are among
             them. The model is then unchanged.
     """
-    _require_whole(weights)
     whole = all(name in own and name in weights and own[name].shape == weights[name].shape for name in head)
     left_out = () if whole else tuple(name for name in own if name in head)
     loaded = tuple(name for name in own if name in weights and name not in left_out)

@@ -234,6 +234,10 @@ def test_lora_is_trained_and_merged(holotrain):
     back = transformers.AutoModelForImageClassification.from_pretrained("export").eval()
     torch.testing.assert_close(back(images).logits, trained(images))
     assert holotrain("fit", "resume=true", "hydra.run.dir=run", "trainer.max_steps=5")[0] == 0
+    said = holotrain.refused("fit", "ckpt_path=run", "model.quantised=4bit")
+    assert "last.ckpt was trained with null; leave the option out" in said and "to=FOLDER writes it whole" in said
+    pretrained = ["model.pretrained=run/checkpoints/last.ckpt"]
+    assert "write them whole" in holotrain.refused("fit", *SHORT, *words_of("vit", "image_classification"), *pretrained)
 
 
 @pytest.mark.slow

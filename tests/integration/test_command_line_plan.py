@@ -178,6 +178,16 @@ def test_a_model_of_transformers_is_trained_within_the_least_memory(holotrain, o
     assert kept("less")["backward"] == chosen["backward"] and summary(Path("less"))["steps"] == 3
 
 
+def test_few_bits_are_proposed_where_a_part_is_trained(holotrain):
+    pytest.importorskip("torchao")
+    words = [*PLANNED, "memory=1MiB", "device=cpu"]
+    assert "model.quantised" not in holotrain.done("plan", *words)
+    out = holotrain.done("plan", *words, "model.trained=head", "hydra.run.dir=plan")
+    whole = json.loads(Path("plan/plan.json").read_text())["footprints"]["reversible"]["bound"]
+    need = float(re.search(r"model.quantised=4bit \(([\d.]+) MiB\)", out)[1])
+    assert 0 < need < whole / 2**20
+
+
 @pytest.mark.slow
 def test_what_would_fit_is_planned_with_the_tile_that_is_given(holotrain, of_transformers):
     words = [*of_transformers, "backward=auto", "backward.tile=64", "backward.inexact=true"]
