@@ -253,7 +253,9 @@ class Training:
         results["metrics"] |= self.tested
         results["objective"], results["objective_mode"] = self.objective or (None, None)
         results |= {"checkpoint": str(checkpoint) if checkpoint else None, "between_blocks": kept_between_blocks(model)}
-        results |= {"epochs": self.trainer.current_epoch, "steps": self.trainer.global_step}
+        epochs, is_whole = self.trainer.current_epoch, self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        whole = max(epochs - (not is_whole), 0)
+        results |= {"epochs": epochs, "whole_epochs": whole, "steps": self.trainer.global_step}
         results["planned_step_bytes"] = self.planned
         results["early_stopping_patience"] = self._patience_that_ended_it()
         summary = write_summary(self.run, self.config, model, self.status, **results)

@@ -39,9 +39,9 @@ class Summary:
     ``monitor`` is the metric that selects the best checkpoint, and ``mode`` its ``max`` or ``min``; ``objective`` and
     ``objective_mode`` are those of what a sweep optimises instead. ``between_blocks`` says what a training kept between blocks
     that ``make_reversible`` coupled. ``step_peak_bytes`` is what the tensors of a step took on a CPU, ``planned_step_bytes``
-    what was planned, if something was chosen by a plan. ``seconds`` counts every part of a training that was resumed,
-    ``overrides`` are those of the last part, and ``choices`` the option of each group. ``early_stopping_patience`` is that of
-    the EarlyStopping that ended the training.
+    what was planned, if something was chosen by a plan. ``whole_epochs`` leaves out an epoch that ``max_steps`` cut short.
+    ``seconds`` counts every part of a training that was resumed, ``overrides`` are those of the last part, and ``choices`` the
+    option of each group. ``early_stopping_patience`` is that of the EarlyStopping that ended the training.
     """
 
     command: str
@@ -62,6 +62,7 @@ class Summary:
     objective_mode: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     epochs: int | None = None
+    whole_epochs: int | None = None
     steps: int | None = None
     samples_per_second: float | None = None
     tokens_per_second: float | None = None
@@ -120,10 +121,11 @@ def ended(config: FitConfig, folder: Path) -> str | None:
     found = completed(folder)
     if found is None:
         return None
-    for name, limit in (("epochs", config.trainer.max_epochs), ("steps", config.trainer.max_steps)):
-        if limit > 0 and (found.get(name) or 0) >= limit:
-            done = f"{found[name]} of {counted(limit, name[:-1])}"
-            return f"{folder}: already complete, {done}; to train on, raise trainer.max_{name}"
+    epochs = found.get("epochs") if found.get("whole_epochs") is None else found["whole_epochs"]
+    for unit, done in (("epoch", epochs), ("step", found.get("steps"))):
+        limit = getattr(config.trainer, f"max_{unit}s")
+        if limit > 0 and (done or 0) >= limit:
+            return f"{folder}: already complete, {done} of {counted(limit, unit)}; to train on, raise trainer.max_{unit}s"
     patience = found.get("early_stopping_patience")
     for name, each in config.callbacks.items():
         if patience is not None and is_a(each, EARLY_STOPPING) and each.patience <= patience:

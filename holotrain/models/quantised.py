@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from holotrain.reversible.tiled_loss import language_model
 from holotrain.targets import needed
 
 TORCHAO = ("torchao.quantization", "quantised weights need torchao", "torchao")
@@ -154,7 +155,7 @@ class NF4Linear(QuantisedLinear):
 def quantise(model: nn.Module, bits: int = 8) -> None:
     """Quantises the frozen Linear layers and embeddings of a model in place.
 
-    With 4 bits embeddings, and layers that :meth:`NF4Linear.suits` refuses, have 8. Norms, biases, positions and convolutions
+    With 4 bits embeddings, the head of a language model, and layers that :meth:`NF4Linear.suits` refuses have 8. Norms, biases, positions and convolutions
     stay as they are, and so do weights that two layers share, and subclasses, whose forward may do more.
 
     Args:
@@ -171,10 +172,12 @@ def quantise(model: nn.Module, bits: int = 8) -> None:
     layers = _quantisable(model)
     if not layers:
         raise ValueError(f"this {type(model).__name__} has no frozen Linear layer or embedding to quantise")
+    found = language_model(model)
+    head = None if found is None else found.get_output_embeddings()
     for layer in layers:
         if type(layer) is nn.Embedding:
             Int8Embedding.take_over(layer)
-        elif bits == 4 and NF4Linear.suits(layer.weight):
+        elif bits == 4 and layer is not head and NF4Linear.suits(layer.weight):
             NF4Linear.take_over(layer)
         else:
             Int8Linear.take_over(layer)

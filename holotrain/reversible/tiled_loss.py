@@ -105,7 +105,9 @@ def _cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
 
 def _size(model: Any, labels: Tensor, most: int | None) -> int:
     """Tokens of each row that a tile holds."""
-    row = len(labels) * model.get_output_embeddings().weight.shape[0]
+    head = model.get_output_embeddings()
+    # A head in few bits would compute its weight.
+    row = len(labels) * (head.out_features if isinstance(head, nn.Linear) else head.weight.shape[0])
     return max((most or MOST_LOGITS.get(labels.device.type, 2**27)) // max(row, 1), 1)
 
 

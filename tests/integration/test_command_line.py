@@ -14,7 +14,7 @@ import yaml
 from covering import long
 from data_files import write_folder
 from forked import Forked
-from left_by_runs import only, rows, scalars, summary, weights
+from left_by_runs import assert_same_weights, only, rows, scalars, summary, weights
 from shown_runs import Logged
 from small_run import SMALL
 
@@ -88,6 +88,20 @@ def test_a_training_that_was_stopped_early_is_complete_until_its_patience_is_rai
     assert "stopped early after 2 epochs; to train on, raise callbacks.early_stopping.patience" in said
     holotrain.done(*again, "callbacks.early_stopping.patience=3")
     assert summary(Path("run"))["epochs"] == 4
+
+
+def test_a_training_that_was_cut_short_within_an_epoch_goes_on(holotrain):
+    words = ["fit", *QUICK, "scheduler=constant", "trainer.max_epochs=1"]
+    holotrain.done(*words, "trainer.max_steps=1", "hydra.run.dir=run")
+    left = summary(Path("run"))
+    assert (left["epochs"], left["whole_epochs"], left["steps"]) == (1, 0, 1)
+    holotrain.done("fit", "resume=true", "hydra.run.dir=run", "trainer.max_steps=2")
+    holotrain.done(*words, "trainer.max_steps=2", "hydra.run.dir=at_once")
+    assert_same_weights(Path("run/checkpoints/last.ckpt"), Path("at_once/checkpoints/last.ckpt"))
+    said = " ".join(holotrain.done("fit", "resume=true", "hydra.run.dir=run").split())
+    assert "already complete, 2 of 2 steps; to train on, raise trainer.max_steps" in said
+    holotrain.done("fit", "resume=true", "hydra.run.dir=run", "trainer.max_steps=-1")
+    assert (summary(Path("run"))["whole_epochs"], summary(Path("run"))["steps"]) == (1, 3)
 
 
 def test_a_training_that_diverges_says_so(holotrain):

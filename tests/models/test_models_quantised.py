@@ -17,6 +17,7 @@ from holotrain.commands.checkpoint import in_few_bits
 from holotrain.models import RevGPT, RevRoBERTa, RevSwin, RevViT, ViT
 from holotrain.models.adapters import add_peft, merge_peft
 from holotrain.models.quantised import bits_of, dequantise, parameter_count, quantise, quantised_counts, storage_bytes
+from holotrain.reversible.tiled_loss import tile_loss
 
 TEXT = small_models.TEXT | {"context": 40, "dim": 32}
 IMAGE = small_models.IMAGE | {"dim": 32}
@@ -154,6 +155,25 @@ def test_only_frozen_layers_of_their_own_are_quantised():
     found = {name: getattr(part, "bits", None) for name, part in model.items()}
     assert found == dict.fromkeys(parts) | {"positions": 8, "frozen": 4, "odd": 8}
     assert quantised_counts(model) == {4: 64 * 64, 8: 12 * 64 + 63 * 5}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_of_transformers_keeps_its_head_in_more_bits(tied):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 90}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=tied)).requires_grad_(False)
+    tokens = torch.randint(90, (2, 20))
+    expected = model(input_ids=tokens, labels=tokens).loss
+    quantise(model, 4)
+    kinds = [
+        getattr(part, "bits", None) for part in (model.lm_head, model.model.embed_tokens, model.model.layers[0].mlp.up_proj)
+    ]
+    assert kinds == ([None, None, 4] if tied else [8, 8, 4])
+    loss = model(input_ids=tokens, labels=tokens).loss
+    assert 0 < (loss - expected).abs() < 0.05
+    tile_loss(model.train(), most_logits=500)
+    assert_close(model(input_ids=tokens, labels=tokens).loss, loss, rtol=1e-5)
 
 
 def test_a_layer_keeps_its_other_buffers_and_hooks():
