@@ -155,8 +155,9 @@ class NF4Linear(QuantisedLinear):
 def quantise(model: nn.Module, bits: int = 8) -> None:
     """Quantises the frozen Linear layers and embeddings of a model in place.
 
-    With 4 bits embeddings, the head of a language model, and layers that :meth:`NF4Linear.suits` refuses have 8. Norms, biases, positions and convolutions
-    stay as they are, and so do weights that two layers share, and subclasses, whose forward may do more.
+    With 4 bits embeddings, the head of a language model, and layers that :meth:`NF4Linear.suits` refuses have 8. Norms,
+    biases, positions and convolutions stay as they are, and so do weights that two layers share, and subclasses, whose forward
+    may do more.
 
     Args:
         bits: 8 or 4.
