@@ -149,15 +149,15 @@ def described_model(
             "to holotrain.load(..., model=...)"
         )
     trained = metadata["config"]["model"]  # None: the task has no model
+    prefix, weights = "" if trained is None else "model.", checkpointed.weights(path)
+    weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
     if model is None:
         try:
-            model = building.build(description["target"], description["arguments"], trust or (), vouched)
+            model = building.build_for(weights, description["target"], description["arguments"], trust or (), vouched)
             with allocated():
                 _add_trained_part(model, trained or {})
         except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise UserError(f"ckpt_path: {path} describes no model that can be built: {first_line(error)}") from error
-    prefix, weights = "" if trained is None else "model.", checkpointed.weights(path)
-    weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
     with _of_the_same_model(path):
         checkpoint_files.load_weights(model, weights, path)
     return model, description

@@ -1,10 +1,11 @@
 """Makes a model by the full name of its class."""
 
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from holotrain.targets import TARGET, instantiate, is_defined_in, missing_package, targets
 
@@ -44,7 +45,7 @@ def build(
             raise ValueError("the name of a class in it is not a string")
         if missing := missing_package(each):
             raise ValueError(f"{each} is needed, and {missing}")
-        if (where, each) not in vouched and not _is_ours(each) and not is_defined_in(each, trust):
+        if (where, each) not in vouched and _our_class(each) is None and not is_defined_in(each, trust):
             raise ValueError(f"{each} is not a model of holotrain; to trust its package, pass trust={each.partition('.')[0]!r}")
     with allocated():
         model = instantiate(named)
@@ -53,9 +54,43 @@ def build(
     return model
 
 
-def _is_ours(target: str) -> bool:
+def build_for(
+    weights: Mapping[str, Tensor],
+    target: str,
+    arguments: dict[str, Any],
+    trust: Collection[str] = (),
+    vouched: Collection[tuple[str, str]] = (),
+) -> nn.Module:
+    """What :func:`build` makes, for weights of a file beside its description.
+
+    Raises:
+        ValueError: as :func:`build`; a model of ours would be larger than its weights, and could take all memory.
+    """
+    from holotrain.models.external import ExternalModel
+
+    kind = _our_class(target) if isinstance(target, str) else None
+    if kind is not None and not issubclass(kind, ExternalModel):  # which its own library builds
+        _require_few_blocks(target, arguments, weights)
+        with torch.device("meta"):
+            tensors = build(target, arguments, trust, vouched).state_dict().values()
+        numbers, size = sum(tensor.numel() for tensor in tensors), sum(tensor.nbytes for tensor in weights.values())
+        if numbers > 2 * size:  # of 4 bits
+            raise ValueError(f"it has {numbers} weights, and there are {size} bytes of them")
+    return build(target, arguments, trust, vouched)
+
+
+def _require_few_blocks(target: str, arguments: dict[str, Any], weights: Mapping[str, Tensor]) -> None:
+    depths = arguments.get("depths", arguments.get("depth"))
+    blocks = sum(each for each in (depths if isinstance(depths, list) else [depths]) if isinstance(each, int))
+    if blocks > len(weights) and not target.endswith(".ImageErrorDiffusion"):  # whose layers share a tensor
+        raise ValueError(f"it has {blocks} blocks, and there are weights for {len(weights)} at most")
+
+
+def _our_class(target: str) -> type[nn.Module] | None:
+    """The model of holotrain, or its wrapper of one of another library, of this name; None: it is no such name."""
     from holotrain import models
 
     package, _, name = target.rpartition(".")
     found = getattr(models, name, None)
-    return package == models.__name__ and name in models.__all__ and isinstance(found, type) and issubclass(found, nn.Module)
+    is_ours = package == models.__name__ and name in models.__all__ and isinstance(found, type) and issubclass(found, nn.Module)
+    return found if is_ours else None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from holotrain.files import read_json, replacing, write_json
 from holotrain.models.adapters import adapter_width, add_adapters
-from holotrain.models.building import build
+from holotrain.models.building import build_for
 from holotrain.models.checkpoint_files import CONFIG, WEIGHTS, read_weights, require_same, save_tensors
 from holotrain.models.external import ExternalModel
 from holotrain.models.quantised import bits_of, quantise
@@ -120,7 +120,7 @@ def load(folder: str | Path, trust: Collection[str] = (), vouched: Collection[tu
     config, path = read_config(folder), config_path(folder)
     weights = read_weights(folder if path.name == BESIDE else folder / WEIGHTS)
     try:
-        model = build(config["target"], config["arguments"], trust, vouched)
+        model = build_for(weights, config["target"], config["arguments"], trust, vouched)
         if config["adapters"] is not None:
             add_adapters(model, config["adapters"])
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
