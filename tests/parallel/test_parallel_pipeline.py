@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from covering import slow
+from covering import long, slow
 from gloo_pair import find_as_one_of_them, found_by_processes
 from small_models import IMAGE, POOLED, TEXT, WINDOWS
 from torch import nn
@@ -147,7 +147,7 @@ def find(rank: int) -> dict:
     }
 
 
-@pytest.mark.parametrize("stages", [3, slow(2), slow(4)])
+@pytest.mark.parametrize("stages", [3, long(2), slow(4)])
 def test_a_step_in_stages_is_that_of_one_process(stages, tmp_path):
     steps = found_by_processes(Path(__file__), tmp_path, stages)
     # What is drawn for data stays the same in all stages, whatever each drops.

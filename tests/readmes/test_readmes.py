@@ -225,7 +225,7 @@ def test_commands_that_are_not_run_here_are_composed_and_checked(line):
 QUICK = [line for line in ALONE.values() if line.readme == "README.md" or made_small(line).shows]
 
 
-@pytest.mark.parametrize("line", named(ALONE.values(), QUICK, first_of(ALONE.values(), 3, lambda line: line.readme)))
+@pytest.mark.parametrize("line", named(ALONE.values(), QUICK, first_of(ALONE.values(), 2, lambda line: line.readme)))
 def test_commands_run(line, prepared, run):
     run(prepared(line, run))
 
