@@ -51,6 +51,11 @@ def require_one_of(choices: Iterable[str], **arguments: str) -> None:
             raise ValueError(f"{name} must be {', '.join(others)} or {last}, not {value!r}")
 
 
+def bits_in(option: str) -> int:
+    """The number in an option such as ``"4bit"``."""
+    return int(option.removesuffix("bit"))
+
+
 def parse_bytes(text: str) -> int:
     """``"16GiB"``, ``"16 GB"`` (powers of 1000), ``"16G"`` (of 1024) or ``"4096 B"``.
 

@@ -23,7 +23,7 @@ from holotrain.models.adapters import merge_peft
 from holotrain.models.building import allocated
 from holotrain.models.huggingface_files import folder_of, tokenizer_of
 from holotrain.models.quantised import bits_of, dequantise, quantise
-from holotrain.numeric import counted
+from holotrain.numeric import bits_in, counted
 from holotrain.targets import TARGET, first_line, targets
 from holotrain.tasks.task import model_of
 
@@ -178,13 +178,14 @@ def _of_the_same_model(path: Path) -> AbstractContextManager[None]:
     return as_user_error(f"ckpt_path: {path} holds another model")
 
 
-def in_few_bits(model: nn.Module, quantised: str | None) -> None:
-    """Quantises the whole model in place, if asked to, as an export would be. Raises a UserError if torchao is missing."""
+def as_exported(model: nn.Module, quantised: str | None) -> None:
+    """Makes the weights of a model those of an export, in place: whole, with layers of peft merged, or all in few bits. Raises
+    a UserError if torchao, which these need, is missing."""
+    merge_peft(model)
+    dequantise(model)
     if quantised:
         with as_user_error("quantised"):
-            merge_peft(model)
-            dequantise(model)
-            quantise(model.requires_grad_(False), int(quantised.removesuffix("bit")))
+            quantise(model.requires_grad_(False), bits_in(quantised))
 
 
 def load_weights(task: pl.LightningModule, path: Path) -> None:

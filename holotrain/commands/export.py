@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from holotrain.commands import screen
-from holotrain.commands.checkpoint import described_model, in_few_bits
+from holotrain.commands.checkpoint import as_exported, described_model
 from holotrain.commands.console import console
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import write_summary
@@ -16,9 +16,8 @@ from holotrain.data.tokenizers import CHAT, SETTINGS, TEMPLATE, plain_json, toke
 from holotrain.errors import UserError, as_user_error
 from holotrain.files import write_json
 from holotrain.models import saved
-from holotrain.models.adapters import merge_peft
 from holotrain.models.external import ExternalModel
-from holotrain.models.quantised import dequantise, storage_bytes
+from holotrain.models.quantised import storage_bytes
 
 PROGRAM, ONNX = "model.pt2", "model.onnx"
 
@@ -31,14 +30,12 @@ def run(config: ExportConfig, run: Run) -> int:
     path = config.checkpoint
     model, described = described_model(path)
     model.eval()
-    merge_peft(model)
-    dequantise(model)
     if config.quantised and isinstance(model, ExternalModel):
         kind = type(model).__name__
         raise UserError(
             f"quantised: a {kind} is written for its own library, which quantises in its own way; use quantised=null"
         )
-    in_few_bits(model, config.quantised)
+    as_exported(model, config.quantised)
     folder = Path(config.to) if config.to else run.folder / "export"
     described = dict(described)
     target, arguments, tokenizer = (described.pop(key, None) for key in ("target", "arguments", "tokenizer"))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from holotrain.commands import screen
-from holotrain.commands.checkpoint import described_model, in_few_bits
+from holotrain.commands.checkpoint import as_exported, described_model
 from holotrain.commands.console import plain
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import write_summary
@@ -35,7 +35,8 @@ def run(config: GenerateConfig, run: Run) -> int:
     check_device(config.trainer)
     model, kept = described_model(path)
     tokenizer = tokenizer_from_json(kept["tokenizer"])
-    in_few_bits(model, config.quantised)
+    if config.quantised:
+        as_exported(model, config.quantised)
     model = model.to(device_kind(config.trainer.accelerator)).eval()
     asked, context = prompts(config), cast(int, model.context)
     starts, ends = encoded(asked, tokenizer, context)

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from holotrain.commands import screen
-from holotrain.commands.checkpoint import described_model, in_few_bits, load_weights
+from holotrain.commands.checkpoint import as_exported, described_model, load_weights
 from holotrain.commands.evaluation import attention_for, lightning_refusals, prepared
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import write_summary
@@ -49,7 +49,8 @@ def run(config: PredictConfig, run: Run) -> int:
         load_weights(task, path)
         described, loader = description(config, data), data.predict_dataloader()
     screen.show_start(config, run, model_of(task), path)
-    in_few_bits(model_of(task), config.quantised)
+    if config.quantised:
+        as_exported(model_of(task), config.quantised)
     named_files = files or isinstance(getattr(loader, "dataset", None), NamedImageFiles)
     read = NamesRead() if named_files else None
     trainer = build_trainer(config.trainer, run.folder, [read] if read else [], False)

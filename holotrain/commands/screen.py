@@ -63,7 +63,7 @@ def show_start(
         "samples": _samples(sizes),
         "warning": _warning(sizes, hasattr(data, "val_fraction") or hasattr(config.data, "val_fraction")),
         "backward": _backward(config),
-        "quantised": config.model and config.model.quantised and _quantised(model),
+        "quantised": config.model and config.model.quantised and _quantised(model, whole),
         "between blocks": kept_between_blocks(model) if fits else None,
         "synthesis": _synthesis(config.synthesis) if fits and config.synthesis else None,
         "optimizer": _optimizer(config, config.optimizer, run) if fits and config.optimizer else None,
@@ -78,10 +78,10 @@ def show_start(
     console.print(table(f"holotrain {run.command}", rows))
 
 
-def _quantised(model: nn.Module) -> str:
-    """How many of the parameters have how few bits."""
-    counts, whole = quantised_counts(model), parameter_count(model)
-    return ", ".join(f"{count / whole:.0%} in {bits} bits" for bits, count in counts.items()) + " (of all parameters)"
+def _quantised(model: nn.Module, whole: int) -> str:
+    """How many of the ``whole`` parameters have how few bits."""
+    shares = [f"{count / whole:.0%} in {bits} bits" for bits, count in quantised_counts(model).items()]
+    return f"{', '.join(shares)} (of all parameters)"
 
 
 def _synthesis(config: ObjectConfig) -> str:

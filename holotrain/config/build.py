@@ -28,7 +28,7 @@ from holotrain.models.checkpoint_files import read_weights
 from holotrain.models.external import ExternalModel
 from holotrain.models.pretrained import load_pretrained
 from holotrain.models.quantised import quantise
-from holotrain.numeric import require_at_least
+from holotrain.numeric import bits_in, require_at_least
 from holotrain.optimizers.stepping import InBackward
 from holotrain.reversible import make_reversible
 from holotrain.reversible.in_place import checks_in
@@ -158,7 +158,7 @@ def _make_reversible(model: nn.Module, config: ObjectConfig) -> None:
     if not options.get("reversible") or (config.object is not None and any(True for _ in stacks_in(model))):
         return  # an object keeps what an earlier run did to it
     with as_user_error("model.reversible"):
-        make_reversible(model, options["blocks"], bits=int(options["reversible"].removesuffix("bit")))
+        make_reversible(model, options["blocks"], bits=bits_in(options["reversible"]))
 
 
 def _how_to_couple(config: RunConfig, model: nn.Module) -> str:
@@ -377,4 +377,4 @@ def train_part(
     if trained != "all" and not isinstance(adapters, dict):  # peft has frozen the others
         freeze(model, trained)
     if quantised is not None:
-        quantise(model, int(quantised.removesuffix("bit")))
+        quantise(model, bits_in(quantised))

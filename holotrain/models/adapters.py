@@ -98,10 +98,15 @@ def add_peft(model: nn.Module, config: Any) -> None:
         head.requires_grad_()
 
 
+def has_peft(model: nn.Module) -> bool:
+    """Whether a layer of peft stands beside one of the model."""
+    return any(hasattr(module, "base_layer") for module in model.modules())
+
+
 def merge_peft(model: nn.Module) -> None:
     """Adds what peft's layers have learned to the layers that they stand beside, and takes them away, in place. If they
     are quantised, they become usual ones."""
-    if not any(hasattr(module, "base_layer") for module in model.modules()):
+    if not has_peft(model):
         return
     needed(*PEFT)
     from peft.tuners.tuners_utils import BaseTunerLayer

@@ -66,11 +66,13 @@ def build_for(
     Raises:
         ValueError: as :func:`build`; a model of ours would be larger than its weights, and could take all memory.
     """
+    from holotrain.models import ImageErrorDiffusion
     from holotrain.models.external import ExternalModel
 
     kind = _our_class(target) if isinstance(target, str) else None
     if kind is not None and not issubclass(kind, ExternalModel):  # which its own library builds
-        _require_few_blocks(target, arguments, weights)
+        if kind is not ImageErrorDiffusion:  # whose layers share a tensor
+            _require_few_blocks(arguments, weights)
         with torch.device("meta"):
             tensors = build(target, arguments, trust, vouched).state_dict().values()
         numbers, size = sum(tensor.numel() for tensor in tensors), sum(tensor.nbytes for tensor in weights.values())
@@ -79,10 +81,10 @@ def build_for(
     return build(target, arguments, trust, vouched)
 
 
-def _require_few_blocks(target: str, arguments: dict[str, Any], weights: Mapping[str, Tensor]) -> None:
+def _require_few_blocks(arguments: dict[str, Any], weights: Mapping[str, Tensor]) -> None:
     depths = arguments.get("depths", arguments.get("depth"))
     blocks = sum(each for each in (depths if isinstance(depths, list) else [depths]) if isinstance(each, int))
-    if blocks > len(weights) and not target.endswith(".ImageErrorDiffusion"):  # whose layers share a tensor
+    if blocks > len(weights):
         raise ValueError(f"it has {blocks} blocks, and there are weights for {len(weights)} at most")
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from holotrain.files import write_json
 from holotrain.models.checkpoint_files import CONFIG, WEIGHTS, read_weights, require_same, save_tensors
 from holotrain.models.pretrained import require_whole, take_over
+from holotrain.numeric import bits_in
 from holotrain.reversible import make_reversible
 from holotrain.targets import first_line, needed
 
@@ -57,7 +58,7 @@ class ExternalModel(nn.Module):
             if blocks is not None:
                 raise ValueError("blocks names the blocks to make reversible; give reversible=4bit too")
             return
-        make_reversible(model, blocks, bits=int(reversible.removesuffix("bit")))
+        make_reversible(model, blocks, bits=bits_in(reversible))
 
     @property
     @abstractmethod

@@ -5,6 +5,7 @@ numbers, and the scales themselves in int8. torchao quantises. A quantised layer
 each use, so it can be saved, moved, copied, compiled and sent to other processes as any other.
 """
 
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -47,9 +48,9 @@ class Quantised(nn.Module):
         layer.__class__ = cls
         layer.encode(weight)
 
+    @abstractmethod
     def encode(self, weight: Tensor) -> None:
         """Registers the buffers for a weight."""
-        raise NotImplementedError
 
     @property
     def weight(self) -> Tensor:

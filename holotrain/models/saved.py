@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from holotrain.files import read_json, replacing, write_json
-from holotrain.models.adapters import adapter_width, add_adapters
+from holotrain.models.adapters import adapter_width, add_adapters, has_peft
 from holotrain.models.building import build_for
 from holotrain.models.checkpoint_files import CONFIG, WEIGHTS, read_weights, require_same, save_tensors
 from holotrain.models.external import ExternalModel
@@ -98,7 +98,7 @@ def save_external(
 
 
 def _config(target: str, arguments: dict[str, Any], model: nn.Module, extra: dict[str, Any] | None) -> dict[str, Any]:
-    if any(hasattr(module, "base_layer") for module in model.modules()):
+    if has_peft(model):
         raise ValueError(
             "the model has layers of peft; merge_peft(model) of holotrain.models.adapters adds them to its weights"
         )

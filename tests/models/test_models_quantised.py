@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from holotrain.callbacks import WeightAverage
-from holotrain.commands.checkpoint import in_few_bits
+from holotrain.commands.checkpoint import as_exported
 from holotrain.models import RevGPT, RevRoBERTa, RevSwin, RevViT, ViT
 from holotrain.models.adapters import add_peft, merge_peft
 from holotrain.models.quantised import bits_of, dequantise, parameter_count, quantise, quantised_counts, storage_bytes
@@ -249,7 +249,7 @@ def test_commands_merge_lora_before_they_quantise():
     merged = copy.deepcopy(model)
     merge_peft(merged)
     quantise(model, 4)
-    in_few_bits(model, "8bit")
+    as_exported(model, "8bit")
     assert bits_of(model) == 8 and not any("lora" in name for name, _ in model.named_parameters())
     expected = merged(example("RevGPT"))
     assert (model(example("RevGPT")) - expected).norm() / expected.norm() <= ERRORS[4]
