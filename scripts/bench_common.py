@@ -37,7 +37,8 @@ def arguments(description: str) -> argparse.ArgumentParser:
 def begin(options: argparse.Namespace) -> dict[str, object]:
     """Prints the machine, and returns what the results begin with: the machine, and the options without paths of this one."""
     paths = ("json", "picture", "measure", "planned", "draw", "folder", "as_rank")
-    begun = {"machine": machine(), "options": {key: value for key, value in vars(options).items() if key not in paths}}
+    others = {key: each for key, each in vars(options).items() if key not in paths and not isinstance(each, Path)}
+    begun = {"machine": machine(), "options": others}
     print(json.dumps(begun["machine"]))
     return begun
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import statistics
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def step(model: nn.Module, rows: Tensor) -> None:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--model", help="a folder of transformers")
+    parser.add_argument("--model", type=Path, help="a folder of transformers")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=128)

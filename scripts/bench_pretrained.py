@@ -35,7 +35,7 @@ WAYS = {
 }
 
 
-def loaded(folder: str | None) -> tuple[Any, Any]:
+def loaded(folder: Path | None) -> tuple[Any, Any]:
     """A model in fp32 and its tokenizer."""
     import transformers
 
@@ -46,7 +46,7 @@ def loaded(folder: str | None) -> tuple[Any, Any]:
         path = next(Path(spec.origin).parent.glob("*.gguf"))
         given, known = path.parent, {"gguf_file": path.name}
     else:
-        given, known = Path(folder), {}
+        given, known = folder, {}
     tokenizer = transformers.AutoTokenizer.from_pretrained(given, local_files_only=True, **known)
     model = transformers.AutoModelForCausalLM.from_pretrained(given, local_files_only=True, dtype=torch.float32, **known)
     return model, tokenizer
@@ -83,7 +83,7 @@ def gradients(model: Any, rows: Tensor) -> Tensor:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--model", help="a folder of transformers")
+    parser.add_argument("--model", type=Path, help="a folder of transformers")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=2)
