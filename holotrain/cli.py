@@ -7,7 +7,6 @@ ended the run, also SIGPIPE, if nobody reads the output of a command any more. A
 from __future__ import annotations
 
 import gc
-import importlib
 import io
 import os
 import signal
@@ -24,11 +23,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from holotrain.commands import init
 from holotrain.commands.log_file import logged
-from holotrain.config.command_line import HELP, SHOWS, Arguments, explaining, parse, parse_words, quoted, readable
-from holotrain.config.command_options import WORD_COMMANDS
+from holotrain.config.command_line import HELP, SHOWS, Arguments, explaining, parse, quoted, readable
 from holotrain.config.composition import composed, config_folder, direction, key_of, register, to_plain
-from holotrain.config.help import command_help, overview, word_command_help
+from holotrain.config.help import command_help, overview
 from holotrain.config.jobs import Job, prepare_sweep, read_jobs
 from holotrain.config.start import Start
 from holotrain.errors import UserError, files_named
@@ -132,12 +131,8 @@ def _run(argv: list[str]) -> int:
 
         # The main process alone runs the commands that need one process.
         return follow(process) if argv[0] in MULTIPROCESS_COMMANDS and not HELP & set(argv) else 0
-    if argv[0] in WORD_COMMANDS:
-        config = parse_words(argv[0], argv[1:])
-        if config is None:
-            print(word_command_help(argv[0]))
-            return 0
-        return importlib.import_module(f"holotrain.commands.{argv[0]}").run(config)
+    if argv[0] == "init":
+        return init.run(argv[1:])
     arguments = parse(argv)
     register(arguments.resume)
     if arguments.help:

@@ -58,15 +58,6 @@ def read_bytes(path: str | Path, most: int = LARGEST) -> bytes:
     return content
 
 
-def regular_size(path: str | Path, most: int) -> int:
-    """The bytes of a regular file. Raises what :func:`read_bytes` does."""
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-    if size > most:
-        raise ValueError(f"it has more than {most} bytes")
-    return size
-
-
 def read_text(path: str | Path, most: int = LARGEST) -> str:
     """The content of a regular file of text in UTF-8, with or without a byte order mark. Raises what :func:`read_bytes` does,
     and a ValueError if it is no UTF-8."""

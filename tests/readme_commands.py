@@ -118,8 +118,8 @@ class Small:
 
     @property
     def shows(self) -> bool:
-        """Whether it trains nothing and reads no more than runs: help, versions, configurations, reports, new projects."""
-        return self.words[:1] in ((), ("report",), ("init",)) or bool(SHOWS & set(self.words))
+        """Whether it trains nothing help, versions, configurations, new projects."""
+        return self.words[:1] in ((), ("init",)) or bool(SHOWS & set(self.words))
 
     @property
     def before(self) -> list["Small"]:
@@ -147,7 +147,7 @@ def ours(line: Line) -> list[str] | None:
 def made_small(line: Line) -> Small:
     words = ours(line)
     flags = [word for word in words if word.startswith("-") and word != "-m"]
-    if not words or words[0] in ("report", "init") or (flags and "--config-dir" not in flags):
+    if not words or words[0] == "init" or (flags and "--config-dir" not in flags):
         return Small(tuple(words))
     command = words[0]
     given = {word.partition("=")[0]: word.partition("=")[2].split(",")[0] for word in words[1:] if "=" in word}
@@ -201,9 +201,6 @@ def lay_out(small: Small, folder: Path, trained: dict[str, Path], monkeypatch) -
             shutil.copy(run / "checkpoints/last.ckpt", folder / path)
         else:
             shutil.copytree(run / "exported", folder / path)
-    if small.words[0] == "report":
-        for path in (word for word in small.words[1:] if "=" not in word):
-            shutil.copytree(run, folder / path.replace("*", "01-31_12-00-00") / ("0" if "sweeps" in path else ""))
     if path := value("images"):
         write_folder(folder / "pictures", parts=("a",), classes=("b",), each=2)
         shutil.copytree(folder / "pictures/a/b", folder / path)

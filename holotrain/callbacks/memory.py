@@ -37,7 +37,8 @@ class MemoryMonitor(Monitor):
         every_n_steps: optimizer steps per window; None: the trainer's ``log_every_n_steps``; 0: measures
             over the whole training and logs nothing.
 
-    Logs the maximum over ranks in bytes: ``memory/peak_bytes``, the highest so far; ``memory/current_bytes``;
+    Logs the maximum over ranks in bytes: ``memory/peak_bytes``, the highest so far; ``memory/step_peak_bytes``, see below;
+    ``memory/current_bytes``;
     ``memory/reserved_bytes`` (only on a GPU); and the peaks of the window, ``memory/forward_backward_peak_bytes``,
     ``memory/optimizer_peak_bytes`` and, after each validation, ``memory/validation_peak_bytes``. Also what is in use after the
     last forward, backward, optimizer step and validation: ``memory/forward``, ``memory/backward``, ``memory/step`` and
@@ -49,9 +50,9 @@ class MemoryMonitor(Monitor):
 
     Attributes:
         peak_bytes: the highest peak so far, of training and validation; None before the first window.
-        step_peak_bytes: on a CPU the most bytes of tensors that were alive at once in the first two optimizer steps: weights,
-            gradients, optimizer state, the batch and activations, as a plan counts them. None on other devices, for compiled
-            models, and where several processes train.
+        step_peak_bytes: the most bytes of weights, gradients, optimizer state, batch and activations that a step holds at once.
+            On a GPU the allocator's peak; on a CPU tracked in the first two steps, as a plan counts them. There it
+            is None for compiled models, and where several processes train.
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
@@ -175,6 +176,11 @@ class MemoryMonitor(Monitor):
         self._peaks = {}
         self.peak_bytes = max(self.peak_bytes or 0, *(found[name] for name in peaks))
         scalars = {"memory/peak_bytes": self.peak_bytes} | {name: value for name, value in found.items() if value}
+        if device.type == "cuda":
+            of_steps = max(found["memory/forward_backward_peak_bytes"], found["memory/optimizer_peak_bytes"])
+            self.step_peak_bytes = max(self.step_peak_bytes or 0, of_steps)
+        if self.step_peak_bytes is not None:
+            scalars["memory/step_peak_bytes"] = self.step_peak_bytes
         if self.period(trainer):
             log_scalars(trainer, scalars, trainer.global_step)
 

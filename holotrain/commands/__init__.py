@@ -1,6 +1,6 @@
 """The commands, each with ``run(config, run) -> exit status``, and what they share.
 
-fit, predict, generate, export, plan, report, init   one file per command
+fit, predict, generate, export, plan, init   one file per command
 evaluation        validate and test; the data of a run, which all of its processes have to find alike
 run_folder        one run: its folder, overrides and processes
 log_file          log.txt, what a run has printed
@@ -13,5 +13,6 @@ failures          what happens to a run from outside, in one line
 memory_limits     backward=auto and batch_size=auto, running out of memory, overrides with which a training fits
 planners          what planning needs to know of a configuration
 sweep             the table of a sweep
+tensorboard_tabs  options, results and charts in TensorBoard's HParams and Custom Scalars
 writing           writes files so that none is ever half written
 """

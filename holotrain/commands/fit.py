@@ -3,20 +3,17 @@
 import gc
 import math
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import yaml
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.tensorboard.summary import hparams
 
 from holotrain.callbacks.drawing import log_text
 from holotrain.callbacks.interrupt import Interrupted
@@ -31,19 +28,17 @@ from holotrain.commands.memory_limits import chosen, explained, with_smaller_bat
 from holotrain.commands.planners import smallest_batch
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import FIGURES, SUMMARY, write_summary
+from holotrain.commands.tensorboard_tabs import finish, log_options
 from holotrain.commands.writing import write_whole
 from holotrain.config.build import build_task, description
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_trainer import build_trainer, check_division, check_training_device, device_kind, device_name
 from holotrain.config.command_options import FitConfig
-from holotrain.config.composition import MODES, key_of
-from holotrain.config.option_groups import ERROR_DIFFUSION, TEXT, is_a
+from holotrain.config.composition import MODES
+from holotrain.config.option_groups import TEXT, is_a
 from holotrain.config.structured import to_container
-from holotrain.dashboard.charts import tensorboard_layout
-from holotrain.dashboard.table import UNCOMPARED, flat
 from holotrain.errors import UserError, check_choice
 from holotrain.reversible.stack import kept_between_blocks
-from holotrain.schedules import PLAIN
 from holotrain.tasks.task import model_of, monitored_by
 
 
@@ -176,7 +171,7 @@ class Training:
         validated = []  # the metrics of validation, the one that selects the best checkpoint first
         if self.monitor is not None and self.monitor.monitor:
             validated = list(dict.fromkeys([self.monitor.monitor, *monitored_by(self.task)]))
-        log_hyperparams(self.loggers, self.config, self.run, validated)
+        log_options(self.loggers, self.config, self.run, validated)
         log_text(self.loggers, "configuration", ["config.yaml"], [[resolved]], step=0)
 
     def train_and_test(self, start: Path | None) -> None:
@@ -259,6 +254,8 @@ class Training:
         results["planned_step_bytes"] = self.planned
         results["early_stopping_patience"] = self._patience_that_ended_it()
         summary = write_summary(self.run, self.config, model, self.status, **results)
+        for logger in self.loggers:
+            logger.log_metrics({"seconds": summary.seconds}, step=self.trainer.global_step)
         finish(self.loggers, completed=self.status == "completed")
         profiler: object = self.trainer.profiler  # ty: ignore[missing-attribute]
         expensive = profiler.most_expensive if isinstance(profiler, TraceProfiler) else ()
@@ -310,57 +307,3 @@ def check_direction(metric: str | None, mode: str | None, direction: str | None)
     better = MODES[mode]
     if direction != better:
         raise UserError(f"hydra.sweeper.direction={direction}: use {better}, the better values of {metric}")
-
-
-def log_hyperparams(loggers: Iterable[Logger], config: FitConfig, run: Run, validated: list[str]) -> None:
-    """Logs the options and, for TensorBoard, the charts and the names of the results, before a run trains, so that one that was
-    killed is compared too. ``validated`` are the metrics of validation, the one that selects the best checkpoint first."""
-    options = dict(flat(to_container(config)))
-    for logger in loggers:
-        if not isinstance(logger, TensorBoardLogger):
-            logger.log_hyperparams(options)
-            continue
-        logger.experiment.add_custom_scalars(tensorboard_layout(_charts(config), {*validated}))
-        results = dict.fromkeys(_results(config, validated), 0.0)
-        # Lightning's log_hyperparams(columns, results) would add a point to the curve of every metric.
-        for event in hparams(_columns(run, options), results)[:2]:
-            logger.experiment._get_file_writer().add_summary(event)
-        logger.experiment.flush()  # else a run that is killed in its first minutes would have none
-
-
-def _charts(config: FitConfig) -> set[str]:
-    optional = {
-        "reversible": config.backward.kind not in PLAIN,
-        "synthesis": config.synthesis is not None,
-        "error_diffusion": is_a(config.task, ERROR_DIFFUSION),
-        "padding": config.batch_option[0] == "data.max_tokens",
-    }
-    return {"train", "memory", "throughput", "optimization", *(name for name, logged in optional.items() if logged)}
-
-
-def _results(config: FitConfig, validated: list[str]) -> list[str]:
-    results = [*validated, *(f"best/{name}" for name in validated[:1])]
-    if config.test:
-        results += [name.replace("val/", "test/") for name in validated]
-    return [*results, "memory/peak_bytes", "throughput/samples_per_second"]
-
-
-def _columns(run: Run, options: dict[str, Any]) -> dict[str, Any]:
-    """The options to compare. TensorBoard shows a few columns: those of the sweep and of the command line come first."""
-    known = {name: value for name, value in (run.choices | options).items() if name.split(".")[0] not in UNCOMPARED}
-    named = {"name": options["name"], "tags": ", ".join(options["tags"])}
-    columns = {name: text for name, text in named.items() if text}
-    columns |= dict.fromkeys(name for name in (*run.varied, *map(key_of, run.overrides)) if name in known)
-    for name, value in (columns | known).items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        columns[name] = value if is_number else str(value)
-    return columns
-
-
-def finish(loggers: Iterable[Logger], completed: bool) -> None:
-    for logger in loggers:
-        if isinstance(logger, TensorBoardLogger) and completed:
-            logger.experiment._get_file_writer().add_summary(hparams({}, {})[2])
-        logger.finalize("success" if completed else "failed")
-        if isinstance(logger, WandbLogger):
-            logger.experiment.finish(exit_code=int(not completed))  # else the next job of a sweep continues this run

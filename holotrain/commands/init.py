@@ -7,16 +7,28 @@ from keyword import iskeyword
 from pathlib import Path
 from shlex import quote
 
-from holotrain.config.command_options import InitConfig
+from holotrain.config.command_line import HELP, require_text
 from holotrain.errors import UserError
 
 TEMPLATE, NAME = Path(__file__).parents[1] / "templates" / "project", "my_project"
 
 
-def run(config: InitConfig) -> int:
-    """Writes the folder and returns 0. Raises a UserError if the name is no name of a new package, or the folder is not empty
-    or cannot be written."""
-    folder = Path(config.name).expanduser()
+USAGE = """\
+Usage: holotrain init NAME
+
+NAME is that of the project and of its Python package. Of a path the last part is the name; the project is written there."""
+
+
+def run(words: list[str]) -> int:
+    """Writes the folder that the command line names and returns 0. Raises a UserError if that is no name of a new package, or
+    the folder is not empty or cannot be written."""
+    require_text(words)
+    if HELP & {*words}:
+        print(USAGE)
+        return 0
+    if len(words) != 1 or words[0].startswith("-"):
+        raise UserError(f"init needs one name, not {' '.join(words) or 'none'}; for example holotrain init my_project")
+    folder = Path(words[0]).expanduser()
     name = folder.name
     if not name.isidentifier() or iskeyword(name):
         near = re.sub(r"\W+", "_", name).strip("_") or NAME

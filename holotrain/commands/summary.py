@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # reading a summary does not import torch and Lightning
 
 SUMMARY = "summary.json"
 
-FIGURES = ("samples_per_second", "tokens_per_second", "step_seconds", "peak_memory_bytes", "seconds")
+FIGURES = ("samples_per_second", "tokens_per_second", "step_seconds", "step_peak_bytes", "peak_memory_bytes", "seconds")
 """Those that the table of a sweep shows, beside the metrics."""
 
 REQUIRED = {"command", "status", "overrides", "metrics"}
@@ -38,7 +38,7 @@ class Summary:
 
     ``monitor`` is the metric that selects the best checkpoint, and ``mode`` its ``max`` or ``min``; ``objective`` and
     ``objective_mode`` are those of what a sweep optimises instead. ``between_blocks`` says what a training kept between blocks
-    that ``make_reversible`` coupled. ``step_peak_bytes`` is what the tensors of a step took on a CPU, ``planned_step_bytes``
+    that ``make_reversible`` coupled. ``step_peak_bytes`` is what a step took on its device, ``planned_step_bytes``
     what was planned, if something was chosen by a plan. ``whole_epochs`` leaves out an epoch that ``max_steps`` cut short.
     ``seconds`` counts every part of a training that was resumed, ``overrides`` are those of the last part, and ``choices`` the
     option of each group. ``early_stopping_patience`` is that of the EarlyStopping that ended the training.

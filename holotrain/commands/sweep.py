@@ -13,10 +13,11 @@ from holotrain.config.jobs import Job
 from holotrain.errors import UserError
 from holotrain.numeric import counted
 
-HEADINGS = dict(zip(summary.FIGURES, ("samples/s", "tokens/s", "s/step", "peak MiB", "seconds"), strict=True))
-
-ALWAYS = ("job", "status", "name", "tags", "error")
+ALWAYS = ("job", "status", "name", "tags", "step_peak_bytes", "error")
 """Columns that are shown even if they are the same in all jobs."""
+
+OF_PROCESS = "peak_memory_bytes"
+"""What sweep.csv alone shows: on a CPU the memory of the whole process."""
 
 
 def show_sweep(command: str, folder: Path, jobs: dict[Path, Job]) -> None:
@@ -36,10 +37,11 @@ def show_sweep(command: str, folder: Path, jobs: dict[Path, Job]) -> None:
     columns = sorted(dict.fromkeys(name for row in rows for name in row), key=lambda name: name == "error")
     write_table(folder / "sweep.csv", columns, [[row.get(name, "") for name in columns] for row in rows])
     varied = {name for name in columns if len({row[name] for row in rows if name in row}) > 1 and not name.startswith("train/")}
-    shown = [name for name in columns if name in varied or name in (*ALWAYS, *HEADINGS) or name.startswith("best/")]
+    varied -= {OF_PROCESS} if command != "plan" else set()
+    shown = [name for name in columns if name in varied or name in ALWAYS or name.startswith("best/")]
     table = Table(title=f"sweep of {counted(len(rows), 'job')}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for name in shown:
-        table.add_column(HEADINGS.get(name, name), no_wrap=True)
+        table.add_column(name, no_wrap=True)
     for row in rows:
         table.add_row(*(_short(name, row.get(name, "")) for name in shown))
     aside = command == "plan" and any("json=-" in job.overrides for job in jobs.values())  # stdout is for the figures
@@ -50,6 +52,6 @@ def show_sweep(command: str, folder: Path, jobs: dict[Path, Job]) -> None:
 
 
 def _short(column: str, value: object) -> str:
-    if column == "peak_memory_bytes" and isinstance(value, int):
-        return f"{value / 2**20:.0f}"
+    if column.endswith("_bytes") and isinstance(value, int):
+        return f"{value / 2**20:.1f} MiB"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -8,7 +8,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override
@@ -16,7 +15,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from holotrain.config.command_options import COMMANDS, WORD_COMMANDS, options_of
+from holotrain.config.command_options import COMMANDS
 from holotrain.config.composition import composed, key_of, literal, option_names, register, to_plain
 from holotrain.config.option_groups import OBJECT_GROUPS
 from holotrain.config.structured import with_defaults
@@ -34,6 +33,9 @@ CHOICES = {
     ("--info", "-i"): ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
 }
 """The values of those flags that do not take any."""
+
+GONE = {"report": "tensorboard --logdir runs compares runs, under HParams and Custom Scalars"}
+"""Commands of earlier versions, and what takes their place."""
 
 SHOWS = HELP.union(*CHOICES)
 """Flags under which a command only prints something about itself."""
@@ -146,7 +148,9 @@ def parse(argv: list[str]) -> Arguments:
     require_text(argv)
     command, *rest = argv
     if command not in COMMANDS:
-        commands = [*COMMANDS, *WORD_COMMANDS]
+        if command in GONE:
+            raise UserError(f"{command} is gone: {GONE[command]}")
+        commands = [*COMMANDS, "init"]
         raise UserError(f"{command!r} is not a command; use one of {', '.join(commands)}.{did_you_mean(command, commands)}")
     arguments = Arguments(command)
     words = iter(rest)
@@ -187,38 +191,6 @@ def require_text(words: list[str]) -> None:
     for word in words:
         if re.search("[\0\ud800-\udfff]", word):
             raise UserError(f"{word!a} is not text in UTF-8")
-
-
-def parse_words(command: str, words: list[str]) -> Any:
-    """The configuration of a command of ``WORD_COMMANDS``; None if it asks for help."""
-    require_text(words)
-    if HELP & set(words):
-        return None
-    schema = WORD_COMMANDS[command]
-    (main, described), *others = options_of(schema).items()
-    options = [name for name, _ in others]
-    single = described.type == "str"
-    found: list[str] = []
-    values: dict[str, Any] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if word.startswith("-"):
-            raise UserError(f"{name!r} is not a flag of {command}.{did_you_mean(name, HELP)}")
-        if not equals or (name not in options and (not name.isidentifier() or Path(word).exists())):
-            found.append(word)
-        elif name not in options:
-            known = f"which takes {', '.join(options) or 'none'}.{did_you_mean(name, options)}"
-            raise UserError(f"{name!r} is not an option of {command}, {known}")
-        elif not value:
-            raise UserError(f"{name}: a value is needed")
-        else:
-            values[name] = str(Path(value).expanduser())
-    if not found:
-        raise UserError(f"{command} needs {schema.NEEDED}")
-    if single and len(found) > 1:
-        raise UserError(f"{command} takes one {main}, not {len(found)}: {' '.join(found)}")
-    values[main] = found[0] if single else found
-    return schema(**values)
 
 
 def _check_overrides(arguments: Arguments) -> None:

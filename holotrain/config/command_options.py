@@ -287,33 +287,6 @@ COMMANDS: dict[str, type[RunConfig]] = {
 """The configuration of each command that Hydra composes."""
 
 
-@dataclass
-class ReportConfig:
-    """Compare runs on one HTML page: curves, differing options and results."""
-
-    WORD, NEEDED = "RUN", "the folder of a run or sweep; for example holotrain report runs/fit/sweeps/..."
-
-    runs: list[str]
-    """folder of a run, a sweep or several runs, or a glob: 'runs/fit/2026-*'"""
-
-    to: str = "report.html"
-    """file to write"""
-
-
-@dataclass
-class InitConfig:
-    """Write a small working project with a model, data and a callback of your own."""
-
-    WORD, NEEDED = "NAME", "a name; for example holotrain init my_project"
-
-    name: str
-    """name of the project and of its Python package; a path: the folder to write, whose last part is the name"""
-
-
-WORD_COMMANDS = {"report": ReportConfig, "init": InitConfig}
-"""The first option of each gets the words, one or a list."""
-
-
 def options_of(schema: type) -> dict[str, Option]:
     """The options of one of these dataclasses."""
     return signature(f"{schema.__module__}.{schema.__qualname__}").options

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Collection, Iterator
 
 from holotrain.config.command_line import Arguments
-from holotrain.config.command_options import COMMANDS, WORD_COMMANDS, RunConfig, options_of
+from holotrain.config.command_options import COMMANDS, RunConfig, options_of
 from holotrain.config.composition import composed, key_of, option_names, to_plain
 from holotrain.config.option_groups import NAMED_GROUPS, OBJECT_GROUPS, BackwardConfig, schema_of
 from holotrain.config.signatures import REQUIRED, Option, signature
@@ -38,13 +38,14 @@ Flags, in any position:
 
 def overview() -> str:
     """The commands, one per line."""
-    commands = "\n".join(f"  {name:<10}{schema.__doc__}" for name, schema in (COMMANDS | WORD_COMMANDS).items())
+    commands = "\n".join(f"  {name:<10}{schema.__doc__}" for name, schema in COMMANDS.items())
     return f"""\
 holotrain trains transformers whose activations do not fit in memory.
 
 Usage: holotrain COMMAND [group=option ...] [key=value ...]
 
 {commands}
+  init      Write a small working project with a model, data and a callback of your own.
 
 holotrain COMMAND --help lists the usual options of a command, --help=all every one."""
 
@@ -127,18 +128,3 @@ def _first_sentence(text: str) -> str:
 
 def _shown(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
-
-
-def word_command_help(command: str) -> str:
-    """The help of a command in ``WORD_COMMANDS``."""
-    schema = WORD_COMMANDS[command]
-    (_, main), *options = options_of(schema).items()
-    usage = [f"{schema.WORD}{'' if main.type == 'str' else '...'}", *(f"[{name}=...]" for name, _ in options)]
-    lines = [(schema.WORD, main.meaning), *((f"{name}={option.default}", option.meaning) for name, option in options)]
-    described = "\n".join(f"  {key:<45} {meaning}" for key, meaning in lines)
-    return f"""\
-holotrain {command}: {schema.__doc__}
-
-Usage: holotrain {command} {" ".join(usage)}
-
-{described}"""

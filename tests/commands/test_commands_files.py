@@ -18,7 +18,6 @@ from rich.status import Status
 from holotrain.commands import plan as command
 from holotrain.commands.measured import Measured
 from holotrain.commands.plan import PLAN
-from holotrain.commands.report import runs_at
 from holotrain.commands.run_folder import alone_in
 from holotrain.commands.writing import write_table
 from holotrain.errors import UserError
@@ -30,20 +29,6 @@ def test_a_spreadsheet_runs_nothing_in_a_table_whose_other_cells_are_as_they_wer
     write_table(tmp_path / "table.csv", ["one", "=two"], [formulas, cells])
     written = ["'" + formula for formula in formulas], ["-1.5", "", *cells[2:]]
     assert list(csv.reader((tmp_path / "table.csv").open(newline=""))) == [["one", "'=two"], *written]
-
-
-def test_a_report_of_all_trainings_has_the_jobs_of_sweeps(tmp_path):
-    fit = tmp_path / "fit"
-    jobs = [fit / "sweeps" / job for job in ("2026-01-01/0", "2026-01-01/2", "2026-01-01/10", "2026-01-03/0")]
-    for run in (fit / "2026-01-02", *jobs, tmp_path / "plan" / "2026-01-01"):
-        run.mkdir(parents=True)
-        (run / "config.yaml").touch()
-    (fit / "sweeps" / "2026-01-04").mkdir()  # which was refused
-    assert runs_at(str(fit)) == [fit / "2026-01-02", *jobs]
-    assert runs_at(str(fit / "sweeps")) == jobs
-    assert runs_at(str(fit / "sweeps" / "2026-01-01")) == jobs[:3]
-    with pytest.raises(UserError, match="is not the folder of a run and contains none"):
-        runs_at(str(fit / "sweeps" / "2026-01-04"))
 
 
 HOLD = """

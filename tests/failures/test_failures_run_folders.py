@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import yaml
 from small_run import SMALL
 
 from holotrain.folders import run_folder
@@ -76,20 +75,6 @@ def test_what_a_killed_process_has_left_beside_a_checkpoint_goes(holotrain, tmp_
         temporary.write_text("whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, "a.ckpt", "outside"])
     assert Path("a.ckpt").read_text() == "whole" and Path("outside").read_text() == "precious"
-
-
-READ = [
-    ("tensorboard/events.out.tfevents.1", "/dev/zero"), ("csv/version_0/metrics.csv", "pipe"),
-    ("config.yaml", "outside/secret.yaml"), ("summary.json", "pipe"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("place", "to"), READ)
-def test_a_report_reads_only_what_is_in_the_folder_of_a_run(crafted, place, to):
-    Path("outside/secret.yaml").write_text(yaml.safe_dump({"password": "opensesame"}))
-    typed = crafted(place, to)
-    assert f"run/{place} is {'no regular file' if to == 'pipe' else 'a link'}" in typed.refused("report", "run")
-    assert not Path("report.html").exists()
 
 
 def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path):

@@ -13,7 +13,7 @@ TABLES = {
     "": [
         # commands and flags
         ("fitt", "Did you mean 'fit'?"),
-        ("report", "report needs the folder of a run or sweep"),
+        ("report runs/fit", "report is gone: tensorboard --logdir runs compares runs"),
         ("fit word", "'word' is not an override; write group=option or key=value"),
         ("fit resume", "without spaces around =. Did you mean 'resume=true'?"),
         ("fit optimizer.lr = 1", "'optimizer.lr' is not an override; write group=option or key=value, without spaces"),
@@ -73,6 +73,7 @@ TABLES = {
         ("test", "test needs a checkpoint; give ckpt_path="),
         ("predict ckpt_path=text.ckpt", "not a readable checkpoint"),
         ("predict ckpt_path=run texts=text.ckpt", "texts: the checkpoint learned from images; give images=..."),
+        ("init", "init needs one name, not none; for example holotrain init my_project"),
         ("init full", "full exists already"),
         ("init my-project", "'my-project' cannot be the name of a Python package. Did you mean 'my_project'?"),
     ],

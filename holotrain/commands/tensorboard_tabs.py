@@ -1,0 +1,148 @@
+"""The tabs HParams and Custom Scalars of TensorBoard: the options and results to compare, and the charts."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from torch.utils.tensorboard.summary import hparams
+
+from holotrain.commands.run_folder import Run
+from holotrain.config.command_options import FitConfig
+from holotrain.config.composition import key_of
+from holotrain.config.option_groups import ERROR_DIFFUSION, is_a
+from holotrain.config.structured import to_container
+from holotrain.schedules import PLAIN
+
+PHASES = ("forward_backward", "optimizer", "validation")
+
+CHARTS = {
+    "Loss": {"Loss": ("train/loss", "val/loss")},
+    "Accuracy": {"Accuracy": ("val/accuracy", "val/accuracy_top5")},
+    "Perplexity": {"Bits per byte": ("val/bits_per_byte",), "Perplexity": ("val/perplexity",)},
+    "Memory": {
+        "Memory": ("memory/peak_bytes", "memory/current_bytes", "memory/reserved_bytes"),
+        "Peak of a step": ("memory/step_peak_bytes",),
+        "Peak memory by phase": tuple(f"memory/{phase}_peak_bytes" for phase in PHASES),
+    },
+    "Throughput": {
+        "Throughput": ("throughput/samples_per_second",),
+        "Throughput in tokens": ("throughput/tokens_per_second",),
+        "Step time": ("throughput/step_seconds",),
+        "FLOPs utilization": ("throughput/mfu", "throughput/hfu"),
+        "Padding": ("padding/fraction", "padding/unbucketed"),
+    },
+    "Drift": {"Error of recomputed activations": ("reversible/drift",)},
+    "Synthesis": {
+        "Cosine between update and gradient": ("synthesis/gradient_cosine",),
+        "Synthesis time": ("synthesis/milliseconds",),
+        "Update norm": ("synthesis/update_norm",),
+        "Skipped steps": ("synthesis/skipped",),
+    },
+    "Error diffusion": {
+        "Cosine between update and gradient descent": ("error_diffusion/alignment",),
+        "Dead cells and wrong signs": ("error_diffusion/dead_cells", "error_diffusion/sign_violations"),
+    },
+    "Optimization": {
+        "Gradient norm before clipping": ("optimization/gradient_norm",),
+        "Size of updates relative to weights": ("optimization/update_ratio",),
+    },
+    "Learning rate": {"Learning rate": ("train/lr",)},
+}
+"""The tags of each chart, by its group and its title."""
+
+NOT_COMPARED = ("output_dir", "resume", "hydra", "logger", "name", "tags")
+"""Options that do not change the training."""
+
+
+def log_options(loggers: Iterable[Logger], config: FitConfig, run: Run, validated: list[str]) -> None:
+    """Logs the options and, for TensorBoard, the charts and the names of the results, before a run trains, so that one that was
+    killed is compared too. ``validated`` are the metrics of validation, the one that selects the best checkpoint first."""
+    options = dict(_flat(to_container(config)))
+    for logger in loggers:
+        if not isinstance(logger, TensorBoardLogger):
+            logger.log_hyperparams(options)
+            continue
+        logger.experiment.add_custom_scalars(_layout(_prefixes(config), {*validated}))
+        # Lightning's log_hyperparams(options, results) would add a point to the curve of every metric.
+        results = dict.fromkeys(_results(config, validated), 0.0)
+        columns, first = _columns(run, options)
+        experiment, session, _ = hparams(columns, results)
+        _show_first(experiment, first)
+        for event in (experiment, session):
+            logger.experiment._get_file_writer().add_summary(event)
+        logger.experiment.flush()  # else a run that is killed in its first minutes would have none
+
+
+def _flat(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested options with their full names."""
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _prefixes(config: FitConfig) -> set[str]:
+    """The first parts of the tags that a training logs."""
+    optional = {
+        "reversible": config.backward.kind not in PLAIN,
+        "synthesis": config.synthesis is not None,
+        "error_diffusion": is_a(config.task, ERROR_DIFFUSION),
+        "padding": config.batch_option[0] == "data.max_tokens",
+    }
+    return {"train", "memory", "throughput", "optimization", *(name for name, logged in optional.items() if logged)}
+
+
+def _layout(prefixes: set[str], tags: set[str]) -> dict[str, dict[str, list]]:
+    """The charts with a tag of such a prefix, or among ``tags``, in the form of ``SummaryWriter.add_custom_scalars``.
+
+    A chart always lists all its lines: TensorBoard merges the layouts of runs by chart, and shows a chart twice if the lines
+    of two runs differ.
+    """
+    layout: dict[str, dict[str, list]] = {}
+    for group, charts in CHARTS.items():
+        for title, lines in charts.items():
+            if any(tag in tags or tag.partition("/")[0] in prefixes for tag in lines):
+                # TensorBoard matches tags by regular expressions from the start; $ ends the match.
+                layout.setdefault(group, {})[title] = ["Multiline", [f"{tag}$" for tag in lines]]
+    return layout
+
+
+def _results(config: FitConfig, validated: list[str]) -> list[str]:
+    """The results, in the order of their importance."""
+    results = [*validated[:2], "memory/step_peak_bytes", "seconds", *validated[2:]]
+    results += [f"best/{name}" for name in validated[:1]]
+    if config.test:
+        results += [name.replace("val/", "test/") for name in validated]
+    return [*results, "memory/peak_bytes", "throughput/samples_per_second"]
+
+
+def _columns(run: Run, options: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """The options to compare, and which of them come first: what the sweep varies, else what the command line gives."""
+    named = {"name": options["name"], "tags": ", ".join(options["tags"])}
+    columns = {name: text for name, text in named.items() if text}
+    for name, value in (options | run.choices).items():
+        if name.split(".")[0] not in NOT_COMPARED:
+            columns[name] = value if type(value) in (int, float) else str(value)
+    first = {*(run.varied or map(key_of, run.overrides)), *named}
+    return columns, first & columns.keys()
+
+
+def _show_first(experiment: Any, names: set[str]) -> None:
+    """Marks some options of a summary of HParams. TensorBoard sorts its columns by this mark, then by name."""
+    plugin_data = experiment.value[0].metadata.plugin_data
+    content = HParamsPluginData.FromString(plugin_data.content)
+    for option in content.experiment.hparam_infos:
+        option.differs = option.name in names
+    plugin_data.content = content.SerializeToString()
+
+
+def finish(loggers: Iterable[Logger], completed: bool) -> None:
+    """Closes the loggers, which show whether the run was completed."""
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger) and completed:
+            logger.experiment._get_file_writer().add_summary(hparams({}, {})[2])
+        logger.finalize("success" if completed else "failed")
+        if isinstance(logger, WandbLogger):
+            logger.experiment.finish(exit_code=int(not completed))  # else the next job of a sweep continues this run
