@@ -24,18 +24,15 @@ from holotrain.folders import refuse_links, relative_to_cwd
 
 JOB = "job.json"
 
-UNENDED = "its process died"
-"""The error of a job until it ends."""
-
 
 @dataclass
 class Job:
-    """What a job leaves as ``job.json``, first when it begins."""
+    """What a job leaves as ``job.json``, first when it begins: until it ends, its error is that its process died."""
 
     number: int
     overrides: list[str]
     exit_status: int = 1
-    error: str | None = UNENDED
+    error: str | None = "its process died"
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -44,16 +41,12 @@ class Job:
 
 def read_jobs(folder: Path) -> dict[Path, Job]:
     """The jobs that have begun, by their folders, in order. What is not one of our files is left out."""
-    jobs = {path.parent: job for path in folder.rglob(JOB) if (job := read_job(path))}
-    return dict(sorted(jobs.items(), key=lambda item: item[1].number))
-
-
-def read_job(path: Path) -> Job | None:
-    """What a job has left in this file; None: it is missing, or not one of our files."""
     kinds = {each.name: str(each.type) for each in fields(Job)}
-    with suppress(UserError):
-        return Job(**read_fields(path, kinds, "job", ("error",)))
-    return None
+    jobs = {}
+    for path in folder.rglob(JOB):
+        with suppress(UserError):
+            jobs[path.parent] = Job(**read_fields(path, kinds, "job", ("error",)))
+    return dict(sorted(jobs.items(), key=lambda item: item[1].number))
 
 
 def prepare_sweep(start: Start) -> Path:
