@@ -1,19 +1,18 @@
 """``python -m holotrain COMMAND [overrides]``: reads the command line, lets Hydra compose the configuration, runs the command.
 
-Exit status: 0; 1 for a defect of holotrain (with a traceback); 2 for a mistake of the user (with one line); 128 + n if signal n
-ended the run, also SIGPIPE, if nobody reads the output of a command any more. A training goes on without a reader.
+Exit status: 0; 1 for a defect of holotrain or a failure of the machine, with a traceback; 2 for a mistake of the user, in one
+line; 128 + n if signal n ended the run, also SIGPIPE, if nobody reads the output of a command any more.
 """
 
 from __future__ import annotations
 
 import gc
-import io
+import logging
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -24,7 +23,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from holotrain.commands import init
-from holotrain.commands.log_file import logged
 from holotrain.config.command_line import HELP, SHOWS, Arguments, explaining, parse, quoted, readable
 from holotrain.config.composition import composed, config_folder, direction, key_of, register, to_plain
 from holotrain.config.help import command_help, overview
@@ -39,6 +37,8 @@ if TYPE_CHECKING:
     from holotrain.commands.run_folder import Run
     from holotrain.parallel.processes import Processes
 
+log = logging.getLogger("holotrain")
+
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 """Variables that set up PyTorch's allocator for GPUs."""
 
@@ -51,57 +51,21 @@ def main(argv: list[str] | None = None) -> int:
     """
     if argv is not None:
         return _main(argv)
-    open_streams()
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(errors="backslashreplace")  # names need not be text  # ty: ignore[missing-union-attribute]
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch would warn of each connection that another process has closed
     if not ALLOCATOR & os.environ.keys():  # before torch is imported; segments that grow leave fewer gaps on a GPU
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     sys.path.append(os.getcwd())  # where a user's own package may lie; python -m does so, a console script does not
     argv = sys.argv[1:]
-    status = _main(argv)
-    sys.stdout.flush()
-    error = getattr(getattr(sys.stdout.buffer, "raw", None), "error", None)
-    if error is None or status:
+    try:
+        status = _main(argv)
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return status
-    if argv[:1] == ["fit"] and not {word.partition("=")[0] for word in argv} & SHOWS:
-        print(f"holotrain: not all was printed ({error.strerror}); the files of the training are complete", file=sys.stderr)
-        return status
-    if isinstance(error, BrokenPipeError):
+    except BrokenPipeError:  # nobody reads any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes when it ends
         return 128 + signal.SIGPIPE
-    print(f"holotrain: cannot write to the standard output: {error.strerror}", file=sys.stderr)
-    return 2
-
-
-class Unbreakable(io.FileIO):
-    """A standard stream. From the first error on, what is written to it is dropped.
-
-    Attributes:
-        error: such as a reader that has left, or a disk that is full; None: there was none.
-    """
-
-    error: OSError | None = None
-
-    def write(self, data) -> int:
-        if self.error is None:
-            try:
-                return super().write(data)
-            except OSError as error:
-                self.error = error
-        return memoryview(data).nbytes
-
-
-def open_streams() -> None:
-    """Makes ``sys.stdout`` and ``sys.stderr`` unbreakable. A closed one is opened first, else the next file would be it."""
-    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(handle, True)
-    os.close(handle)
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        buffer = io.BufferedWriter(Unbreakable(number, "w", closefd=False))
-        encoding = getattr(getattr(sys, name), "encoding", "utf-8")
-        at_once = getattr(getattr(sys, name), "write_through", False)  # python -u
-        by_line = at_once or number == 2 or buffer.isatty()
-        # Names need not be UTF-8.
-        text = io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=by_line, write_through=at_once)
-        setattr(sys, name, text)
 
 
 def _main(argv: list[str]) -> int:
@@ -231,10 +195,9 @@ class Launch:
         job, swept = Job(hydra.job.get("num", 0), to_plain(hydra.overrides.task)), hydra.mode is RunMode.MULTIRUN
         if swept:
             job.write(folder)
-        with logged(folder, [self.arguments.command, *job.overrides]) if swept else nullcontext():
-            if swept and "json=-" not in job.overrides:
-                print(f"job {job.number}: {' '.join(map(readable, job.overrides))}")
-            self._run_job(job, config, hydra, folder)
+        if swept and "json=-" not in job.overrides:
+            print(f"job {job.number}: {' '.join(map(readable, job.overrides))}")
+        self._run_job(job, config, hydra, folder)
         value = None
         if swept:
             job.write(folder)
@@ -272,10 +235,10 @@ class Launch:
             print(f"holotrain: {error}", file=sys.stderr)
             job.exit_status, job.error = 2, str(error)
         except Exception as error:
-            traceback.print_exc()
+            log.exception("%s ended with an error that is no mistake of the command line", self.arguments.command)
             job.exit_status, job.error = 1, f"{type(error).__name__}: {error}".splitlines()[0]
         except KeyboardInterrupt:
-            print(self._kept(folder, run), file=sys.stderr)
+            log.warning(self._kept(folder, run))
             job.exit_status, job.error = 128 + signal.SIGINT, "ended by SIGINT"
 
     def _kept(self, folder: Path, run: Run | None) -> str:

@@ -146,7 +146,7 @@ def test_fit_is_the_command_line(here, run, capsys):
     assert capsys.readouterr().out == ""
     assert (warnings.filters, logging.getLogger("lightning.pytorch").level) == (filters, level)
     assert_same_weights(run / "checkpoints/last.ckpt", here / "run/checkpoints/last.ckpt")
-    assert {path.name for path in result.folder.iterdir()} == {path.name for path in run.iterdir()} - {"exported"}
+    assert {path.name for path in result.folder.iterdir()} == {path.name for path in run.iterdir()} - {"exported", "log.txt"}
     assert (result.folder, result.checkpoint.parent) == (Path("run"), Path("run/checkpoints"))
     assert 0 <= result.metrics["test/accuracy"] <= 1 and result.checkpoint.name.startswith("best-")
     assert not result.model.training and same(result.model, holotrain.load(run))

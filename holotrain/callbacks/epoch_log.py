@@ -1,5 +1,6 @@
 """EpochLog: progress as plain lines, for output that is not a terminal."""
 
+import logging
 import sys
 import time
 from typing import Literal
@@ -34,7 +35,9 @@ class EpochLog(pl.Callback):
         shown = {name: value for name, value in trainer.callback_metrics.items() if name.startswith(("train/loss", "val/"))}
         figures = "  ".join(f"{name} {value.item():.4f}" for name, value in sorted(shown.items()))
         seconds = time.monotonic() - self._started
-        print(f"epoch {trainer.current_epoch + 1}{epochs}  step {trainer.global_step}  {figures}  {seconds:.1f} s", flush=True)
+        line = f"epoch {trainer.current_epoch + 1}{epochs}  step {trainer.global_step}  {figures}  {seconds:.1f} s"
+        print(line, flush=True)
+        logging.getLogger("holotrain").info(line)
 
 
 def progress(style: Literal["auto", "bar", "lines"] = "auto") -> pl.Callback:

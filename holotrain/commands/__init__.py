@@ -3,13 +3,11 @@
 fit, predict, generate, export, plan, init   one file per command
 evaluation        validate and test; the data of a run, which all of its processes have to find alike
 run_folder        one run: its folder, overrides and processes
-log_file          log.txt, what a run has printed
 multiprocess      runs a command in one process or in several, which it checks, in the precision that it names
 checkpoint        loading and saving checkpoints
 summary           summary.json
 measured          what a training has measured, in its checkpoints and in its summary; the best value so far
 screen, console   start and end screens; what is printed, and which warnings are not
-failures          what happens to a run from outside, in one line
 memory_limits     backward=auto and batch_size=auto, running out of memory, overrides with which a training fits
 planners          what planning needs to know of a configuration
 sweep             the table of a sweep

@@ -17,6 +17,9 @@ standard output also in a notebook."""
 # Paths must not be wrapped when the output goes to a file.
 console = plain(width=None if (sys.stdout and sys.stdout.isatty()) or "COLUMNS" in os.environ else 160)
 
+log = logging.getLogger("holotrain")
+"""What it gets stands in the folder of a run of the command line, in ``log.txt``."""
+
 REMARKS = (
     ".*does not have many workers.*",  # small data sets in memory need none
     ".*smaller than the logging interval.*",

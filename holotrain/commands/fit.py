@@ -3,7 +3,6 @@
 import gc
 import math
 import sys
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -20,11 +19,10 @@ from holotrain.callbacks.interrupt import Interrupted
 from holotrain.callbacks.trace import TraceProfiler
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import KeepConfiguration, check_classes, check_continuable, check_same, chosen_before
-from holotrain.commands.console import console
+from holotrain.commands.console import console, log
 from holotrain.commands.evaluation import attention_for, check_not_empty, evaluate, lightning_refusals, shared_data
-from holotrain.commands.failures import OutOfMemory, SameFolder, as_out_of_memory
 from holotrain.commands.measured import HELPS, Measured
-from holotrain.commands.memory_limits import chosen, explained, with_smaller_batch
+from holotrain.commands.memory_limits import OutOfMemory, as_out_of_memory, chosen, explained, with_smaller_batch
 from holotrain.commands.planners import smallest_batch
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import FIGURES, SUMMARY, write_summary
@@ -76,8 +74,8 @@ def _trained(config: FitConfig, data: pl.LightningDataModule, start: Path | None
         training.log_start()
     try:
         training.train_and_test(start)
-    except BaseException as error:
-        training.log_failure(error)
+    except BaseException:
+        training.log_failure()
         raise
     return training
 
@@ -148,7 +146,6 @@ class Training:
     ) -> None:
         self.config, self.run, self.data, self.task, self.planned = config, run, data, task, planned
         self.tested: dict[str, float] = {}
-        self.same_folder = SameFolder(run.folder)
         self.loggers = build_loggers(config, run.folder, run.folder.parent.name if run.varied else None)
         callbacks = build_fit_callbacks(config, run.folder, task, data)
         self.monitor = next((each for each in callbacks if isinstance(each, ModelCheckpoint) and each.monitor), None)
@@ -157,7 +154,7 @@ class Training:
         check_direction(*(self.objective or selecting), run.direction)
         self.measured = Measured(run.started, config.resume, self.monitor)
         kept = KeepConfiguration(config, run.choices, description(config, data))
-        callbacks += [kept, self.measured, self.same_folder]
+        callbacks += [kept, self.measured]
         options = config.trainer
         if config.steps_in_backward:  # and clips there; Lightning would look for gradients after it
             options = options.with_arguments(gradient_clip_val=None)
@@ -227,15 +224,11 @@ class Training:
             path.unlink()
         self.data.trainer = None  # which holds the model
 
-    def log_failure(self, error: BaseException) -> None:
+    def log_failure(self) -> None:
         if self.run.is_main:
-            with suppress(OSError):  # the disk may be full, or the folder gone
-                finish(self.loggers, completed=False)
-            if isinstance(error, Exception):
-                self.same_folder.check()
+            finish(self.loggers, completed=False)
 
     def log_end(self) -> None:
-        self.same_folder.check()
         if self.refused is not None:
             self.message = explained(self.config, self.data, self.run, *self.refused)
             self.run.errors.append(self.message.splitlines()[0].removeprefix("holotrain: "))
@@ -262,6 +255,7 @@ class Training:
         screen.show_end(summary, self.run.folder, expensive)
         if self.message:
             print(self.message, file=sys.stderr)
+            log.info(self.message)
 
     def _patience_that_ended_it(self) -> int | None:
         stopping = (each for each in self.trainer.callbacks if isinstance(each, EarlyStopping))  # ty: ignore[missing-attribute]

@@ -1,14 +1,15 @@
 """Training within the memory there is: automatic options, and what to do after running out of memory."""
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import re
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import groupby
 
 import lightning.pytorch as pl
+import torch
 
 from holotrain.commands.console import console
-from holotrain.commands.failures import OutOfMemory, as_out_of_memory
 from holotrain.commands.planners import NO_OPTION, PlannedTraining, budget_of, planner_of, smallest_batch, with_variant
 from holotrain.commands.run_folder import Run
 from holotrain.config.build import check_optimizer
@@ -266,3 +267,25 @@ def _words(config: RunConfig, limit: Limit) -> str:
     options = [] if config.data.target == PYTHON_OBJECT else OBJECT_GROUPS["data"].options(config.data.target)
     named = ", ".join(f"data.{name}" for name in options)
     return f"batches of {counted(limit.value, 'sample')} ({f'options: {named}' if named else 'which the data module sets'})"
+
+
+SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
+"""Parts of the RuntimeErrors of torch's allocators (CUDA, MPS, CPU, Windows) and NVIDIA's libraries."""
+
+
+class OutOfMemory(Exception):
+    """An allocation failed. The message is the requested size, or empty if it is not known."""
+
+
+@contextmanager
+def as_out_of_memory() -> Generator[None]:
+    """Raises an OutOfMemory instead of the error that an allocator of torch, NumPy or Python raises inside."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in SIGNS):
+            raise
+        if found := re.search(r"tried to allocate (\d+) bytes", str(error)):
+            raise OutOfMemory(f"{int(found[1]) / 2**20:.1f} MiB") from error
+        found = re.search(r"(?:tried|unable) to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+        raise OutOfMemory(found[1] if found else "") from error

@@ -22,8 +22,6 @@ import torch
 import torch.distributed as dist
 
 from holotrain.commands.console import console, quieten
-from holotrain.commands.failures import machine_failures
-from holotrain.commands.log_file import logged
 from holotrain.commands.run_folder import Run, alone_in, continued
 from holotrain.commands.summary import ended
 from holotrain.config.build_trainer import check_device, device_kind, model_parallel_size
@@ -56,8 +54,7 @@ def run_job(config: RunConfig, run: Run, processes: Processes | None = None) -> 
     with files_named(), alone_in(run.folder):
         if isinstance(config, FitConfig):
             config = continued(config, run)
-        with logged(run.folder, [run.command, *run.overrides]), files_named():
-            return _run_job(config, run, processes)
+        return _run_job(config, run, processes)
 
 
 def _run_job(config: RunConfig, run: Run, processes: Processes | None) -> int:
@@ -176,8 +173,7 @@ def follow(process: ProcessRank) -> int:
         processes = Processes(process)
         while (job := processes.receive_job()) is not None:
             run = Run(**job["run"] | {"folder": Path(job["run"]["folder"]), "started": time.monotonic()})
-            with logged(run.folder, of_main=False):
-                status = max(status, _run_member(structured(run.command, job["config"]), run, processes))
+            status = max(status, _run_member(structured(run.command, job["config"]), run, processes))
     except KeyboardInterrupt:  # a terminal sends it to all processes
         return 128 + signal.SIGINT
     except Exception as error:
@@ -242,7 +238,7 @@ def matmul_precision(precision: str) -> Generator[None]:
 
 def _run_command(config: RunConfig, run: Run) -> int:
     try:
-        with matmul_precision(config.trainer.float32_matmul_precision), machine_failures(run):
+        with matmul_precision(config.trainer.float32_matmul_precision):
             module = "evaluation" if run.command in ("validate", "test") else run.command
             return importlib.import_module(f"holotrain.commands.{module}").run(config, run)
     except SystemExit as end:

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import IO
 
-from holotrain.commands.log_file import LOCK, LOG
 from holotrain.commands.summary import completed
 from holotrain.config.checkpointed import COMMAND_LINE_ONLY
 from holotrain.config.command_options import FitConfig, RunConfig
-from holotrain.config.composition import key_of
+from holotrain.config.composition import LOG, key_of
 from holotrain.config.objects import PYTHON_OBJECT
 from holotrain.config.start import LOCAL_LOGGERS
 from holotrain.errors import UserError
@@ -27,6 +26,9 @@ from holotrain.targets import TARGET
 
 if sys.platform != "win32":
     import fcntl
+
+LOCK = ".lock"
+"""The file that keeps other runs out of a folder."""
 
 OF_FIT = {option.name for option in fields(FitConfig)} - {option.name for option in fields(RunConfig)} - {"resume"}
 """Options of fit alone, which a checkpoint does not keep."""

@@ -1,5 +1,6 @@
 """The start and end screens of the commands."""
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +10,7 @@ from rich.table import Table
 from torch import nn
 
 from holotrain.callbacks import trace
-from holotrain.commands.console import console
+from holotrain.commands.console import console, log
 from holotrain.commands.memory_limits import runs_of
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import SUMMARY, Summary
@@ -75,7 +76,8 @@ def show_start(
         "processes": _processes(config, run.process, model) if run.process else None,
         "folder": run.folder,
     }
-    console.print(table(f"holotrain {run.command}", rows))
+    log.info("holotrain %s", shlex.join([run.command, *run.overrides]))
+    _show(f"holotrain {run.command}", rows)
 
 
 def _quantised(model: nn.Module, whole: int) -> str:
@@ -171,7 +173,13 @@ def show_end(summary: Summary, folder: Path, expensive: Sequence[str] = (), **fi
     rows |= {name: next(folder.glob(pattern), None) for name, pattern in PROFILES.items()}
     rows |= files
     rows["written to"] = folder / SUMMARY
-    console.print(table(summary.status, rows))
+    _show(summary.status, rows)
+
+
+def _show(title: str, rows: Mapping[str, object]) -> None:
+    """Prints the rows that have a value, and logs them."""
+    console.print(table(title, rows))
+    log.info("\n  ".join([title, *(f"{name}: {value}" for name, value in rows.items() if value is not None)]))
 
 
 def _backward(config: RunConfig) -> str | None:

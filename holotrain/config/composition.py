@@ -22,6 +22,27 @@ from holotrain.folders import run_folder
 from holotrain.schedules import OPTIONS
 from holotrain.targets import TARGET
 
+LOG = "log.txt"
+"""What Python's logging has written, in the folder of a run."""
+
+LOGGING = {
+    "formatters": {"timed": {"format": "%(asctime)s  %(message)s"}},
+    "handlers": {
+        "file": {
+            "class": "logging.FileHandler",
+            "formatter": "timed",
+            "filename": "${log_file:}",
+            "delay": True,  # a run that is refused leaves no folder
+            "encoding": "utf-8",
+            "errors": "backslashreplace",
+        },
+        "console": {"class": "logging.StreamHandler", "level": "WARNING"},
+    },
+    "root": {"level": "WARNING", "handlers": ["file", "console"]},
+    "loggers": {"holotrain": {"level": "INFO"}},
+}
+"""Hydra's ``job_logging``."""
+
 
 def config_folder() -> str:
     """The folder ``conf``: inside the package in a wheel, next to it in a checkout."""
@@ -35,6 +56,10 @@ def register(resume: bool = False) -> None:
     # Cached like Hydra's ${now:}, because every use within one launch must give the same folder.
     OmegaConf.register_new_resolver(
         "run_folder", lambda kind, root: run_folder(kind, root, resume), replace=True, use_cache=True
+    )
+    # Unresolved, because the name of a folder may look like an interpolation.
+    OmegaConf.register_new_resolver(
+        "log_file", lambda *, _root_: str(Path(to_plain(_root_.hydra.runtime)["output_dir"], LOG)), replace=True
     )
     OmegaConf.register_new_resolver("direction", recommended, replace=True)
 
@@ -72,6 +97,7 @@ def options(command: str, parts: list[Any]) -> DictConfig:
     own = defaults_of(options_of(COMMANDS[command]))
     hydra = {
         "job": {"name": command},
+        "job_logging": LOGGING,
         "output_subdir": None,  # the run's config.yaml is written by holotrain, resolved and checked
         "run": {"dir": "${run_folder:${hydra.job.name},${output_dir}}"},
         "sweep": {"dir": "${run_folder:${hydra.job.name}/sweeps,${output_dir}}", "subdir": "${hydra.job.num}"},
