@@ -30,7 +30,7 @@ from holotrain.commands.summary import read
 from holotrain.config import checkpointed
 from holotrain.config.command_options import COMMANDS, ExportConfig, PlanConfig, RunConfig
 from holotrain.config.objects import PYTHON_OBJECT, full_name
-from holotrain.config.option_groups import COUPLING_OPTIONS, MODEL_OPTIONS, OBJECT_GROUPS, default_backward
+from holotrain.config.option_groups import MODEL_OPTIONS, OBJECT_GROUPS, default_backward
 from holotrain.config.start import compose
 from holotrain.config.structured import structured, to_container
 from holotrain.errors import UserError, as_user_error
@@ -293,7 +293,7 @@ def _with_objects(command: str, config: RunConfig, objects: dict[str, object], k
         del plain["backward"]["kind"]  # that of the other model
     for group, kind in kinds.items():
         options = (plain[group] or {}).items() if group == "model" else ()
-        kept = {name: value for name, value in options if name in (*MODEL_OPTIONS, *COUPLING_OPTIONS)}
+        kept = {name: value for name, value in options if name in MODEL_OPTIONS}
         plain[group] = {TARGET: PYTHON_OBJECT, "kind": kind} | kept
     if config.trainer.strategy != "single":
         raise UserError(

@@ -18,12 +18,12 @@ from functools import partial
 
 import torch
 from bench_common import DEVICE, arguments, begin, last_line, save, verdict
+from holotrain.reversible.stack import stacks_in
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible
-from holotrain.reversible.stack import stacks_in
 
 KERNELS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 KERNELS |= {"efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}

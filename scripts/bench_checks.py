@@ -18,12 +18,12 @@ from unittest.mock import patch
 import torch
 from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, timed
 from bench_make_reversible import SHAPES, Stack
+from holotrain.reversible.stack import stacks_in
 from torch import Tensor
 
 from holotrain.models.layers.blocks import transformer_branches
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible
 from holotrain.reversible.checks import RebuildChecks
-from holotrain.reversible.stack import stacks_in
 
 
 def two_step(depth: int, dim: int, heads: int) -> Callable[[Tensor], Tensor]:

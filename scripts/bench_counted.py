@@ -26,13 +26,13 @@ from unittest.mock import patch
 
 import torch
 from bench_common import DEVICE, arguments, begin, save, timed, verdict
+from holotrain.reversible.stack import stacks_in
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
 from holotrain.reversible import loss_ops, make_reversible, tiled_loss, two_step
-from holotrain.reversible.stack import stacks_in
 
 COUNTED = Path(__file__).parent / "results" / "counted.json"
 BANDWIDTH = 0.7 * 4.8e12

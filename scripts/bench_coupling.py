@@ -17,12 +17,12 @@ from unittest.mock import patch
 
 import torch
 from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, timed, verdict
+from holotrain.reversible.coupling_ops import is_fused
+from holotrain.reversible.two_step import TwoStep, weights
 from torch import Tensor
 
 from holotrain.reversible import two_step
-from holotrain.reversible.coupling_ops import is_fused
 from holotrain.reversible.grid import Grid
-from holotrain.reversible.two_step import TwoStep, weights
 
 BYTES = 4 + 4 + 2 + 4 + 2, 4 + 4 + 2 + 4, 4 + 2 + 4 + 4 + 4 + 2
 """Read and written for each element by the forward, its undoing and its gradients: streams in fp32, a block in bf16."""

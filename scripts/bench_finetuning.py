@@ -36,12 +36,12 @@ from pathlib import Path
 import torch
 from bench_common import DEVICE, arguments, begin, save
 from bench_training import Attention
+from holotrain.reversible.stack import stacks_in
+from holotrain.reversible.two_step import bits_in_words
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from holotrain.reversible import make_reversible
-from holotrain.reversible.stack import stacks_in
-from holotrain.reversible.two_step import bits_in_words
 
 
 class Block(nn.Module):

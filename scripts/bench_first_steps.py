@@ -23,6 +23,7 @@ from importlib import metadata
 
 import torch
 from bench_common import DEVICE, arguments, begin, last_line, save, verdict
+from holotrain.reversible.stack import stacks_in
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -30,7 +31,6 @@ from holotrain.models.layers.blocks import transformer_branches
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible
 from holotrain.reversible.checks import RebuildChecks
 from holotrain.reversible.graphs import GraphedStep
-from holotrain.reversible.stack import stacks_in
 
 DEPTH, HEADS, VOCAB = 4, 4, 1024
 ORDER = "order of attention kernels"

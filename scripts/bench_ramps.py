@@ -36,10 +36,9 @@ from collections.abc import Sequence
 import torch
 from bench_common import DEVICE, arguments, begin, save
 from bench_finetuning import help_text, source_text
+from holotrain.reversible.two_step import weights
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from holotrain.reversible.two_step import weights
 
 RAMPS = (
     *("| 6 |", "| 4 |", "| 3 |", "| 2 |"),

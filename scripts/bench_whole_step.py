@@ -37,6 +37,7 @@ import torch
 import transformers
 from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, timed, verdict, waited
 from bench_plan import peaks_of
+from holotrain.reversible.stack import stacks_in
 from torch import nn
 
 from holotrain.planning import simulate_step
@@ -46,7 +47,6 @@ from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
 from holotrain.planning.training_step import TrainingStep
 from holotrain.reversible import make_reversible, recompute
 from holotrain.reversible.side_stream import assuming_a_side_stream
-from holotrain.reversible.stack import stacks_in
 from holotrain.reversible.tiled_loss import tile_loss
 
 TILE = 512

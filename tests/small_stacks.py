@@ -1,4 +1,4 @@
-"""Small models whose blocks make_reversible takes, and all that a model may do with its blocks."""
+"""Small models whose blocks recompute takes, and all that a model may do with its blocks."""
 
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -9,8 +9,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from holotrain.reversible import make_reversible, recompute
-from holotrain.reversible.stack import stack_of, stacks_in
+from holotrain.reversible import recompute
 
 WIDTH, DEPTH, TOKENS = 8, 6, 5
 
@@ -192,12 +191,8 @@ def model(block="pre-norm", around="nothing", dtype=torch.float64, depth=DEPTH):
     return net
 
 
-def reversible(net=None, backward="reversible", **options):
-    return make_reversible(model() if net is None else net, "layers", backward=backward, **options)
-
-
-def recomputed(net, backward="checkpoint", **options):
-    return recompute(net, "layers", backward=backward)
+def recomputed(net=None, backward="checkpoint"):
+    return recompute(model() if net is None else net, "layers", backward=backward)
 
 
 def inputs(dtype=torch.float64, seed=1):
@@ -220,12 +215,12 @@ def two_forwards(net, run):
 
 
 NOT_AGAIN = "leaves out the first", "runs one", "repeats", *WITHIN
-"""What torch.utils.checkpoint cannot run again, with coupled blocks or plain ones."""
+"""What torch.utils.checkpoint cannot run again."""
 
 
 def within_a_checkpoint(net, run):
     """A reference without gradients may run between its forward and its backward."""
-    if (stacks_in(net) and stack_of(net.layers[0]).grid_state() is None) or net.around in NOT_AGAIN:
+    if net.around in NOT_AGAIN:
         return once(net, run)
     loss = checkpoint(run, inputs().requires_grad_(), use_reentrant=False)
     with torch.no_grad():
@@ -251,7 +246,7 @@ USES = {
 
 
 def gradients(net, use="once", steps=2, amp=False, run=None):
-    """Of each of some steps; the first chooses the grid.
+    """Of each of some steps.
 
     Args:
         run: from an input, what is differentiated; None: the model.

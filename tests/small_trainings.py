@@ -1,4 +1,4 @@
-"""A Trainer on the CPU that says and leaves nothing, and a block for ``make_reversible``."""
+"""A Trainer on the CPU that says and leaves nothing, and a residual block."""
 
 from typing import Any
 
@@ -12,8 +12,6 @@ def quiet_trainer(**options: Any) -> pl.Trainer:
 
 
 class Residual(nn.Module):
-    """A block that ``make_reversible`` couples."""
-
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.linear = nn.Linear(dim, dim)

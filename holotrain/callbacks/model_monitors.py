@@ -1,4 +1,4 @@
-"""Monitors of one kind of model or data: reversible stacks, error diffusion networks, padded texts."""
+"""Monitors of one kind of model or data: reversible sequences, error diffusion networks, padded texts."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from holotrain.callbacks.monitor import Monitor, log_scalars, replays
 from holotrain.error_diffusion import ErrorDiffusionNetwork
 from holotrain.error_diffusion.cells import alignment, dead_cells, sign_violations
 from holotrain.error_diffusion.rules import BACKPROPAGATION
-from holotrain.reversible.in_place import checks_in
+from holotrain.reversible.sequence import checks_in
 
 
 class DriftMonitor(Monitor):
@@ -24,7 +24,7 @@ class DriftMonitor(Monitor):
         every_n_steps: logs one of every n optimizer steps; None: the trainer's ``log_every_n_steps``; 0: never.
 
     Logs ``reversible/drift``: the relative error of the rebuilt stream that the first blocks read, the maximum over all
-    sequences and stacks; 0 if it is exact. Logs nothing if no sequence recomputes, or if the step is replayed as a CUDA graph.
+    sequences; 0 if it is exact. Logs nothing if no sequence recomputes, or if the step is replayed as a CUDA graph.
     """
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -14,7 +14,6 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as Tr
 from holotrain.checkpoints.comparison import FreshState, require_counts, require_like
 from holotrain.numeric import mixed_seed
 from holotrain.optimizers.low_bit import UnfitState
-from holotrain.reversible.stack import stacks_in
 from holotrain.targets import is_of
 
 KEY = "exact_resume"
@@ -23,7 +22,7 @@ KEY = "exact_resume"
 class ExactResume(pl.Callback):
     """Saves in checkpoints what Lightning leaves out, and restores it when the training is resumed.
 
-    This is the global random states (torch on CPU and GPUs, NumPy, Python), the grids of reversible stacks, and the training
+    This is the global random states (torch on CPU and GPUs, NumPy, Python) and the training
     loader's position in the epoch, if the loader has a ``state_dict``: Lightning (2.6) stores it, but does not restore it if
     the module has used ``trainer.estimated_stepping_batches``. All are restored when training starts, before the first batch is
     fetched, because mixup draws random numbers while the batch moves to the device. They are stored in plain containers, so
@@ -55,7 +54,7 @@ class ExactResume(pl.Callback):
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         loader = trainer.train_dataloader
         position = loader.state_dict() if hasattr(loader, "state_dict") else None
-        states = random_states() | {"grids": [stack.grid_state() for stack in stacks_in(pl_module)], "loader": position}
+        states = random_states() | {"loader": position}
         of_all: list[Any] = [states]
         if has_peers():
             of_all *= dist.get_world_size()
@@ -92,9 +91,6 @@ class ExactResume(pl.Callback):
 
     def _restore(self, saved: dict[str, Any], trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         states = saved["random"]
-        for stack, grid in zip(stacks_in(pl_module), states[trainer.global_rank % len(states)]["grids"], strict=True):
-            if grid is not None:
-                stack.load_grid_state(grid)
         # Processes with the same share of the data need the same state, so the same number of processes is not enough.
         if len(states) == trainer.world_size and saved["shares"] == shard_of(trainer)[1]:
             restore_random_states(states[trainer.global_rank])

@@ -14,7 +14,7 @@ from holotrain.config import checkpointed
 from holotrain.config.build import class_names, train_part
 from holotrain.config.command_options import Config, FitConfig, RunConfig
 from holotrain.config.objects import PYTHON_OBJECT
-from holotrain.config.option_groups import HUGGING_FACE, TEXT, can_be_coupled, is_a
+from holotrain.config.option_groups import HUGGING_FACE, TEXT, is_a
 from holotrain.config.structured import to_container
 from holotrain.data.tokenizers import tokenizer_text, with_template_of
 from holotrain.errors import UserError, as_user_error
@@ -74,11 +74,9 @@ def chosen_before(config: Config, path: Path) -> Config:
     if config.batch_is_open:
         config = config.with_batch(before["data"][config.batch_option[0].removeprefix("data.")])
     blocks = list(before["backward"]["blocks"])
-    if config.backward.open and blocks:  # the tile and the model's reversible= were chosen with them
+    if config.backward.open and blocks:  # the tile was chosen with them
         backward = replace(config.backward, blocks=blocks, tile=before["backward"].get("tile"))
-        config, model = replace(config, backward=backward), before["model"] or {}
-        if can_be_coupled(config.model) and model.get(TARGET) == config.model.target:
-            config = replace(config, model=config.model.with_arguments(reversible=model.get("reversible")))
+        config = replace(config, backward=backward)
     return config
 
 

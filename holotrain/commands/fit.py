@@ -36,7 +36,6 @@ from holotrain.config.composition import MODES
 from holotrain.config.option_groups import TEXT, is_a
 from holotrain.config.structured import to_container
 from holotrain.errors import UserError, check_choice
-from holotrain.reversible.stack import kept_between_blocks
 from holotrain.tasks.task import model_of, monitored_by
 
 
@@ -240,7 +239,7 @@ class Training:
             results["metrics"][f"best/{self.monitor.monitor}"] = math.nan if best is None else best
         results["metrics"] |= self.tested
         results["objective"], results["objective_mode"] = self.objective or (None, None)
-        results |= {"checkpoint": str(checkpoint) if checkpoint else None, "between_blocks": kept_between_blocks(model)}
+        results["checkpoint"] = str(checkpoint) if checkpoint else None
         epochs, is_whole = self.trainer.current_epoch, self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         whole = max(epochs - (not is_whole), 0)
         results |= {"epochs": epochs, "whole_epochs": whole, "steps": self.trainer.global_step}

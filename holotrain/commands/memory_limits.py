@@ -10,21 +10,21 @@ import lightning.pytorch as pl
 import torch
 
 from holotrain.commands.console import console
-from holotrain.commands.planners import NO_OPTION, PlannedTraining, budget_of, planner_of, smallest_batch, with_variant
+from holotrain.commands.planners import NO_OPTION, PlannedTraining, budget_of, planner_of, smallest_batch, with_tile
 from holotrain.commands.run_folder import Run
 from holotrain.config.build import check_optimizer
 from holotrain.config.build_trainer import device_kind, device_name
 from holotrain.config.command_options import Config, RunConfig
 from holotrain.config.fine_tuning import trains_all
 from holotrain.config.objects import PYTHON_OBJECT
-from holotrain.config.option_groups import ADAMW, AUTO, LOW_BIT, OBJECT_GROUPS, takes
+from holotrain.config.option_groups import ADAMW, AUTO, HUGGING_FACE, LOW_BIT, OBJECT_GROUPS, TIMM, is_a
 from holotrain.data.example import batch_unit
 from holotrain.errors import UserError
 from holotrain.numeric import counted, in_words
 from holotrain.planning.allocators import ALLOCATORS
 from holotrain.planning.choice import Choice, TooSmall
 from holotrain.planning.fake_tensors import Unplannable
-from holotrain.planning.memory_plan import Limit, choose_batch, choose_variant, largest_batch, least_memory
+from holotrain.planning.memory_plan import Limit, choose_batch, choose_tile, largest_batch, least_memory, rows_in_tiles
 from holotrain.targets import TARGET
 
 Say = Callable[[str], object]
@@ -103,13 +103,13 @@ def _with_schedules(config: Config, data: pl.LightningDataModule, device: str, b
     say("backward=auto: planning what each block stores ...")
     training = PlannedTraining(config, data, device)
     try:
-        variant, choice = choose_variant(training.planner, training.variants, budget)
+        found, choice = choose_tile(training.planner, training.tiled, budget)
     except TooSmall as error:
         say("  it does not fit; planning what would ...")
         raise _too_small(config, budget, error, what_helps(*proposals(training, budget))) from error
-    say(f"  {described(choice, budget, '' if variant is None else variant.options)}")
-    if variant is not None:
-        config = with_variant(config, variant.tile, variant.bits)
+    if found is not training.planner:
+        config = with_tile(config, found.tile)
+    say(f"  {described(choice, budget, '' if found is training.planner else f'backward.tile={found.tile}')}")
     return replace(config, backward=replace(config.backward, blocks=choice.blocks)), choice.bound
 
 
@@ -200,21 +200,21 @@ def _other_schedules(training: PlannedTraining, budget: int) -> list[str]:
     unsupported = {"store": "0", "keep": "[]", "blocks": "[]", "inexact": "false"}  # by other schedules
     resets = "".join(f" backward.{name}={value}" for name, value in unsupported.items() if getattr(backward, name))
     rows = [(name, "", planner) for name in planner.schedules if name != planner.backward]
-    rows += [(variant.row, f" {variant.options}", variant.planner) for variant in training.variants]
+    if (tiled := training.tiled) is not None:
+        rows += [(name, f" backward.tile={tiled.tile}", tiled) for name in rows_in_tiles(tiled)]
     return [f"backward={name}{options}{resets}" for name, options, by in rows if by.footprint(name).bound <= budget]
 
 
 def _smaller(training: PlannedTraining, budget: int) -> list[str]:
     """Smaller sizes with which it fits under the schedules that need least."""
-    variant, _ = training.smallest
-    planner = training.planner if variant is None else variant.planner
+    planner = training.smallest
     least = least_memory(planner)
     limits: list[Limit | None] = [largest_batch(planner, least, budget)]
     if training.planner.backward is None:  # backward=auto chooses these schedules itself
         way = ""
-        limits.append(training.longest_context(variant, least, budget))
+        limits.append(training.longest_context(planner, least, budget))
     else:
-        way = f"backward={least} " + (f"{variant.options} " if variant else "")
+        way = f"backward={least} " + (f"backward.tile={planner.tile} " if planner is training.tiled else "")
     return [f"{way}{_words(training.config, limit)}" for limit in limits if limit is not None and limit.value]
 
 
@@ -247,7 +247,7 @@ def _lighter(config: RunConfig) -> dict[str, RunConfig]:
     if optimizer is not None and optimizer.target == ADAMW:
         few_bits = replace(optimizer, target=LOW_BIT, arguments={"bits": "8bit"} | optimizer.arguments)
         others["optimizer=adamw_8bit"] = replace(config, optimizer=few_bits)
-    if takes(model, "reversible") and model.trained == "all" and not model.adapters:
+    if is_a(model, HUGGING_FACE, TIMM) and model.trained == "all" and not model.adapters:
         lora = {TARGET: "peft.LoraConfig", "r": 8, "target_modules": "all-linear"}
         words = ", ".join(f"{name}: {value}" for name, value in lora.items())
         with_lora = replace(config, model=model.with_arguments(adapters=lora))

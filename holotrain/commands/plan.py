@@ -89,9 +89,10 @@ def planned(
         budget = None  # the memory of the device is not known
     needed, less = [], {}
     try:
-        training = PlannedTraining(config, data, device, inexact=True, begin=begin)
-        plan = make_plan(training.planner, budget, begin, training.variants)
-        if budget is not None and (longest := training.longest_context(plan.variant, plan.schedule, budget)):
+        training = PlannedTraining(config, data, device, begin)
+        plan = make_plan(training.planner, budget, begin, training.tiled)
+        planner = (training.tiled if plan.options else None) or training.planner
+        if budget is not None and (longest := training.longest_context(planner, plan.schedule, budget)):
             plan = replace(plan, limits=[*plan.limits, longest])
         if budget is not None and not plan.fits:
             begin("what would fit")
@@ -137,8 +138,6 @@ def _show(config: PlanConfig, run: Run, plan: Plan, needed: list[str]) -> None:
             "scratch: what operations and libraries hold within themselves, at most; peak and scratch together, "
             f"{need} under backward={plan.backward}, must fit"
         )
-    if plan.between_blocks is not None:
-        say(f"between blocks under backward={plan.backward}: {plan.between_blocks}")
     if plan.choice is not None and plan.budget is not None:
         say(f"backward=auto (by FLOPs; fit measures times): {described(plan.choice, plan.budget, plan.options)}")
     for limit in plan.limits:
@@ -166,6 +165,6 @@ def _table(config: PlanConfig, run: Run, plan: Plan) -> Table:
         figures = [footprint.peak, *(footprint.parts[kind] for kind in SHOWN), other, footprint.scratch]
         fits = ("yes" if footprint.bound <= plan.budget else "no") if plan.budget else ""
         style = "bold" if name == plan.backward else ""
-        name = f"{name} *" if name == plan.backward else name.replace(" model.reversible=", ", ").replace(" backward.", ", ")
+        name = f"{name} *" if name == plan.backward else name.replace(" backward.", ", ")
         table.add_row(name, footprint.phase, *(f"{figure / size:.3f}" for figure in figures), fits, style=style)
     return table

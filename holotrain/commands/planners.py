@@ -18,7 +18,7 @@ from holotrain.config.build import build_model, build_task, data_properties, syn
 from holotrain.config.build_trainer import autocast_of
 from holotrain.config.command_options import Config, RunConfig
 from holotrain.config.objects import ObjectConfig
-from holotrain.config.option_groups import AUTO, LANGUAGE_MODELS, MASKED_LM, BackwardConfig, can_be_coupled, is_a, takes
+from holotrain.config.option_groups import AUTO, LANGUAGE_MODELS, MASKED_LM, BackwardConfig, is_a, takes
 from holotrain.data.example import batch_unit, example_batch, first_batch, samples_in
 from holotrain.data.text.module import TextDataModule
 from holotrain.errors import UserError
@@ -27,8 +27,8 @@ from holotrain.models.layers.blocks import ResidualSequence
 from holotrain.numeric import parse_bytes
 from holotrain.planning import Planner
 from holotrain.planning.fake_tensors import Unplannable
-from holotrain.planning.memory_plan import Limit, largest, smallest
-from holotrain.planning.planner import Backward, Size, Variant, free_memory
+from holotrain.planning.memory_plan import Limit, largest, least_bytes, rows_in_tiles
+from holotrain.planning.planner import Backward, Size, free_memory
 from holotrain.planning.training_step import TrainingStep
 from holotrain.schedules import OF_REVERSIBLE, PLAIN, SCHEDULES
 from holotrain.tasks.task import model_of, optimizer_of, training_loss
@@ -60,22 +60,20 @@ def planner_of(config: RunConfig, data: pl.LightningDataModule, device: str) -> 
         keeps_results=not config.compile,  # compiled blocks cannot keep results
         selected=config.task.mask_probability if is_a(config.task, MASKED_LM) else None,
         listed=listed,
-        tiled=backward.tile is not None,
+        tile=backward.tile,
         inexact=backward.inexact,
     )
 
 
-TILE, BITS, CONTEXT_UNIT = 512, "4bit", 64
-"""Tile size and bits of the variants, and the step in which a context grows."""
+TILE, CONTEXT_UNIT = 512, 64
+"""Tokens of a tile that a plan tries, and the step in which a context grows."""
 
 
 class PlannedTraining:
-    """A training and variants of it that need less memory, without allocating anything.
+    """A training, and the same with MLPs in tiles, without allocating anything.
 
     Args:
         data, device: see :func:`planner_of`.
-        inexact: also variants that change gradients or the model, which may be chosen with ``backward.inexact``; None: if they
-            may be chosen.
         begin: called with what is planned next.
     """
 
@@ -84,11 +82,9 @@ class PlannedTraining:
         config: RunConfig,
         data: pl.LightningDataModule,
         device: str,
-        inexact: bool | None = None,
         begin: Callable[[str], object] = lambda what: None,
     ) -> None:
         self.config, self.data, self.begin = config, data, begin
-        self.inexact = config.backward.inexact if inexact is None else inexact
         self.planner = planner_of(config, data, device)
 
     def changed(self, config: RunConfig) -> PlannedTraining:
@@ -96,56 +92,41 @@ class PlannedTraining:
         return PlannedTraining(config, self.data, self.planner.device)
 
     @cached_property
-    def variants(self) -> list[Variant]:
-        """The fastest first: MLPs in tiles, where that saves something; reversible blocks; both."""
-        backward, model = self.config.backward, self.config.model
-        found: list[Variant] = []
-        if backward.tile is None and model is not None:
-            self._add_variant(found, TILE, None)
-        if self.inexact and can_be_coupled(model) and model.reversible is None:
-            self._add_variant(found, None, BITS)
-            if backward.tile is None and any(each.bits for each in found):
-                self._add_variant(found, TILE, BITS)
-        return found
-
-    def _add_variant(self, found: list[Variant], tile: int | None, bits: str | None) -> None:
+    def tiled(self) -> Planner | None:
+        """The planner of the training with MLPs in tiles; None: they are already, or cannot be, or it saves nothing."""
+        if self.config.backward.tile is not None or self.config.model is None:
+            return None
         try:
-            varied = planner_of(with_variant(self.config, tile, bits), self.data, self.planner.device)
-            varied = replace(varied, updates=self.planner.updates)
-            row = next((name for name in ("reversible", PLAIN[1]) if name in varied.schedules), None)
-            if row is None:
-                return
-            self.begin(f"backward={row} {Variant(varied, row, tile, bits).options}")
-            need = varied.footprint(row).bound
-            whole = next((each.planner for each in found if each.bits == bits and each.tile is None), self.planner)
-            if tile is not None and need >= whole.footprint(row).bound:
-                return
-        except (UserError, Unplannable, ValueError):  # the model cannot be in tiles, or its blocks cannot be coupled
-            return
-        found.append(Variant(varied, row, tile, bits, may_be_chosen=bits is None or self.config.backward.inexact))
-        if self.inexact and tile is not None and row == PLAIN[1]:
-            rounding = [name for name in varied.schedules if not SCHEDULES[name].exact]
-            found.extend(Variant(varied, name, tile, bits, may_be_chosen=False) for name in rounding)
+            tiled = planner_of(with_tile(self.config, TILE), self.data, self.planner.device)
+            tiled = replace(tiled, updates=self.planner.updates)
+            rows = rows_in_tiles(tiled)
+            if not rows:
+                return None
+            self.begin(f"backward={rows[0]} backward.tile={TILE}")
+            saves = tiled.footprint(rows[0]).bound < self.planner.footprint(rows[0]).bound
+        except (UserError, Unplannable, ValueError):
+            return None
+        return tiled if saves else None
 
     @cached_property
-    def smallest(self) -> tuple[Variant | None, int]:
-        """The variant that needs least of those that may be chosen, None: the training itself; and the bytes that it needs."""
-        return smallest(self.planner, self.variants)
+    def smallest(self) -> Planner:
+        """The planner, of these two, of what needs least under some schedules."""
+        return min(filter(None, (self.planner, self.tiled)), key=least_bytes)
 
     @property
     def need(self) -> int:
         """Bytes that the training needs with its schedules; if ``backward=auto`` chooses them, at least."""
         backward = self.planner.backward
-        return self.smallest[1] if backward is None else self.planner.footprint(backward).bound
+        return least_bytes(self.smallest) if backward is None else self.planner.footprint(backward).bound
 
-    def longest_context(self, variant: Variant | None, backward: Backward, budget: int) -> Limit | None:
-        """The longest sequence, in steps of 64 tokens, with which the training, or a variant of it, fits; None: no option sets
-        one length for all."""
-        config, data, planner = self.config, self.data, self.planner
+    def longest_context(self, planner: Planner, backward: Backward, budget: int) -> Limit | None:
+        """The longest sequence, in steps of 64 tokens, with which the training fits by one of the planners; None: no option
+        sets one length for all."""
+        config, data = self.config, self.data
         if not isinstance(data, TextDataModule) or data.layout != "packed" or not is_a(config.model, *LANGUAGE_MODELS):
             return None
-        if variant is not None:
-            config, planner = with_variant(config, variant.tile, variant.bits), variant.planner
+        if planner is not self.planner:
+            config = with_tile(config, TILE)
         with torch.device("meta"):
             most = getattr(build_model(config, data_properties(data)), "longest", None)
 
@@ -163,13 +144,10 @@ class PlannedTraining:
         return Limit("data.context", data.context, largest(bound, budget, data.context // unit * unit, unit, most))
 
 
-def with_variant(config: Config, tile: int | None, bits: str | None) -> Config:
-    """The configuration of a :class:`~holotrain.planning.planner.Variant`."""
-    backward = config.backward
-    if tile is not None:  # backward=autograd would keep each tile
-        backward = replace(backward, tile=tile, kind=PLAIN[1] if backward.kind == PLAIN[0] else backward.kind)
-    model = config.model if bits is None or config.model is None else config.model.with_arguments(reversible=bits)
-    return replace(config, backward=backward, model=model)
+def with_tile(config: Config, tile: int | None) -> Config:
+    """The configuration with MLPs in tiles; ``backward=autograd`` would keep each tile."""
+    kind = config.backward.kind
+    return replace(config, backward=replace(config.backward, tile=tile, kind=PLAIN[1] if kind == PLAIN[0] else kind))
 
 
 def _schedules(config: RunConfig, data: pl.LightningDataModule, device: str) -> tuple[tuple[str, ...], str, int]:

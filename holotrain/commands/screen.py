@@ -25,7 +25,6 @@ from holotrain.models.division import division
 from holotrain.models.quantised import parameter_count, quantised_counts
 from holotrain.numeric import counted
 from holotrain.parallel.rank import ProcessRank
-from holotrain.reversible.stack import kept_between_blocks
 
 PARTS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
 """The parts of the data that a command reads while this screen is shown."""
@@ -65,7 +64,6 @@ def show_start(
         "warning": _warning(sizes, hasattr(data, "val_fraction") or hasattr(config.data, "val_fraction")),
         "backward": _backward(config),
         "quantised": config.model and config.model.quantised and _quantised(model, whole),
-        "between blocks": kept_between_blocks(model) if fits else None,
         "synthesis": _synthesis(config.synthesis) if fits and config.synthesis else None,
         "optimizer": _optimizer(config, config.optimizer, run) if fits and config.optimizer else None,
         "schedule": _schedule(config.scheduler, run) if fits and config.scheduler else None,
@@ -166,7 +164,6 @@ def show_end(summary: Summary, folder: Path, expensive: Sequence[str] = (), **fi
     if summary.peak_memory_bytes is not None:
         of = " (whole process)" if summary.device.startswith("cpu") else ""
         rows["peak memory"] = f"{summary.peak_memory_bytes / 2**20:.0f} MiB{of}"
-    rows["between blocks"] = summary.between_blocks
     rows["time"] = f"{summary.seconds:.1f} s"
     rows["checkpoint"] = summary.checkpoint
     rows["most expensive"] = "\n".join(expensive) or None

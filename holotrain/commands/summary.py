@@ -37,9 +37,9 @@ class Summary:
     """The results of a run. Times in seconds, memory in bytes; None where a figure does not apply.
 
     ``monitor`` is the metric that selects the best checkpoint, and ``mode`` its ``max`` or ``min``; ``objective`` and
-    ``objective_mode`` are those of what a sweep optimises instead. ``between_blocks`` says what a training kept between blocks
-    that ``make_reversible`` coupled. ``step_peak_bytes`` is what a step took on its device, ``planned_step_bytes``
-    what was planned, if something was chosen by a plan. ``whole_epochs`` leaves out an epoch that ``max_steps`` cut short.
+    ``objective_mode`` are those of what a sweep optimises instead. ``step_peak_bytes`` is what a step took on its device,
+    ``planned_step_bytes`` what was planned, if something was chosen by a plan. ``whole_epochs`` leaves out an epoch that
+    ``max_steps`` cut short.
     ``seconds`` counts every part of a training that was resumed, ``overrides`` are those of the last part, and ``choices`` the
     option of each group. ``early_stopping_patience`` is that of the EarlyStopping that ended the training.
     """
@@ -70,7 +70,6 @@ class Summary:
     peak_memory_bytes: int | None = None
     step_peak_bytes: int | None = None
     planned_step_bytes: int | None = None
-    between_blocks: str | None = None
     checkpoint: str | None = None
     early_stopping_patience: int | None = None
     name: str | None = None

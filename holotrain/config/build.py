@@ -22,7 +22,7 @@ from holotrain.data.text.module import TextDataModule
 from holotrain.data.tokenizers import ByteTokenizer, tokenizer_from_json
 from holotrain.errors import UserError, as_user_error
 from holotrain.models.adapters import PEFT, add_adapters, add_peft, freeze
-from holotrain.models.block_schedules import compile_blocks, listed_blocks, schedule_blocks, set_backward, set_tile
+from holotrain.models.block_schedules import compile_blocks, schedule_blocks, set_backward, set_tile
 from holotrain.models.building import allocated
 from holotrain.models.checkpoint_files import read_weights
 from holotrain.models.external import ExternalModel
@@ -30,10 +30,8 @@ from holotrain.models.pretrained import load_pretrained
 from holotrain.models.quantised import quantise
 from holotrain.numeric import bits_in, require_at_least
 from holotrain.optimizers.stepping import InBackward
-from holotrain.reversible import make_reversible
-from holotrain.reversible.in_place import checks_in
-from holotrain.reversible.stack import stacks_in
-from holotrain.schedules import ON_MISMATCH, PLAIN
+from holotrain.reversible.sequence import checks_in
+from holotrain.schedules import ON_MISMATCH
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.targets import TARGET, instantiate, is_of, needed
 from holotrain.tasks.optimizer_functions import decay_groups
@@ -100,7 +98,7 @@ def data_properties(data: pl.LightningDataModule) -> dict[str, Any]:
 
 def with_data_properties(group: str, chosen: ObjectConfig, facts: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a model or a task, with the facts under the names of its parameters, which must not contradict them."""
-    other = (*groups.MODEL_OPTIONS, *groups.coupling(chosen)) if group == "model" else ()
+    other = groups.MODEL_OPTIONS if group == "model" else ()
     arguments = {name: value for name, value in chosen.arguments.items() if name not in other}
     for name, value in facts.items():
         if takes(chosen, name) and arguments.setdefault(name, value) != value:
@@ -134,7 +132,6 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
     if isinstance(model, pl.LightningModule):  # whose steps and optimizer would not be used
         target = config.model.target
         raise UserError(f"model.{TARGET}: {target} is a LightningModule, which is a task; give task.{TARGET}={target}")
-    _make_reversible(model, config.model)
     try:
         if backward.blocks:
             schedule_blocks(model, backward.blocks)
@@ -148,26 +145,8 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
     except ValueError as error:
         if backward.blocks:
             raise UserError(f"backward.blocks: {error}; use backward.blocks=[] to choose them again") from error
-        raise UserError(f"backward={backward.kind}: {error}{_how_to_couple(config, model)}") from error
+        raise UserError(f"backward={backward.kind}: {error}") from error
     return model
-
-
-def _make_reversible(model: nn.Module, config: ObjectConfig) -> None:
-    """Couples the blocks in place, as :func:`~holotrain.config.option_groups.coupling_options` say."""
-    options = groups.coupling(config)
-    if not options.get("reversible") or (config.object is not None and any(True for _ in stacks_in(model))):
-        return  # an object keeps what an earlier run did to it
-    with as_user_error("model.reversible"):
-        make_reversible(model, options["blocks"], bits=bits_in(options["reversible"]))
-
-
-def _how_to_couple(config: RunConfig, model: nn.Module) -> str:
-    """What to do about a schedule that needs reversible blocks, if the model has blocks that could be."""
-    if config.backward.kind in PLAIN or not listed_blocks(model):
-        return ""
-    if groups.can_be_coupled(config.model):
-        return "; model.reversible=4bit makes its blocks reversible, and model.blocks=NAME names their list"
-    return "; to make its blocks reversible, call holotrain.reversible.make_reversible(self, NAME) in its constructor"
 
 
 def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = False) -> pl.LightningModule:

@@ -17,7 +17,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from holotrain.config.command_options import COMMANDS
 from holotrain.config.composition import composed, key_of, literal, option_names, register, to_plain
-from holotrain.config.option_groups import OBJECT_GROUPS
+from holotrain.config.option_groups import OBJECT_GROUPS, require_not_gone
 from holotrain.config.structured import with_defaults
 from holotrain.errors import UserError, check_choice, did_you_mean
 from holotrain.targets import first_line
@@ -34,7 +34,6 @@ CHOICES = {
 }
 """The values of those flags that do not take any."""
 
-GONE = {"report": "tensorboard --logdir runs compares runs, under HParams and Custom Scalars"}
 """Commands of earlier versions, and what takes their place."""
 
 SHOWS = HELP.union(*CHOICES)
@@ -148,8 +147,7 @@ def parse(argv: list[str]) -> Arguments:
     require_text(argv)
     command, *rest = argv
     if command not in COMMANDS:
-        if command in GONE:
-            raise UserError(f"{command} is gone: {GONE[command]}")
+        require_not_gone(command)
         commands = [*COMMANDS, "init"]
         raise UserError(f"{command!r} is not a command; use one of {', '.join(commands)}.{did_you_mean(command, commands)}")
     arguments = Arguments(command)
@@ -309,6 +307,7 @@ def _unknown_key(key: str, arguments: Arguments) -> UserError:
     valid, first = _valid_keys(parent, key, arguments), key.partition(".")[0]
     if parent and not valid and first not in _valid_keys("", first, arguments):
         return _unknown_key(first, arguments)
+    require_not_gone(key)
     where = f"in {parent}" if parent else "among the options"
     below = _key_of_group(name, valid)  # ``lr`` is ``optimizer.lr``
     near = f" Did you mean {below!r}?" if below and name not in valid else did_you_mean(name, valid)

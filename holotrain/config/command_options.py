@@ -75,7 +75,6 @@ class RunConfig(Composed):
         if self.model is not None:
             with as_user_error("model", groups.MODEL_OPTIONS):
                 model_options(**{name: self.model.arguments[name] for name in groups.MODEL_OPTIONS})
-                groups.coupling_options(**groups.coupling(self.model))
                 if is_a(self.model, groups.HUGGING_FACE):  # with its config.json, a checkpoint needs no other file
                     from holotrain.models.huggingface_files import network_of
 

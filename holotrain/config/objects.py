@@ -73,8 +73,6 @@ class GroupSchema:
         elsewhere: parameters that are options of other groups, with their keys there.
         known: parameters that the program fills in if it knows them; if not, they are options that need a value.
         also: another class whose parameters are options too, and come first.
-        unless_own: another class whose parameters are options too, of a class that has none of these names and none of
-            ``elsewhere``.
         null_if_known: options that the program fills in where they are null, which is their default.
         or_auto: options that may be ``"auto"``, which the program replaces before the class sees it.
     """
@@ -83,13 +81,12 @@ class GroupSchema:
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     known: tuple[str, ...] = ()
     also: str | None = None
-    unless_own: str | None = None
     null_if_known: tuple[str, ...] = ()
     or_auto: tuple[str, ...] = ()
 
     def options(self, target: str) -> dict[str, Option]:
         """The options of a class or function. Raises a ValueError if there is no such class or function."""
-        options = signature(target).options | (signature(self.also).options if self.also else {}) | self.added(target)
+        options = signature(target).options | (signature(self.also).options if self.also else {})
         found = {name: option for name, option in options.items() if name not in {*self.names, *self.elsewhere}}
         for name, option in found.items():
             if name in self.null_if_known:
@@ -97,10 +94,3 @@ class GroupSchema:
             elif name in self.or_auto:
                 found[name] = replace(option, type=option.type and f'{option.type} | Literal["auto"]')
         return found
-
-    def added(self, target: str) -> dict[str, Option]:
-        """The options of ``unless_own`` that this class or function has."""
-        own = signature(target)
-        options = signature(self.unless_own).options if self.unless_own else {}
-        taken = own.takes_others or own.options.keys() & {*options, *self.elsewhere}
-        return {} if taken else options

@@ -41,7 +41,7 @@ class BackwardConfig:
     """tokens at a time that layers take which work token by token, such as MLPs; null: all tokens at once"""
 
     inexact: bool = False
-    """backward=auto may also choose inexact schedules and, for models with this option, model.reversible=4bit"""
+    """backward=auto may also choose inexact schedules"""
 
     on_mismatch: str = "store"
     """what follows if activations are rebuilt wrongly: store: a warning, and block inputs are stored from then on; error"""
@@ -194,6 +194,20 @@ SCHEDULER_OPTIONS = tuple(inspect.signature(scheduler_options).parameters)
 """Options that are not passed on to the schedule."""
 
 
+GONE = {
+    "report": "tensorboard --logdir runs compares runs, under HParams and Custom Scalars",
+    "model.reversible": "backward=checkpoint8 keeps the inputs of blocks in 8 bits, also with backward.tile=512",
+    "model.blocks": "backward=checkpoint and the like are for all lists of equal blocks",
+}
+"""Commands and options of earlier versions, and what there is instead."""
+
+
+def require_not_gone(name: str) -> None:
+    """Raises a UserError if this is a command or an option of an earlier version."""
+    if name in GONE:
+        raise UserError(f"{name} is gone: {GONE[name]}")
+
+
 def model_options(
     pretrained: str | None = None,
     trained: Literal["all", "head", "adapters"] = "all",
@@ -226,33 +240,6 @@ def model_options(
 
 MODEL_OPTIONS = tuple(inspect.signature(model_options).parameters)
 """Options that are not passed on to the model's class."""
-
-
-def coupling_options(
-    reversible: Literal["1bit", "2bit", "3bit", "4bit"] | None = None, blocks: str | Sequence[str] | None = None
-) -> None:
-    """Options of every model that has none of its own for this.
-
-    Args:
-        reversible: make the blocks reversible, and keep so many bits of each number between them, more towards both ends; 4bit
-            is recommended, and fewer train further from the model; null: leave them
-        blocks: name of the list of blocks to make reversible, such as encoder.layers, or several names; null: the only one
-    """
-    if blocks is not None and reversible is None:
-        raise UserError("model.blocks: names the blocks to make reversible; give model.reversible=4bit too")
-
-
-COUPLING_OPTIONS = tuple(inspect.signature(coupling_options).parameters)
-
-
-def coupling(model: ObjectConfig) -> dict[str, Any]:
-    """The values of :func:`coupling_options`; none if the model has options of its own for this."""
-    return {name: model.arguments.get(name) for name in schema_of("model").added(model.target)}
-
-
-def can_be_coupled(model: ObjectConfig | None) -> TypeGuard[ObjectConfig]:
-    """Whether this has the option ``model.reversible``."""
-    return model is not None and (takes(model, "reversible") or "reversible" in coupling(model))
 
 
 def trainer_options(
@@ -347,7 +334,6 @@ OBJECT_GROUPS = {
         elsewhere={"backward": "backward.kind", **{name: f"backward.{name}" for name in ("store", "exact", "keep", "tile")}},
         known=(*DATA_PROPERTIES, "head"),
         also="holotrain.config.option_groups.model_options",
-        unless_own="holotrain.config.option_groups.coupling_options",
     ),
     "synthesis": GroupSchema(),
     "optimizer": GroupSchema(("model", "params"), also="holotrain.config.option_groups.optimizer_options"),

@@ -12,7 +12,7 @@ from holotrain.config.command_options import COMMANDS, RunConfig, options_of
 from holotrain.config.composition import key_of
 from holotrain.config.fine_tuning import optimizer_for
 from holotrain.config.objects import PYTHON_OBJECT, ObjectConfig
-from holotrain.config.option_groups import BackwardConfig, default_backward, schema_of, takes
+from holotrain.config.option_groups import GONE, BackwardConfig, default_backward, require_not_gone, schema_of, takes
 from holotrain.config.signatures import REQUIRED, Option, defaults_of, signature
 from holotrain.errors import UserError, as_user_error, did_you_mean
 from holotrain.targets import TARGET, targets
@@ -107,8 +107,7 @@ def with_defaults(
 def _check_unused(group: str, task: str, overrides: Iterable[str]) -> None:
     for word in overrides:
         if re.match(rf"[+~]?{group}[.=]", word):
-            own = "; in its constructor, make_reversible(self.net) does it" if word.startswith("model.reversible=") else ""
-            raise UserError(f"{word}: {'the given task' if task == PYTHON_OBJECT else task} takes no {group}{own}")
+            raise UserError(f"{word}: {'the given task' if task == PYTHON_OBJECT else task} takes no {group}")
 
 
 def without_replaced_options(
@@ -175,6 +174,9 @@ def _checked_options(group: str, options: dict[str, Option], plain: dict[str, An
     for name, value in plain.items():
         key = f"{group}.{name}" if group else str(name)
         if name not in options:
+            if value is None and key in GONE:  # of an older checkpoint
+                continue
+            require_not_gone(key)
             where = f"in {group}" if group else "among the options"
             raise UserError(f"{key}: there is no {name!r} {where}.{did_you_mean(str(name), options)}")
         as_default = value == options[name].default  # which its annotation need not allow

@@ -12,21 +12,15 @@ from holotrain.numeric import counted
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 from holotrain.reversible.in_place import recompute_block
 from holotrain.reversible.lists_of_blocks import is_list_of_blocks, outermost
-from holotrain.reversible.stack import ReversibleStack, stack_of
 from holotrain.reversible.tiles import tile_modules, untile_modules
 from holotrain.schedules import PLAIN
 
-Run = ReversibleSequence | ResidualSequence | ReversibleStack
+Run = ReversibleSequence | ResidualSequence
 
 
 def sequences(model: nn.Module) -> list[Run]:
     """The model's sequences of blocks, first to last; not those inside a block of another sequence."""
-    found = (cast(Run, stack_of(module) or module) for _, module in outermost(model, _is_run))
-    return list({id(run): run for run in found}.values())
-
-
-def _is_run(module: nn.Module) -> bool:
-    return isinstance(module, ReversibleSequence | ResidualSequence) or stack_of(module) is not None
+    return [cast(Run, module) for _, module in outermost(model, lambda module: isinstance(module, Run))]
 
 
 def schedule_blocks(model: nn.Module, schedules: Sequence[str]) -> None:
@@ -82,7 +76,7 @@ def set_backward(
     stored = stored_by_stage(store, [len(run.blocks) for run in runs])
     for run, indices in zip(runs, stored, strict=True):
         run.backward = backward
-        if isinstance(run, ReversibleSequence | ReversibleStack):
+        if isinstance(run, ReversibleSequence):
             run.store, run.keep = indices, tuple(keep)
         elif indices or keep:
             raise ValueError(f"the blocks of {name} are not reversible, so they take no store and keep")

@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from holotrain.targets import TARGET, instantiate, is_defined_in, missing_package, targets
 
+GONE = ("reversible", "blocks")
+"""Arguments of models of other libraries that older exports have, and that mattered in training alone."""
+
 
 @contextmanager
 def allocated() -> Generator[None]:
@@ -70,7 +73,9 @@ def build_for(
     from holotrain.models.external import ExternalModel
 
     kind = _our_class(target) if isinstance(target, str) else None
-    if kind is not None and not issubclass(kind, ExternalModel):  # which its own library builds
+    if kind is not None and issubclass(kind, ExternalModel):  # which its own library builds
+        arguments = {name: value for name, value in arguments.items() if name not in GONE}
+    elif kind is not None:
         if kind is not ImageErrorDiffusion:  # whose layers share a tensor
             _require_few_blocks(arguments, weights)
         with torch.device("meta"):

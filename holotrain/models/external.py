@@ -1,19 +1,17 @@
 """Models of other libraries, with the inputs and outputs that the tasks expect, and image classifiers of timm."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 
 from holotrain.files import write_json
 from holotrain.models.checkpoint_files import CONFIG, WEIGHTS, read_weights, require_same, save_tensors
 from holotrain.models.pretrained import require_whole, take_over
-from holotrain.numeric import bits_in
-from holotrain.reversible import make_reversible
 from holotrain.targets import first_line, needed
 
 CHECKPOINT_PREFIX = "model.model."
@@ -42,23 +40,6 @@ class ExternalModel(nn.Module):
     """
 
     model: Any
-
-    def wrap(self, model: nn.Module, reversible: str | None, blocks: str | Sequence[str] | None) -> None:
-        """Keeps the model, with its blocks made reversible in place.
-
-        Args:
-            reversible: bits of each number that blocks in the middle keep, as ``"4bit"``; None: the blocks stay as they are.
-            blocks: names of the lists of blocks; None: the only one.
-
-        Raises:
-            ValueError: ``blocks`` without ``reversible``, or blocks that cannot be made reversible.
-        """
-        self.model = model
-        if reversible is None:
-            if blocks is not None:
-                raise ValueError("blocks names the blocks to make reversible; give reversible=4bit too")
-            return
-        make_reversible(model, blocks, bits=bits_in(reversible))
 
     @property
     @abstractmethod
@@ -131,9 +112,6 @@ class Timm(ExternalModel):
         channels: colour channels of the images
         arguments: further arguments of timm.create_model, such as {drop_path_rate: 0.1}
         download: start from the published weights of this name, and download them if they are not in timm's cache
-        reversible: make the blocks reversible, and keep so many bits of each number between them, more towards both ends; 4bit
-            is recommended, and fewer train further from the model; null: leave them
-        blocks: name of the list of blocks to make reversible, such as blocks, or several names; null: the only one
 
     Raises:
         ValueError: timm is not installed, has no such model, or refuses an argument.
@@ -147,8 +125,6 @@ class Timm(ExternalModel):
         channels: int = 3,
         arguments: dict[str, Any] | None = None,
         download: bool = False,
-        reversible: Literal["1bit", "2bit", "3bit", "4bit"] | None = None,
-        blocks: str | Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         timm, arguments = needed(*TIMM), dict(arguments or {})
@@ -163,7 +139,7 @@ class Timm(ExternalModel):
                 raise ValueError(f"arguments.{key} is not passed to timm; use {instead}")
         self.name, self.image_size, self.download = name, image_size, download
         self.arguments = {"num_classes": classes, "in_chans": channels, **arguments}
-        self.wrap(self._made(timm), reversible, blocks)
+        self.model = self._made(timm)
 
     def _made(self, timm: ModuleType) -> nn.Module:
         try:

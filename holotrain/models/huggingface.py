@@ -18,7 +18,6 @@ from holotrain.models.huggingface_files import TRANSFORMERS, folder_of, has_weig
 from holotrain.models.layers.divisible import Divisible
 from holotrain.models.layers.patches import resized_positions
 from holotrain.models.pretrained import require_floats, take_over
-from holotrain.reversible.stack import stacks_in
 from holotrain.reversible.tiled_loss import tiled_cross_entropy
 from holotrain.targets import first_line, needed
 
@@ -64,9 +63,6 @@ class HuggingFace(Divisible, ExternalModel):
         channels: colour channels of the images
         pad_id: the token of padding
         download: download the files of name from the Hugging Face Hub when a training starts, if they are not in the cache
-        reversible: make the blocks reversible, and keep so many bits of each number between them, more towards both ends; 4bit
-            is recommended, and fewer train further from the model; null: leave them
-        blocks: name of the list of blocks to make reversible, such as model.layers, or several names; null: the only one
 
     Raises:
         ValueError: transformers is not installed, the files are missing, or the model has no such head or cannot read the data.
@@ -84,8 +80,6 @@ class HuggingFace(Divisible, ExternalModel):
         channels: int | None = None,
         pad_id: int | None = None,
         download: bool = False,
-        reversible: Literal["1bit", "2bit", "3bit", "4bit"] | None = None,
-        blocks: str | Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         transformers = needed(*TRANSFORMERS)
@@ -111,7 +105,7 @@ class HuggingFace(Divisible, ExternalModel):
             # The Trainer's precision decides, not that of the weights.
             model = auto.from_config(network, trust_remote_code=False, dtype=torch.float32)
         self._architecture: Any = type(model)
-        self.wrap(model, reversible, blocks)
+        self.model = model
 
     def forward(self, inputs: Tensor, *others: Tensor | None) -> Tensor:
         """
@@ -140,8 +134,6 @@ class HuggingFace(Divisible, ExternalModel):
     def require_divisible(self) -> None:
         if self.kind != "causal_lm":
             raise ValueError(f"a model of transformers can be divided into stages if it is for causal_lm, not for {self.kind}")
-        if [*stacks_in(self.model)]:
-            raise ValueError("the blocks of one reversible stack cannot be divided into stages; remove model.reversible")
         _ = self.decoder
 
     @property

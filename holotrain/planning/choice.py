@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -197,12 +197,12 @@ def visits_of(step: TrainingStep) -> list[Visit]:
         step.optimizer.remove()
     visits: list[Visit] = []
 
-    def record(sequence: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(sequence: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         visits.append(Visit(sequence, args, kwargs))
 
     with ExitStack() as hooks, torch.no_grad(), step.autocast():
         for sequence in step.sequences:
-            hooks.enter_context(sequence.ends[0].register_forward_pre_hook(partial(record, sequence), with_kwargs=True))
+            hooks.enter_context(sequence.register_forward_pre_hook(record, with_kwargs=True))
         step.loss()
     return visits
 

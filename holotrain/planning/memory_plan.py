@@ -7,7 +7,7 @@ needs a GPU, and kills the process on a CPU. The plan has none of these limits.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,10 +16,9 @@ import torch
 from holotrain.numeric import counted
 from holotrain.planning.allocators import ALLOCATORS
 from holotrain.planning.choice import MARGIN, Choice, TooSmall, choose, flops, seconds, stage_of, visits_of
-from holotrain.planning.planner import Backward, Planner, Variant
+from holotrain.planning.planner import Backward, Planner
 from holotrain.planning.tracker import Footprint
 from holotrain.reversible.backward_schedules import KEEPABLE
-from holotrain.reversible.stack import kept_between_blocks
 from holotrain.schedules import AUTO, PLAIN, REBUILDING, SCHEDULES
 
 
@@ -146,7 +145,7 @@ def choose_schedules(planner: Planner, budget: int, measure: bool = True) -> Cho
         Unplannable: an operation needs the values of its inputs.
     """
     names = _candidates(planner)
-    least = planner.footprint(least_memory(planner)).bound
+    least = least_bytes(planner)
     if least > budget:  # before anything is timed
         raise TooSmall(least)
     if planner.listed:
@@ -178,44 +177,38 @@ def _choose_recomputed(planner: Planner, budget: int) -> Choice:
     room = budget * (1 - MARGIN)
     first = bisect_left(range(len(ways) - 1), True, key=lambda number: planner.footprint(ways[number]).bound <= room)
     # A forward is a third of a block's computation, and recomputing runs it twice.
-    least = depth * (3 + TILED_COST * planner.tiled)
+    least = depth * (3 + TILED_COST * (planner.tile is not None))
     return Choice(ways[first], planner.footprint(ways[first]).bound, least + min(first, depth), least + depth)
 
 
 FASTER = 0.97
-"""A variant is chosen if it costs less than this fraction of the cost of the simpler one."""
+"""Tiles are chosen if they cost less than this fraction of what it costs without."""
 
 
-def choose_variant(
-    planner: Planner, variants: Sequence[Variant], budget: int, measure: bool = True
-) -> tuple[Variant | None, Choice]:
-    """The fastest schedules of a training, or of one of its variants, with which it fits. Those that make a model reversible
-    are only tried if nothing else fits.
+def choose_tile(planner: Planner, tiled: Planner | None, budget: int, measure: bool = True) -> tuple[Planner, Choice]:
+    """The fastest schedules of a training, as it is or with MLPs in tiles, with which it fits.
 
     Args:
+        tiled: the planner of the same training with MLPs in tiles; None: it cannot be.
         budget, measure: as :func:`choose_schedules` takes them.
 
     Returns:
-        the variant, None: the training as it is; and its schedules.
+        one of the planners, and its schedules.
 
     Raises:
-        TooSmall: none of them fits.
+        TooSmall: neither fits.
         Unplannable: an operation needs the values of its inputs.
     """
-    found, least = None, []
-    for variant in (None, *(each for each in variants if each.may_be_chosen)):
-        if found is not None and variant is not None and variant.bits is not None:
-            break
+    choices, least = [], []
+    for each in (planner,) if tiled is None else (planner, tiled):
         try:
-            choice = choose_schedules(planner if variant is None else variant.planner, budget, measure)
+            choices.append((each, choose_schedules(each, budget, measure)))
         except TooSmall as error:
             least.append(error.least)
-            continue
-        if found is None or choice.cost < FASTER * found[1].cost:
-            found = variant, choice
-    if found is None:
+    if not choices:
         raise TooSmall(min(least))
-    return found
+    first, last = choices[0], choices[-1]
+    return last if last[1].cost < FASTER * first[1].cost else first
 
 
 def choose_batch(planner: Planner, budget: int, least: int = 1, most: int | None = None) -> int:
@@ -242,13 +235,16 @@ def least_memory(planner: Planner) -> str:
     return next(name for name in reversed(names) if name in planner.schedules)
 
 
-def smallest(planner: Planner, variants: Sequence[Variant]) -> tuple[Variant | None, int]:
-    """What needs least of a training, which is None, and of its variants that may be chosen; and the bytes that it needs."""
-    found, least = None, planner.footprint(least_memory(planner)).bound
-    for variant in variants:
-        if variant.may_be_chosen and (bound := variant.planner.footprint(least_memory(variant.planner)).bound) < least:
-            found, least = variant, bound
-    return found, least
+def least_bytes(planner: Planner) -> int:
+    """What a training needs under that schedule."""
+    return planner.footprint(least_memory(planner)).bound
+
+
+def rows_in_tiles(tiled: Planner) -> list[str]:
+    """The schedules that a plan shows of a training with MLPs in tiles."""
+    if REBUILDING[0] in tiled.schedules:
+        return [REBUILDING[0]]
+    return [name for name in tiled.schedules if name == PLAIN[1] or not SCHEDULES[name].exact]
 
 
 def _candidates(planner: Planner) -> list[str]:
@@ -282,9 +278,7 @@ class Plan:
         footprints: memory of a step under each schedule.
         choice: the choice of schedules, if they were open.
         limits: largest batch and depth under the configured schedules; empty without a budget.
-        between_blocks: what the configured schedules keep between blocks that ``make_reversible`` coupled, in words; None: the
-            model has no such blocks.
-        variant: what was chosen of the variants; None: the training itself.
+        options: what else was chosen: MLPs in tiles, or nothing.
     """
 
     device: str
@@ -294,13 +288,7 @@ class Plan:
     footprints: dict[str, Footprint]
     choice: Choice | None
     limits: list[Limit]
-    between_blocks: str | None = None
-    variant: Variant | None = None
-
-    @property
-    def options(self) -> str:
-        """Further options of the choice."""
-        return "" if self.variant is None else self.variant.options
+    options: str = ""
 
     @property
     def configured(self) -> Footprint:
@@ -320,7 +308,6 @@ class Plan:
             "peak_bytes": self.configured.bound,
             "blocks": self.choice.blocks if self.choice else None,
             "options": self.options or None,
-            "between_blocks": self.between_blocks,
             "footprints": {
                 name: asdict(footprint) | {"scratch": footprint.scratch, "bound": footprint.bound}
                 for name, footprint in self.footprints.items()
@@ -333,13 +320,13 @@ def make_plan(
     planner: Planner,
     budget: int | None,
     begin: Callable[[str], object] = lambda what: None,
-    variants: Sequence[Variant] = (),
+    tiled: Planner | None = None,
 ) -> Plan:
     """
     Args:
         budget: memory budget in bytes; None: not known, which needs a planner with configured schedules.
         begin: called with what is planned next.
-        variants: of the training; each has a row in the plan.
+        tiled: the planner of the same training with MLPs in tiles, which has rows of its own; None: it cannot be.
 
     Raises:
         Unplannable: an operation needs the values of its inputs.
@@ -348,18 +335,19 @@ def make_plan(
     for name in planner.schedules:
         begin(f"backward={name}")
         footprints[name] = planner.footprint(name)
-    for variant in variants:
-        name = f"{variant.row} {variant.options}"
-        begin(f"backward={name}")
-        footprints[name] = variant.planner.footprint(variant.row)
-    choice, backward, variant = None, planner.backward, None
+    if tiled is not None:
+        for row in rows_in_tiles(tiled):
+            name = f"{row} backward.tile={tiled.tile}"
+            begin(f"backward={name}")
+            footprints[name] = tiled.footprint(row)
+    choice, backward, options = None, planner.backward, ""
     if backward is None:
         assert budget is not None
         begin(f"backward={AUTO}")
         try:
-            variant, choice = choose_variant(planner, variants, budget, measure=False)
-            backward = choice.blocks
-            planner = planner if variant is None else variant.planner
+            found, choice = choose_tile(planner, tiled, budget, measure=False)
+            backward, options = choice.blocks, "" if found is planner else f"backward.tile={found.tile}"
+            planner = found
         except TooSmall:  # the table shows by how much
             backward = least_memory(planner)
     name = backward if isinstance(backward, str) else AUTO
@@ -373,5 +361,4 @@ def make_plan(
         limits = [largest_batch(planner, varied, budget, begin=begin)]
         if planner.depth is not None:
             limits.append(largest_depth(planner, varied, budget, begin))
-    between = kept_between_blocks(planner.fake_model(backward))
-    return Plan(planner.device, budget, name, backward, footprints, choice, limits, between, variant)
+    return Plan(planner.device, budget, name, backward, footprints, choice, limits, options)

@@ -85,7 +85,7 @@ class Planner:
         keeps_results: whether blocks that are rebuilt can keep the outputs of attention and of matrix products.
         selected: the share of its entries that a boolean mask is assumed to select; None: the step uses no such mask.
         listed: number of equal blocks in lists of a model without sequences; they can be recomputed.
-        tiled: whether MLPs in these blocks are taken in tiles, and so run once more.
+        tile: tokens at a time that MLPs are taken, so that they run once more; None: all.
         inexact: schedules that change gradients a little may be chosen.
         updates: what is known of updates, by the shapes of the parameters; planners of one training may share it.
     """
@@ -100,7 +100,7 @@ class Planner:
     keeps_results: bool = True
     selected: float | None = None
     listed: int = 0
-    tiled: bool = False
+    tile: int | None = None
     inexact: bool = False
     updates: dict[Any, Update] = field(default_factory=dict, repr=False)
     _known: dict[str, Footprint] = field(default_factory=dict, init=False, repr=False)
@@ -143,28 +143,3 @@ class Planner:
                     if group.get("foreach", 0) is None and not group.get("fused"):
                         group["foreach"] = True
             yield step
-
-
-@dataclass(frozen=True)
-class Variant:
-    """The same training, which takes less memory and more time.
-
-    Args:
-        planner: its planner.
-        row: the schedule that a plan shows.
-        tile: tokens of a tile; None: as in the training.
-        bits: what is kept between the blocks of a model that was not reversible, such as ``"4bit"``; None: as in the training.
-        may_be_chosen: False: it is only shown.
-    """
-
-    planner: Planner
-    row: str
-    tile: int | None = None
-    bits: str | None = None
-    may_be_chosen: bool = True
-
-    @property
-    def options(self) -> str:
-        """The options that make it, such as ``"backward.tile=512"``."""
-        known = {"model.reversible": self.bits, "backward.tile": self.tile}
-        return " ".join(f"{name}={value}" for name, value in known.items() if value is not None)

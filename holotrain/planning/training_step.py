@@ -172,7 +172,7 @@ def simulate_step(step: TrainingStep, allocator: Allocator = CPU, update: Update
 @contextmanager
 def _at_the_end_of_blocks(step: TrainingStep, call: Callable[[], object]) -> Generator[None]:
     """Inside, ``call`` is called after the last block of the model, if it has a list of blocks."""
-    ends = [sequence.ends[1] for sequence in step.sequences] or [
+    ends = list(step.sequences) or [
         block for _, blocks in outermost(step.model, is_list_of_blocks) for block in [*blocks.children()][-1:]
     ]
 

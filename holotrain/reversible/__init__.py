@@ -2,11 +2,8 @@
 
 block               reversible blocks of two streams, and what a coupling is
 sequence            a sequence of them: the main class
-two_step            the coupling that makes any blocks invertible
 replaced_forward    a module's forward, replaced in place, and the stream in its calls
-stack               the blocks of another model, coupled by two steps
-stack_pass          one forward of a stack
-in_place            makes the blocks of another model reversible, or has them run again, and back
+in_place            has the blocks of another model run again in the backward, and takes that back
 lists_of_blocks     the lists of blocks in a model
 tiles               the MLPs of another model, some tokens at a time
 tiled_loss          the head and the loss of another model, some tokens at a time
@@ -26,8 +23,8 @@ graphs              a training step as one CUDA graph
 """
 
 from holotrain.reversible.block import ReversibleBlock
-from holotrain.reversible.in_place import make_reversible, recompute, undo
+from holotrain.reversible.in_place import recompute, undo
 from holotrain.reversible.recomputation import checkpointed
 from holotrain.reversible.sequence import ReversibleSequence
 
-__all__ = ["ReversibleBlock", "ReversibleSequence", "checkpointed", "make_reversible", "recompute", "undo"]
+__all__ = ["ReversibleBlock", "ReversibleSequence", "checkpointed", "recompute", "undo"]

@@ -21,13 +21,9 @@ class Coupling:
     def __init__(self, grid: Grid | None = None) -> None:
         self.grid = grid
 
-    def read(self, source: Tensor) -> Tensor:
-        """The source as the branch reads it."""
-        return source
-
     def update(self, name: str, branch: Callable, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
         """Runs a branch under plain autograd, which stores every activation, and returns the new target."""
-        return self.couple(target, source, branch(self.read(source), **keywords))
+        return self.couple(target, source, branch(source, **keywords))
 
     def couple(self, target: Tensor, source: Tensor, output: Any) -> Tensor:
         """Returns the new target, of the same shape and dtype: else the inverse could not restore the target."""
@@ -49,11 +45,8 @@ class Coupling:
             self.grid.watch(coupled)
         return coupled
 
-    def reached(self) -> None:
-        """A backward has reached the block, maybe before its model said that the forward has ended."""
-
-    def undo(self, coupled: Tensor, source: Tensor, output: Any, last_use: bool = False) -> Tensor:
-        """Returns the target, up to rounding, or exactly on a grid; ``last_use``: ``coupled`` may be overwritten."""
+    def undo(self, coupled: Tensor, source: Tensor, output: Tensor) -> Tensor:
+        """Returns the target, up to rounding, or exactly on a grid."""
         if self.grid is not None:
             output = self.grid.round(output.to(coupled.dtype))
         return coupled - output

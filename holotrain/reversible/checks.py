@@ -28,7 +28,7 @@ BOUND = 0.05
 
 
 class RebuildChecks:
-    """The checks of one sequence or stack, and what follows from them: ``on_mismatch`` is as in
+    """The checks of one sequence, and what follows from them: ``on_mismatch`` is as in
     :class:`~holotrain.reversible.ReversibleSequence`, and ``name`` is for messages.
 
     Attributes:

@@ -28,8 +28,8 @@ def significand_bits(dtype: torch.dtype) -> int:
 
 class _Round(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, grid: Grid) -> Tensor:
-        return grid.nearest(x)
+    def forward(ctx, x: Tensor, step: Tensor) -> Tensor:
+        return torch.round(x / step).mul_(step)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # ty: ignore[incompatible-method-override]
@@ -56,11 +56,7 @@ class Grid:
 
     def round(self, x: Tensor) -> Tensor:
         """Rounds to multiples of the step; the gradient is unchanged."""
-        return _Round.apply(x, self)
-
-    def nearest(self, x: Tensor) -> Tensor:
-        """The nearest multiples of the step, without a gradient."""
-        return torch.round(x / self.step).mul_(self.step)
+        return _Round.apply(x, self.step)
 
     def entered(self, stream: Tensor) -> Tensor:
         """Rounds an input stream to the grid."""
@@ -99,15 +95,14 @@ class FixedPointGrid(nn.Module):
         """The step of the next forward, which is what a checkpoint holds."""
         return self.step if self._next is None else self._next
 
-    def choose(self, largest: float, dtype: torch.dtype, headroom: int = HEADROOM_BITS) -> None:
-        """Chooses the grid for streams of this magnitude, which may grow by a factor of 2^headroom; zero leaves the choice to a
-        later batch."""
+    def choose(self, largest: float, dtype: torch.dtype) -> None:
+        """Chooses the grid for streams of this magnitude; zero leaves the choice to a later batch."""
         if not math.isfinite(largest):
             raise ValueError(
                 f"the streams of the first batch reach {largest}, so that no grid can be chosen from them; check the data"
             )
         if largest:  # sums of zeros are exact without a grid
-            self.set(_step_for(torch.tensor(largest, dtype=torch.float64), dtype, headroom))
+            self.set(_step_for(torch.tensor(largest, dtype=torch.float64), dtype))
 
     def set(self, step: Tensor | float) -> None:
         """Takes a step, a power of two."""
@@ -146,7 +141,7 @@ class FixedPointGrid(nn.Module):
         room = call.limit / call.largest
         stays = (room >= 2**LEAST_HEADROOM_BITS) & (room <= 2**MOST_HEADROOM_BITS)
         stays |= ~torch.isfinite(call.largest) | (call.largest == 0)
-        self._plan(torch.where(stays, call.step, _step_for(call.largest, call.step.dtype, HEADROOM_BITS)))
+        self._plan(torch.where(stays, call.step, _step_for(call.largest, call.step.dtype)))
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -167,7 +162,7 @@ class FixedPointGrid(nn.Module):
         return f"step={self.upcoming.item()}" if self.known and not self.step.is_meta else "step=chosen from the first batch"
 
 
-def _step_for(largest: Tensor, dtype: torch.dtype, headroom: int) -> Tensor:
-    """The step, a power of two, of the finest grid for streams of this magnitude, which may grow by a factor of 2^headroom."""
+def _step_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """The step, a power of two, of the finest grid that leaves :data:`HEADROOM_BITS` above streams of this magnitude."""
     power = largest / torch.frexp(largest).mantissa  # the next power of two, exactly
-    return power * 2.0 ** (headroom - significand_bits(dtype))
+    return power * 2.0 ** (HEADROOM_BITS - significand_bits(dtype))

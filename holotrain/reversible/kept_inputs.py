@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from holotrain.reversible.context import has_no_data, is_captured
 from holotrain.reversible.side_stream import SameStream, SideStream, side_of
@@ -38,17 +37,6 @@ class Saved:
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self._result.grad_fn.saved_tensors
-
-
-@contextmanager
-def as_in_a_forward() -> Generator[None]:
-    """Inside, :class:`Saved` keeps tensors as in a forward of its own, whatever backward or recomputation runs around it."""
-    with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(_same, _same):
-        yield
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 class Whole:

@@ -1,4 +1,4 @@
-"""The lists of blocks in a model: what may be recomputed or made reversible."""
+"""The lists of blocks in a model, which may be recomputed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import nn
 
 from holotrain.numeric import counted
-from holotrain.reversible.sequence import AveragedStreams
-from holotrain.reversible.stack import stack_of
 
 _PART = re.compile(r"(.+)\[(-?\d*):(-?\d*)\]")
 """A part of a list of blocks, such as layers[1:]."""
@@ -58,36 +56,32 @@ def _size(lists: dict[str, nn.Module]) -> int:
     return sum(parameter.numel() for module in lists.values() for parameter in module.parameters())
 
 
-def named_blocks(model: nn.Module, blocks: str | Sequence[str] | None, taker: str) -> dict[str, dict[str, nn.Module]]:
-    """The blocks of some lists by their names, by the name of the list.
+def named_blocks(model: nn.Module, blocks: str | Sequence[str] | None) -> list[nn.Module]:
+    """The blocks of some lists, each once.
 
     Args:
-        blocks: as :func:`~holotrain.reversible.make_reversible` takes them.
-        taker: the function that takes them, for messages.
+        blocks: as :func:`~holotrain.reversible.recompute` takes them.
 
     Raises:
-        ValueError: the model has no such list, or several and none is named; the blocks are reversible already.
+        ValueError: the model has no such list, or several and none is named.
     """
     if isinstance(blocks, nn.Module):
         known = ", ".join(f"{name!r}" for name, part in model.named_modules() if part is blocks) or "such as 'blocks'"
-        raise ValueError(f"{taker} takes the name of a list of blocks ({known}), not the list itself")
+        raise ValueError(f"recompute takes the name of a list of blocks ({known}), not the list itself")
     modules = dict(model.named_modules(remove_duplicate=False))
-    return {name: _blocks_of(name, modules) for name in ([blocks] if isinstance(blocks, str) else blocks or the_lists(model))}
+    lists = [blocks] if isinstance(blocks, str) else blocks or the_lists(model)
+    return list({id(block): block for name in lists for block in _blocks_of(name, modules)}.values())
 
 
-def _blocks_of(name: str, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """The blocks of a list, or of a part of one, by their names."""
+def _blocks_of(name: str, modules: dict[str, nn.Module]) -> list[nn.Module]:
+    """The blocks of a list, or of a part of one."""
     part = _PART.fullmatch(name)
     whole, *ends = part.groups() if part else (name, "", "")
     found = modules.get(whole)
     if not isinstance(found, nn.Sequential | nn.ModuleList):
         lists = [name for name, part in modules.items() if name and isinstance(part, nn.Sequential | nn.ModuleList)]
         raise ValueError(f"{name!r} is not a list of blocks; the model has {', '.join(lists) or 'none'}")
-    places = [f"{whole}.{key}" for key in found._modules]
-    blocks = {place: modules[place] for place in places[slice(*(int(end) if end else None for end in ends))]}
+    blocks = list(found)[slice(*(int(end) if end else None for end in ends))]
     if part and not blocks:
-        raise ValueError(f"{name!r} holds none of the {counted(len(places), 'block')} of {whole!r}")
-    around = [part for other, part in modules.items() if whole.startswith(f"{other}.")]
-    if any(map(stack_of, [*blocks.values(), *around])) or isinstance(next(iter(found), None), AveragedStreams):
-        raise ValueError(f"the blocks {name!r} are reversible already; undo(model) takes that back")
+        raise ValueError(f"{name!r} holds none of the {counted(len(found), 'block')} of {whole!r}")
     return blocks

@@ -6,12 +6,14 @@ It is for CUDA (:func:`is_fused`). Elsewhere it is ``torch.nn.functional.cross_e
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._triton import has_triton_package
 
-from holotrain.reversible import coupling_ops
 from holotrain.reversible.context import has_no_data
 
 HALF = (torch.bfloat16, torch.float16)
@@ -19,17 +21,23 @@ HALF = (torch.bfloat16, torch.float16)
 
 def is_fused(logits: Tensor) -> bool:
     """Whether a kernel of Triton takes logits like these."""
-    if logits.dtype not in (torch.float32, *HALF) or not coupling_ops.is_fused(logits):
+    if logits.dtype not in (torch.float32, *HALF) or not logits.is_cuda or is_traceable_wrapper_subclass(logits):
         return False
-    return has_no_data(logits) or _works(logits.device)
+    return has_triton_package() if has_no_data(logits) else _works(logits.device)
 
 
 @cache
 def _works(device: torch.device) -> bool:
-    """Whether Triton compiles this kernel, too."""
+    """Whether Triton is installed and compiles for a device, which needs a C compiler and compute capability 8.0."""
+    if not has_triton_package() or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
     logits, labels = torch.zeros(1, 8, device=device), torch.zeros(1, dtype=torch.long, device=device)
-    otherwise = f"Triton cannot compile for {device}, so the loss takes torch's operations"
-    return coupling_ops.compiles(lambda: cross_entropy(logits, labels, -100, True), otherwise)
+    try:
+        cross_entropy(logits, labels, -100, True)
+    except Exception as error:  # what is missing shows as errors of many kinds
+        warnings.warn(f"Triton cannot compile for {device}, so the loss takes torch's operations: {error!s:.200}", stacklevel=3)
+        return False
+    return True
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:

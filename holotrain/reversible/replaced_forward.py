@@ -53,11 +53,7 @@ class ReplacedForward(ABC):
 
     def remove(self) -> None:
         """Gives the module its own forward back. Where something wrapped this one, it runs the module's own."""
-        self.removed = True
-        self.give_back(self.module)
-
-    def give_back(self, module: Any) -> None:
-        """Takes this forward from the module, or from a copy of it."""
+        self.removed, module = True, self.module
         del module._replicate_for_data_parallel
         if self._replicate is not None:
             module._replicate_for_data_parallel = self._replicate
@@ -120,7 +116,8 @@ def call_of(
     Args:
         again: the forward will run again in the backward.
     """
-    name = name_of_stream(forward, arguments)
+    # The keyword by which it gets the stream; None: the stream is the first of the positional arguments.
+    name = None if arguments else next(iter(inspect.signature(forward).parameters), None)
     if name not in keywords if name is not None else not arguments:
         raise ValueError("a block was called without its first argument, the stream")
     x, rest = (arguments[0], arguments[1:]) if name is None else (keywords[name], ())
@@ -133,11 +130,6 @@ def call_of(
         return forward(source, *rest, **named) if name is None else forward(**{name: source}, **named)
 
     return x, run, {key: value for key, value in (("rest", rest), ("named", named)) if value}
-
-
-def name_of_stream(forward: Callable, arguments: tuple) -> str | None:
-    """The keyword by which a block gets its stream; None: it is the first of the positional arguments."""
-    return None if arguments else next(iter(inspect.signature(forward).parameters), None)
 
 
 def _no_cache(value: Any) -> Any:

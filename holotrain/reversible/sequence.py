@@ -198,11 +198,6 @@ class ReversibleSequence(nn.Module):
         """As it was made; a grid cannot be added or taken away later."""
         return self._exact
 
-    @property
-    def ends(self) -> tuple[nn.Module, nn.Module]:
-        """The modules with whose calls it begins and ends."""
-        return self, self
-
     def again(self, depth: int, backward: str) -> nn.Module:
         """A sequence ``depth`` times the first block, which takes the same arguments."""
         return type(self)([self.blocks[0]] * depth, backward=[backward] * depth, tile=self.tile)
@@ -235,12 +230,7 @@ class AveragedStreams(ReversibleSequence):
     """Reversible blocks with one stream as input and output: both streams start as the input, and their mean is the output.
 
     Takes the arguments of :class:`ReversibleSequence`.
-
-    Attributes:
-        replaced: the list of another model's blocks in whose place it stands, as the only entry.
     """
-
-    replaced: tuple[nn.Module, ...] = ()  # in a tuple it is no submodule
 
     def forward(  # ty: ignore[incompatible-method-override]: one stream
         self, x: Tensor, f_kwargs: Keywords = None, g_kwargs: Keywords = None, **keywords: Any
@@ -259,6 +249,11 @@ class AveragedStreams(ReversibleSequence):
         """What is returned for the streams of the last block."""
         y1, y2 = streams
         return (y1 + y2) / 2
+
+
+def checks_in(model: nn.Module) -> list[RebuildChecks]:
+    """The checks of all reversible sequences in a model."""
+    return [module.checks for module in model.modules() if isinstance(module, ReversibleSequence)]
 
 
 def _require_block(block: nn.Module) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -59,14 +59,12 @@ class Recorder:
         coupling: Coupling,
         block: nn.Module,
         streams: tuple[Tensor, Tensor],
-        forward: Callable | None = None,
     ) -> None:
         """Before the next block.
 
         Args:
             number: for a trace.
             streams: before the block.
-            forward: what to call instead of the branch, without the branch's hooks.
         """
         if schedule.kind != "rebuilt":
             self.end(*streams)
@@ -74,7 +72,7 @@ class Recorder:
             self._begin_tape(*streams)
         if schedule.kind == "stored":
             self.call.present = None  # a stored block may draw random numbers
-        self._number, self._schedule, self._coupling, self._forward = number, schedule, coupling, forward
+        self._number, self._schedule, self._coupling = number, schedule, coupling
         self._ahead = schedule.ahead and not is_sharded(type(block))
 
     def _begin_tape(self, x1: Tensor, x2: Tensor) -> None:
@@ -91,22 +89,21 @@ class Recorder:
         """Runs a branch of the block on the source, and updates the target with its output."""
         schedule, coupling, tape, outputs = self._schedule, self._coupling, self._tape, []
         if schedule.kind == "stored":
-            return coupling.update(name, self._forward or module, target, source, keywords)
+            return coupling.update(name, module, target, source, keywords)
         crossed = tape is not None and self._has_crossed(source, target)
         if tape is not None and self._halves == 1 and not has_no_data(source):  # one branch has nothing rebuilt before it
             tape.check = self._checks.of_blocks(self._streams[1], coupling.grid)
-        read = coupling.read(source)
-        for tile, part, casts in self._tiles_of(module, read, keywords):
-            options = f"{self._number}.{name}", module, keywords, self.call, schedule.keep, self._forward, tile, casts
+        for tile, part, casts in self._tiles_of(module, source, keywords):
+            options = f"{self._number}.{name}", module, keywords, self.call, schedule.keep, None, tile, casts
             if tape is None:
-                outputs.append(from_stored(Branch(*options), read, schedule.input, part))
+                outputs.append(from_stored(Branch(*options), source, schedule.input, part))
                 continue
             branch = RebuiltBranch(*options)
             branch.coupling, branch.place, branch.first = coupling, len(tape.branches), self._halves == 0
             branch.crossed, branch.ahead = crossed, self._ahead
             outputs.append(branch.run(part, tape.supply))
             tape.branches.append(branch)
-        # Without tiles it may be no tensor.
+        # One alone may be no tensor, which the coupling refuses.
         coupled = coupling.couple(target, source, outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))
         if tape is not None:
             self._halves += 1
@@ -198,8 +195,7 @@ class Tape:
         # What ``branches[_position]``, the next to be rebuilt, wrote and read.
         self._streams: tuple[Tensor, ...] = ()
         self._target: Tensor | None = None  # that of the branch, as far as its tiles have been undone
-        self._complete, self._position = False, -1
-        self._is_read = True  # a branch reads the coupled stream itself, and may still need it
+        self._position = -1
         self._end: Saved | None = None
         self._task = -1
         self._current: tuple[RebuiltBranch, Tensor] | None = None
@@ -207,7 +203,7 @@ class Tape:
 
     def complete(self, target: Tensor, source: Tensor) -> None:
         """At the end of the forward, with the streams of the last branch."""
-        self._end, self._complete = Saved(target, source), True
+        self._end = Saved(target, source)
 
     def supply(self, branch: RebuiltBranch) -> None:
         """Has ``branch.saved`` filled: rebuilds the streams down to the branch."""
@@ -220,7 +216,7 @@ class Tape:
         if self._current is not None:
             current, source = self._current
             if branch is current:  # a function reads its ctx.saved_tensors a second time
-                branch.saved[:] = branch.run_again(branch.coupling.read(source), output=False)[1]
+                branch.saved[:] = branch.run_again(source, output=False)[1]
                 return
             current.saved.clear()
         early, self._early = self._early, None
@@ -244,20 +240,13 @@ class Tape:
             self._run_ahead(self._side)
 
     def _begin(self, task: int) -> None:
-        if not self._complete:
-            self.branches[-1].coupling.reached()
-        if not self._complete:
-            raise RuntimeError(
-                "the backward reached reversible blocks of which the model did not run all, or whose last stream it changed "
-                "in place"
-            )
         self._task = task
         if self._end is None:
             return  # an earlier backward, which did not retain the graph, has advanced the tape to here
         for branch in self.branches:
             branch.saved.clear()
         self._streams, self._position = self._end.tensors(), len(self.branches) - 1
-        self._current, self._early, self._target, self._is_read = None, None, None, True
+        self._current, self._early, self._target = None, None, None
         self._side = side_of(self._streams[0])
         if not graph_is_retained():
             self._end = None
@@ -267,25 +256,20 @@ class Tape:
         branch, (coupled, source) = self.branches[self._position], self._streams
         if branch.place == 0 and self.check is not None:
             self.check.compare(source, coupled)
-        read = branch.coupling.read(source)
-        output, saved = branch.run_again(read, not branch.first, ahead)
-        # The streams of the last branch, and what it read, are needed again if the graph stays.
-        kept = len(self.branches) - (1 if self._end is None else 2)
-        last_use = not (ahead or self._is_read) and self._position < kept
-        self._is_read = read is source
+        output, saved = branch.run_again(source, not branch.first, ahead)
         if not branch.first:
-            self._undo(branch, coupled, source, output, last_use)
+            self._undo(branch, coupled, source, output)
         self._position -= 1
         return saved
 
-    def _undo(self, branch: RebuiltBranch, coupled: Tensor, source: Tensor, output: Any, last_use: bool) -> None:
+    def _undo(self, branch: RebuiltBranch, coupled: Tensor, source: Tensor, output: Tensor) -> None:
         """Inverts the coupling of a branch or of a tile; the first tile, which comes last, completes that of its branch."""
         if branch.tile is None:
-            target = branch.coupling.undo(coupled, source, output, last_use)
+            target = branch.coupling.undo(coupled, source, output)
         else:
             tile = slice(None), branch.tile
             target = self._target = torch.empty_like(coupled) if self._target is None else self._target
-            target[tile] = branch.coupling.undo(coupled[tile], source[tile], output, last_use)
+            target[tile] = branch.coupling.undo(coupled[tile], source[tile], output)
             if branch.tile.start > 0:
                 return
             self._target = None

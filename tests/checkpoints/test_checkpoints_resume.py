@@ -20,7 +20,6 @@ from holotrain.callbacks.interrupt import Interrupted, SaveOnSignal
 from holotrain.checkpoints.exact_resume import ExactResume
 from holotrain.checkpoints.saving import ExactCheckpoint, last_checkpoint
 from holotrain.data.loader import ResumableLoader
-from holotrain.reversible import make_reversible
 
 EPOCHS, STEPS = 3, 12
 EVERY_STEP = [*range(1, STEPS + 1)]
@@ -37,14 +36,12 @@ class Numbers(Dataset):
 
 
 class Noisy(pl.LightningModule):
-    """Draws from every global generator, in the step and on the way to the device, and notes what it saw. The grid of its stack
-    of blocks is chosen in the first batch."""
+    """Draws from every global generator, in the step and on the way to the device, and notes what it saw."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        blocks = make_reversible(nn.Sequential(nn.Sequential(Residual(8), Residual(8), Residual(8))), "0", bits=1)
-        self.layers = nn.Sequential(nn.Linear(2, 8), blocks, nn.Dropout(0.5), nn.Linear(8, 1))
+        self.layers = nn.Sequential(nn.Linear(2, 8), Residual(8), nn.Dropout(0.5), nn.Linear(8, 1))
         self.seen = []
         self.validated = []
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from compared import assert_equal
-from covering import slow
 from data_files import write_folder
-from foreign_models import KINDS, SHORT, TEXT, TINY, example, trained_once, words_of, write_network, write_texts
+from foreign_models import KINDS, SHORT, TEXT, TINY, trained_once, words_of, write_network, write_texts
 from left_by_runs import assert_same_weights, summary
 
 import holotrain as package
@@ -131,7 +130,9 @@ def test_images_of_another_size_and_number_of_classes(tmp_path, capsys):
         ([*TINY[:2], "model.arguments={checkpoint_path: x}"], "arguments.checkpoint_path is not passed to timm"),
         ([*TINY[:2], "model.arguments={dept: 2}"], "model: timm: "),
         ([*TINY, "task=causal_lm", *TEXT], "model: CausalLM trains GPT or HuggingFace, not Timm"),
-        ([*TINY, "model.blocks=blocks"], "model.blocks: names the blocks to make reversible; give reversible=4bit too"),
+        ([*TINY, "model.reversible=4bit"], "model.reversible is gone: backward=checkpoint8 "),
+        ([*TINY, "model.blocks=blocks"], "model.blocks is gone: backward=checkpoint and the like"),
+        ([*TINY, "backward=reversible"], "Timm has no reversible blocks; only autograd, checkpoint, checkpoint8, offload"),
         ([*TINY, "model.adapters={r: 4}"], "model.adapters: give a width, or model.adapters._target_=peft.LoraConfig"),
         ([*TINY, "model.quantised=4bit"], "model.quantised: few bits cannot be trained; give model.adapters._target_=peft.L"),
         ([*TINY, "model.pretrained=nowhere"], "model: there is no file nowhere"),
@@ -186,36 +187,22 @@ def test_memory_is_saved_without_a_reversible_model(holotrain, trained):
     assert_same_weights(whole / "checkpoints/last.ckpt", Path("run/checkpoints/last.ckpt"))
 
 
-KEPT = "4 blocks, 5.7 bits an element: 6, 5, 6"
-
-
-@pytest.mark.parametrize(("kind", "task"), [slow("timm", "image_classification"), ("gpt2", "causal_lm")])
-def test_reversible_blocks_train(holotrain, tmp_path, kind, task):
-    """They need less memory, and the export is a plain model of its library."""
-    write_texts(tmp_path)
-    write_network(Path("network"), "gpt2", n_layer=4)
-    small = [word.replace("depth: 2", "depth: 4") for word in words_of(kind, task)]
-    words = [*SHORT, *small, "model.reversible=4bit", "test=false"]
-    status, out, err = holotrain("fit", *words, "hydra.run.dir=run")
-    assert (status, err) == (0, "")
-    assert summary(Path("run"))["between_blocks"] == KEPT and out.count(KEPT) == 2  # at the start and at the end
-    if kind == "gpt2":
-        assert holotrain("fit", *words, "backward=pareprop", "hydra.run.dir=ahead")[::2] == (0, "")
-        assert_same_weights(Path("run/checkpoints/last.ckpt"), Path("ahead/checkpoints/last.ckpt"))
-    else:
-        out = holotrain.done("plan", "ckpt_path=run", "memory=8MiB", "hydra.run.dir=plan")
-        assert f"between blocks under backward=reversible: {KEPT}" in out
-        assert json.loads(Path("plan/plan.json").read_text())["between_blocks"] == KEPT
-        peaks = {name: each["peak"] for name, each in json.loads(Path("plan/plan.json").read_text())["footprints"].items()}
-        assert peaks["reversible"] < peaks["autograd"]
-    holotrain.done("export", "ckpt_path=run", "to=export")
-    model, given = package.load("run"), example(task)
-    if kind == "timm":
-        back = timm.create_model("local-dir:export", pretrained=True).eval()
-        assert_equal(back(given), model(given))
-    else:
-        back = transformers.AutoModelForCausalLM.from_pretrained("export").eval()
-        assert_equal(back(given).logits, model(given))
+def test_a_checkpoint_of_an_older_version(holotrain, trained):
+    """It has two options more. One that used them is refused, in one line."""
+    path = trained("timm", "image_classification") / "checkpoints/last.ckpt"
+    for reversible in (None, "4bit"):
+        checkpoint = torch.load(path, weights_only=True)
+        entry = checkpoint["holotrain"]
+        for options in (entry["config"]["model"], entry["description"]["arguments"]):
+            options |= {"reversible": reversible, "blocks": None}
+        torch.save(checkpoint, "old.ckpt")
+        if reversible is None:
+            holotrain.done("test", "ckpt_path=old.ckpt", "hydra.run.dir=test")
+            holotrain.done("export", "ckpt_path=old.ckpt", "to=export")
+            package.load("export")
+        else:
+            said = holotrain.refused("test", "ckpt_path=old.ckpt")
+            assert "old.ckpt is damaged, or of another version of holotrain: model.reversible is gone: backward=check" in said
 
 
 @pytest.mark.slow

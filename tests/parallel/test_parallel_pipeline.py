@@ -177,7 +177,6 @@ def test_a_model_that_cannot_be_divided_is_refused(model, expected):
 @pytest.mark.parametrize(
     ("kind", "options", "expected"),
     [
-        ("gpt2", {"reversible": "4bit"}, "one reversible stack"),
         # Each block reads learned position biases.
         ("cpmant", {}, "CpmAntForCausalLM cannot be divided into stages: it passes more than one tensor"),
         ("xlnet", {}, "XLNetLMHeadModel cannot be divided into stages: "),

@@ -14,8 +14,7 @@ from holotrain.models.block_schedules import schedule_blocks
 from holotrain.planning import simulate_step
 from holotrain.planning.choice import MARGIN, TooSmall
 from holotrain.planning.fake_tensors import fake_tensors
-from holotrain.planning.memory_plan import choose_schedules, choose_variant, least_memory
-from holotrain.planning.planner import Variant
+from holotrain.planning.memory_plan import choose_schedules, choose_tile, least_memory
 from holotrain.planning.training_step import TrainingStep
 from holotrain.schedules import PLAIN, SCHEDULES
 
@@ -82,14 +81,11 @@ def test_the_choice_goes_from_stored_to_checkpointed_to_offloaded():
     assert chosen(on_gpu.footprint(two).bound / (1 - MARGIN) + 1) == two
 
 
-def test_the_cheapest_variant_that_fits_is_chosen():
-    """Tiles cost less than recomputing most blocks; bits are only taken where nothing else fits."""
-    plain, tiled, bits = planner_of("cpu"), replace(planner_of("cpu"), tiled=True), planner_of("cpu")
-    bounds = {"plain": (100, 50), "tiled": (60, 30), "bits": (20, 10)}
+def test_tiles_are_chosen_where_they_cost_less():
+    """They cost less than recomputing most blocks."""
+    plain, tiled = planner_of("cpu"), replace(planner_of("cpu"), tile=64)
 
-    def bounded(of, name):
-        most, least = bounds[name]
-
+    def bounded(of, most, least):
         def footprint(backward, batch=None, depth=None):
             blocks = [backward] * DEPTH if isinstance(backward, str) else backward
             share = blocks.count("autograd") / DEPTH
@@ -97,25 +93,22 @@ def test_the_cheapest_variant_that_fits_is_chosen():
 
         object.__setattr__(of, "footprint", footprint)
 
-    for of, name in ((plain, "plain"), (tiled, "tiled"), (bits, "bits")):
-        bounded(of, name)
-    in_tiles, reversible = Variant(tiled, "checkpoint", tile=64), Variant(bits, "checkpoint", bits="4bit")
-    assert [each.options for each in (in_tiles, reversible)] == ["backward.tile=64", "model.reversible=4bit"]
+    bounded(plain, 100, 50)
+    bounded(tiled, 60, 30)
 
-    def chosen(budget, *variants):
-        variant, choice = choose_variant(plain, variants, budget, measure=False)
-        return variant, choice.blocks.count("checkpoint")
+    def chosen(budget, tiled=tiled):
+        planner, choice = choose_tile(plain, tiled, budget, measure=False)
+        return planner, choice.blocks.count("checkpoint")
 
-    assert chosen(101, in_tiles, reversible) == (None, 0)
-    assert chosen(90, in_tiles, reversible)[0] is None
-    assert chosen(61, in_tiles, reversible) == (in_tiles, 0)
-    assert chosen(31, in_tiles, reversible)[0] is in_tiles
-    assert chosen(15, in_tiles, reversible)[0] is reversible
-    assert chosen(52, reversible)[0] is None
-    for variants in ((in_tiles,), (in_tiles, replace(reversible, may_be_chosen=False))):
+    assert chosen(101) == (plain, 0)
+    assert chosen(90)[0] is plain
+    assert chosen(61) == (tiled, 0)
+    assert chosen(31)[0] is tiled
+    assert chosen(52, None)[0] is plain
+    for budget, least in ((15, 30), (49, 50)):
         with pytest.raises(TooSmall) as refusal:
-            chosen(15, *variants)
-        assert refusal.value.least == 30
+            chosen(budget, tiled if least == 30 else None)
+        assert refusal.value.least == least
 
 
 def test_inexact_schedules_are_chosen_only_where_they_are_allowed():

@@ -1,6 +1,6 @@
 """Tiny models of the architectures of transformers and timm, with random weights.
 
-One row each: a name, the class or timm's name of the model, its lists of blocks where ``make_reversible`` does not find them,
+One row each: a name, the class or timm's name of the model, its lists of blocks where ``recompute`` does not find them,
 and what makes it tiny besides the sizes that all share.
 """
 
@@ -26,7 +26,7 @@ class Row:
     Args:
         name: as the README lists it.
         model: a class of transformers, or what timm's ``create_model`` takes.
-        blocks: as ``make_reversible`` takes them.
+        blocks: as ``recompute`` takes them.
         options: of the configuration, or of ``create_model``.
         inputs: shapes of tensors that the forward takes besides, or in place of, tokens or an image; without the batch.
     """
@@ -323,9 +323,14 @@ TIMM = {
 
 
 def made(row: Row) -> tuple[nn.Module, dict[str, Any]]:
-    """A model and what its forward takes."""
+    """A model and what its forward takes. Its weights are random where they begin as zeros, so that every block has a
+    gradient."""
     torch.manual_seed(0)
-    return _of_timm(row) if row.library == "timm" else _of_transformers(row)
+    model, batch = _of_timm(row) if row.library == "timm" else _of_transformers(row)
+    for parameter in model.parameters():
+        if parameter.dim() > 1 and not parameter.any():
+            nn.init.normal_(parameter, std=0.1)
+    return model, batch
 
 
 def tensors_in(out: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Tiny models of the architectures of transformers and timm train with rebuilt blocks as with stored ones."""
+"""Tiny models of the architectures of transformers and timm train with recomputed blocks as with stored ones."""
 
 import copy
 from pathlib import Path
@@ -11,8 +11,8 @@ from compared import assert_equal
 from reversible.architectures import HUGGING_FACE, TIMM, made, tensors_in
 from torch import Tensor, nn
 
-from holotrain.reversible import make_reversible
-from holotrain.reversible.stack import stacks_in
+from holotrain.reversible import recompute
+from holotrain.reversible.in_place import RecomputedForward
 
 TABLES = {"transformers": HUGGING_FACE, "timm": TIMM}
 ROWS = [row for table in TABLES.values() for rows in table.values() for row in rows]
@@ -24,19 +24,30 @@ def run(model: nn.Module, batch: dict[str, Any]) -> list[Tensor]:
 
 
 def gradients(model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
-    model.train()
-    for step in range(2):  # the first chooses the grid
-        model.zero_grad()
-        torch.manual_seed(step)
-        numpy.random.seed(step)  # of which BigBird draws its blocks
-        sum(each.square().mean() for each in run(model, batch) if each.requires_grad).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    """Of all parameters, and the loss."""
+    model.train().zero_grad()
+    torch.manual_seed(0)
+    numpy.random.seed(0)  # of which BigBird draws its blocks
+    outputs = [each for each in run(model, batch) if each.requires_grad]
+    loss = sum((each * torch.randn(each.shape, generator=torch.Generator().manual_seed(1))).mean() for each in outputs)
+    loss.backward()
+    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+BOUND, WITH_BATCH_NORMS = 0.06, 0.5
+"""Relative error of all gradients together, from inputs of 8 bits. A batch norm divides by the deviation of a few values."""
+
+ROUTED = ("DBRX",)
+"""Rounded inputs go to other experts, so that shapes differ, which is refused."""
+
+
+def relative_error(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
+    assert found.keys() == true.keys()
+    errors = sum((found[name] - true[name]).square().sum() for name in true)
+    return (errors / sum(each.square().sum() for each in true.values())).sqrt().item()
 
 
 QUICK = ("GPT-2", "Llama", "GPT-Neo", "Zamba2", "BERT", "T5", "Switch", "DINOv2", "ConvNeXt", "EVA-02", "BEiT")
-NO_WARNING = pytest.mark.filterwarnings("error:the model changes the stream")
-EACH = 3
-"""One of so many of the others is slow, the rest is long."""
 
 
 @pytest.mark.parametrize(
@@ -45,28 +56,28 @@ EACH = 3
         pytest.param(
             row,
             id=f"{row.library} {row.name}",
-            marks=NO_WARNING if row.name in QUICK else pytest.mark.long if number % EACH else pytest.mark.slow,
+            marks=() if row.name in QUICK else pytest.mark.slow,
         )
-        for number, row in enumerate(ROWS)
+        for row in ROWS
     ],
 )
-def test_gradients_equal_those_of_stored_blocks(row):
+def test_gradients_are_those_of_autograd(row):
+    """Bit for bit, and from inputs of 8 bits within a bound. The forward is the same."""
     model, batch = made(row)
-    net = make_reversible(copy.deepcopy(model), row.blocks)
-    blocks = sum(len(stack.blocks) for stack in stacks_in(net))
-    assert blocks >= 3
-    expected = gradients(make_reversible(copy.deepcopy(model), row.blocks, backward="autograd"), batch)
-    assert len(expected) > 4 * blocks
+    net = recompute(copy.deepcopy(model), row.blocks)
+    blocks = sum(RecomputedForward.of(part) is not None for part in net.modules())
+    expected = gradients(model, batch)
+    assert blocks >= 3 and len(expected) > 4 * blocks
     assert_equal(gradients(net, batch), expected)
-    errors = [error.item() for stack in stacks_in(net) for error in stack.checks.errors]
-    assert errors and not any(errors)
-
-    net, evaluated = make_reversible(copy.deepcopy(model), row.blocks).eval(), []
-    for each in (net, model.eval()):
-        torch.manual_seed(0)  # masked autoencoders draw in evaluation, too
-        evaluated.append(run(each, batch))
-    assert evaluated[1]
-    assert_equal(*evaluated)
+    recompute(net, row.blocks, backward="checkpoint8")
+    if row.name in ROUTED:
+        with pytest.raises(RuntimeError, match="it did something else"):
+            gradients(net, batch)
+        return
+    found = gradients(net, batch)
+    assert_equal(found.pop("loss"), expected.pop("loss"))
+    has_batch_norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules())
+    assert relative_error(found, expected) < (WITH_BATCH_NORMS if has_batch_norms else BOUND)
 
 
 def test_the_readme_lists_them():

@@ -23,9 +23,9 @@ def test_gradients_equal_those_of_one_process(found, backward):
     assert max(errors.values()) <= 1e-12, errors
 
 
-def test_gradients_of_a_stack_equal_those_of_its_recurrence(found):
-    assert len(found["stacks"]) == 15
-    assert set(found["stacks"].values()) == {0.0}, found["stacks"]
+def test_gradients_of_recomputed_blocks_equal_those_of_stored_ones(found):
+    assert len(found["recomputed"]) == 6
+    assert set(found["recomputed"].values()) == {0.0}, found["recomputed"]
 
 
 def test_gradients_of_a_loss_in_tiles_equal_those_of_one_process(found):

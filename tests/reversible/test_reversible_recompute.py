@@ -1,21 +1,27 @@
 """Blocks of any model that run again in the backward, from what is kept of their inputs."""
 
+import copy
+import pickle
+
 import pytest
+import small_stacks
 import torch
 from compared import assert_close, assert_equal
-from covering import paired
+from covering import name_of, paired, pairwise
 from happens_before import Race
 from paper_gpu import paper_gpu
 from paper_streams import Stream
+from small_stacks import BLOCKS, PLACES, TOKENS, USES, WIDTH, Model, recomputed
 from torch import nn
 from torch.nn import functional as F
+from tracked_memory import TrackedMemory
 
-from holotrain.reversible import ReversibleBlock, kept_inputs, make_reversible, recompute, undo
+from holotrain.reversible import ReversibleBlock, kept_inputs, recompute, undo
+from holotrain.reversible.context import recomputing
 from holotrain.reversible.in_place import RecomputedForward
 from holotrain.reversible.kept_inputs import rounded, unrounded
 from holotrain.reversible.sequence import AveragedStreams
 from holotrain.reversible.side_stream import SameStream
-from holotrain.reversible.stack import stack_of
 from holotrain.schedules import PLAIN, SCHEDULES
 
 
@@ -138,21 +144,13 @@ def test_one_schedule_for_each_block_and_single_lists():
     assert [forward and forward.backward for forward in found] == ["checkpoint", None, None, "offload", "checkpoint8"]
 
 
-@pytest.mark.parametrize("make", [make_reversible, AveragedStreams])
-def test_reversible_blocks_have_the_same_schedules(make):
+def test_reversible_blocks_have_the_same_schedules():
     """Two streams keep the inputs of both halves."""
-    if make is make_reversible:
-        model, inputs = stack()
-        make_reversible(model)
-        held = stack_of(model.blocks[0])
-        gradients(model, inputs)  # chooses the grid
-    else:
-        held = model = make([ReversibleBlock(Block(64), Block(64)) for _ in range(3)]).double()
-        inputs = {"x": torch.randn(2, 6, 64, dtype=torch.float64)}
-    held.backward = "autograd"
+    model = AveragedStreams([ReversibleBlock(Block(64), Block(64)) for _ in range(3)], "autograd").double()
+    inputs = {"x": torch.randn(2, 6, 64, dtype=torch.float64)}
     true = gradients(model, inputs)
     for backward in PLAIN:
-        held.backward = backward
+        model.backward = backward
         error = relative_error(gradients(model, inputs), true)
         assert error == 0 if SCHEDULES[backward].exact else 0 < error < 0.05
 
@@ -185,6 +183,161 @@ def test_blocks_of_several_streams(backward):
     found = gradients(recompute(plain, "stages", backward=backward), x)
     rtol, atol = (0, 0) if SCHEDULES[backward].exact else (0.2, 0.01)
     assert_close(found, true, rtol=rtol, atol=atol)
+
+
+MIXED = ["checkpoint", "checkpoint", "offload", "autograd", "checkpoint", "checkpoint"]
+FACTORS = {
+    "backward": ["checkpoint", "offload", MIXED],
+    "around": PLACES,
+    "block": [*BLOCKS],
+    "use": [*USES],
+    "dtype": [torch.float64, torch.float32, torch.bfloat16, "amp"],
+}
+
+
+@pytest.mark.parametrize(tuple(FACTORS), pairwise(*FACTORS.values()), ids=name_of)
+def test_gradients_are_those_of_autograd_whatever_a_model_does(backward, around, block, use, dtype):
+    amp = dtype == "amp" and not around.startswith("casts")
+    dtype = torch.float32 if dtype == "amp" else dtype
+    found = small_stacks.gradients(recomputed(small_stacks.model(block, around, dtype), backward), use, amp=amp)
+    assert_equal(found, small_stacks.gradients(small_stacks.model(block, around, dtype), use, amp=amp))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["deepcopy", "pickle"])
+def test_a_copy_has_blocks_of_its_own(copied):
+    net = recomputed()
+    twin = copied(net)
+    assert [RecomputedForward.of(layer).module for layer in twin.layers] == list(twin.layers)
+    assert_equal(small_stacks.gradients(twin), small_stacks.gradients(net))
+    assert_equal(small_stacks.gradients(undo(twin)), small_stacks.gradients(undo(net)))
+
+
+def test_adapters_and_frozen_weights():
+    found = []
+    for backward in ("autograd", "checkpoint"):
+        net = small_stacks.model()
+        net.requires_grad_(False)
+        for layer in net.layers[1:]:
+            layer.outer = nn.Sequential(layer.outer, nn.Linear(WIDTH, WIDTH).double())
+        found.append(small_stacks.gradients(recomputed(net, backward)))
+    assert len(found[0]) == 2 * 10
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("around", ["nothing", "freezes the first"])
+def test_blocks_run_again_once(around):
+    """Also where the first ones run without gradients."""
+    net, calls = recomputed(small_stacks.model(around=around)), []
+    net.layers[4].norm1.register_forward_hook(lambda *_: calls.append(recomputing()))
+    small_stacks.gradients(net, steps=1)
+    assert calls == [False, True]
+
+
+def bytes_kept(net, x):
+    net(x).sum().backward()
+    with TrackedMemory(net) as memory:
+        loss = net(x).sum()
+        alive = memory.alive
+        loss.backward()
+        del loss
+        assert memory.alive <= x.nbytes + 100  # nothing stays
+    return alive
+
+
+@pytest.mark.parametrize(("backward", "kept"), [("checkpoint", 4), ("checkpoint8", 1 + 2 / WIDTH)])
+def test_a_block_keeps_its_input_and_nothing_else(backward, kept):
+    """In bytes an element; in 8 bits also one step of 2 bytes for each token."""
+    x = torch.randn(64, TOKENS, 4)
+    nets = [recomputed(Model(lambda: small_stacks.Block(dropout=0.0), depth), backward) for depth in (12, 24)]
+    alive = [bytes_kept(net, x) for net in nets]
+    assert (alive[1] - alive[0]) / 12 / (64 * TOKENS * WIDTH) == pytest.approx(kept, rel=0.1)
+
+
+class Tuples(small_stacks.Block):
+    """Takes its stream by keyword, fills a cache, and returns more than tensors; alone, only a second tensor is used."""
+
+    def forward(self, hidden, cache=None):
+        if cache is not None:
+            cache.update(hidden)
+        return super().forward(hidden), {"seen": hidden.shape}, hidden.sin()
+
+
+class Cache:
+    def __init__(self):
+        self.held = []
+
+    def update(self, keys):
+        self.held.append(keys)
+
+    def get_seq_length(self):
+        return sum(keys.shape[1] for keys in self.held)
+
+
+class TupleModel(Model):
+    cache, aside = None, False
+
+    def forward(self, x):
+        x = self.stem(x)
+        for layer in self.layers[: 3 if self.aside else None]:
+            x, others, aside = layer(hidden=x, cache=self.cache)
+            assert others == {"seen": aside.shape}
+        return self.head(aside if self.aside else x)
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_tuples_streams_by_name_and_caches(aside):
+    """A cache is filled where nothing runs again."""
+    plain, net = (recomputed(TupleModel(Tuples, 4).double(), backward) for backward in ("autograd", "checkpoint"))
+    plain.aside = net.aside = aside
+    net.cache, x = Cache(), small_stacks.inputs()
+    assert_equal(small_stacks.gradients(net), small_stacks.gradients(plain))
+    assert not net.cache.held
+    plain.cache = Cache()
+    plain(x).sum().backward()
+    assert len(plain.cache.held) == (3 if aside else 4)
+    net.cache.update(torch.zeros(1, 2, 3))
+    with pytest.raises(ValueError, match="past keys and values in training"):
+        net(x)
+    with torch.no_grad():
+        net(x)
+    assert len(net.cache.held) == (4 if aside else 5)
+
+
+def test_a_static_cache_is_refused():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_embd": 32, "n_layer": 4, "n_head": 2, "vocab_size": 50}
+    net = recompute(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))).train()
+    with pytest.raises(ValueError, match="a block got a StaticCache in training, .* use_cache=False"):
+        net(torch.arange(24).view(2, 12), past_key_values=transformers.StaticCache(config=net.config, max_cache_len=16))
+
+
+LAYOUTS = {
+    "channels last": lambda x: x.to(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(2, 3),
+    "expanded": lambda x: x[:1].expand(2, -1, -1, -1),
+    "sliced": lambda x: x.repeat(1, 1, 1, 2)[..., 6:],
+}
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.point = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x):
+        return x + self.point(torch.tanh(self.wide(x)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_streams_of_any_layout(layout):
+    x = LAYOUTS[layout](torch.randn(2, 8, 6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+    found = {}
+    for backward in PLAIN:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Sequential(*(Convolutions() for _ in range(4)))).double()
+        found[backward] = gradients(recompute(net, "0", backward=backward), {"input": x})
+    assert_equal(found["checkpoint"], found["autograd"])
+    assert 0 < relative_error(found["checkpoint8"], found["autograd"]) < 0.02
 
 
 def test_a_compiled_model(compiler):

@@ -4,12 +4,11 @@ import pytest
 import torch
 from engine_branches import WIDTH, Branch
 from engine_cases import sequence
-from small_stacks import Block, Model, inputs, model, recomputed, reversible
+from small_stacks import Block, Model, inputs, model, recomputed
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, recompute
-from holotrain.reversible.stack import stack_of
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, recompute
+from holotrain.reversible.in_place import RecomputedForward
 from holotrain.reversible.tiled_loss import tile_loss
 from holotrain.schedules import SCHEDULES
 
@@ -77,44 +76,15 @@ def switched(backward):
     loss.backward()
 
 
-def shared(*names):
-    net = nn.ModuleDict({"a": model().layers, "b": model().layers})
-    net["b"][1] = net["a"][1] if len(names) == 2 else net["b"][0]
-    return make_reversible(net, [*names])
-
-
-def with_block(block, backward="reversible"):
-    return reversible(Model(block, 3).double(), backward)(inputs()).sum().backward()
-
-
-def in_evaluation(index):
-    net = reversible()
-    net.layers[index].eval()
-    return net(inputs())
-
-
-def checkpointed_model():
-    return checkpoint(reversible(), inputs().requires_grad_(), use_reentrant=True).sum().backward()
-
-
-def checkpointed_blocks(reentrant):
-    net = reversible()
-    y = net.stem(inputs())
-    for layer in net.layers:
-        y = checkpoint(layer, y, use_reentrant=reentrant)
-    y.sum().backward()
-
-
-def changed_after_use(backward):
+def changed_after_use():
     """The stream that a block has read, by the model."""
-    net = reversible(backward=backward)
-    for _ in range(2):
-        x = net.stem(inputs())
-        for number, layer in enumerate(net.layers):
-            before, x = x, layer(x)
-            if number == 3:
-                before.mul_(3)
-        x.sum().backward()
+    net = recomputed()
+    x = net.stem(inputs())
+    for number, layer in enumerate(net.layers):
+        before, x = x, layer(x)
+        if number == 3:
+            before.mul_(3)
+    x.sum().backward()
 
 
 class InPlace(nn.Module):
@@ -133,10 +103,6 @@ class Gated(Block):
     def __init__(self):
         super().__init__()
         self.adapters = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
-
-
-def twice(net):
-    return make_reversible(make_reversible(net, "layers[:3]"), "layers[2:4]")
 
 
 def of_two_kinds(**beside):
@@ -160,7 +126,6 @@ def options(**given):
 
 PRE, POST = "register_forward_pre_hook", "register_forward_hook"
 EDITED, REPLACED = "modified by an inplace operation", "replaced the inputs or outputs of a ReversibleBlock"
-SPLIT = {"split": lambda block: (block.norm1, block.norm2)}
 REFUSED = [
     (options(backward="revresible"), ", ".join(SCHEDULES)),
     (options(backward=None), "or a list of them, not None"),
@@ -210,48 +175,18 @@ REFUSED = [
     ),
     (lambda: call(change=compiled), "compiled branches"),
     # blocks of other models
-    (
-        lambda: with_block(lambda: Lambda(lambda x, **_: x[:, 1:])),
-        r"must keep the shape of its input: \(3, 5, 8\) became \(3, 4, 8\)",
-    ),
-    (lambda: with_block(lambda: Lambda(lambda x, **_: {"stream": x})), "a tuple or list that begins with one, not dict"),
-    *((lambda b=b: with_block(InPlace, b), "in place") for b in ("autograd", "reversible")),
-    *((lambda b=b: changed_after_use(b), "in ?place") for b in ("autograd", "checkpoint", "reversible")),
-    *((lambda index=index: in_evaluation(index), rf"block {index} is in eval\(\) and others are in train") for index in (0, 5)),
-    (checkpointed_model, r"turn off gradient checkpointing, or use checkpoint\(..., use_reentrant=False\)"),
-    (lambda: checkpointed_blocks(True), r"turn off gradient checkpointing, or use checkpoint\(..., use_reentrant=False\)"),
-    (lambda: checkpointed_blocks(False), "block 5 ran again in the backward without the blocks before it"),
-    *(
-        (lambda bits=bits: reversible(bits=bits), words)
-        for bits, words in (
-            (0, "bits must be 1 to 8, not 0"),
-            ([2], "bits lists 1 number; 6 blocks take 5"),
-            ("2", "bits must be a number"),
-            (True, "bits must be a"),
-        )
-    ),
-    (lambda: make_reversible(model(), "layer"), "'layer' is not a list of blocks; the model has layers"),
-    (lambda: make_reversible(nn.Linear(2, 2)), "Linear has no list of at least two equal blocks"),
-    (lambda: make_reversible(two_lists()), "several lists of blocks: a, b; name one"),
-    (lambda: make_reversible(of_two_kinds(other=nn.ModuleList([Block(), Block()]))), "layers.1.adapters, .*, other; name one"),
-    (lambda: shared("b"), "b.0 and b.1 are one block"),
-    (lambda: shared("a", "b"), "a.1 and b.1 are one block"),
-    (lambda: make_reversible(reversible()), "reversible already"),
-    (lambda: twice(model()), r"'layers\[2:4\]' are reversible already"),
-    (lambda: make_reversible(model(), "layers[6:]"), r"'layers\[6:\]' holds none of the 6 blocks of 'layers'"),
-    (lambda: make_reversible(model(), "layers[::2]"), r"'layers\[::2\]' is not a list of blocks; the model has layers"),
-    (lambda: make_reversible(model(), ["layers[:3]", "layers[2:]"]), "layers.2 is in two lists"),
-    (lambda: make_reversible(model(), "layers[1:]", **SPLIT), "split replaces a whole list of blocks"),
-    (
-        lambda: make_reversible(net := model(), net.layers),
-        r"takes the name of a list of blocks \('layers'\), not the list itself",
-    ),
+    (lambda: recomputed(Model(InPlace, 3).double())(inputs()), "in place"),
+    (changed_after_use, EDITED),
+    (lambda: recompute(model(), "layer"), "'layer' is not a list of blocks; the model has layers"),
+    (lambda: recompute(nn.Linear(2, 2)), "Linear has no list of at least two equal blocks"),
+    (lambda: recompute(two_lists()), "several lists of blocks: a, b; name one"),
+    (lambda: recompute(of_two_kinds(other=nn.ModuleList([Block(), Block()]))), "layers.1.adapters, .*, other; name one"),
+    (lambda: recompute(model(), "layers[6:]"), r"'layers\[6:\]' holds none of the 6 blocks of 'layers'"),
+    (lambda: recompute(model(), "layers[::2]"), r"'layers\[::2\]' is not a list of blocks; the model has layers"),
+    (lambda: recompute(net := model(), net.layers), r"takes the name of a list of blocks \('layers'\), not the list itself"),
     (lambda: recompute(model(), backward="reversible"), "backward must be one of autograd, .*not 'reversible'"),
     (lambda: recompute(model(), backward=["checkpoint"]), "backward lists 1 schedule for 6 blocks"),
-    (lambda: recompute(net := model(), net.layers), r"recompute takes the name of a list of blocks \('layers'\)"),
-    (lambda: recompute(reversible()), "the blocks 'layers' are reversible already"),
     (lambda: recompute(sequence(2)), "the blocks are those of a ReversibleSequence, .* set sequence.backward"),
-    (lambda: make_reversible(recomputed(model())), "the blocks are recomputed already; undo"),
     (lambda: recomputed(model()).layers[0]._replicate_for_data_parallel(), "start one process for each GPU"),
     (lambda: recompute(model(), tile=8.0), "tile must be a number of tokens or None"),
     (lambda: tile_loss(nn.Linear(2, 2)), "Linear is no language model of transformers"),
@@ -266,7 +201,7 @@ def test_refused(do, words):
 
 def test_a_wrong_option_changes_nothing():
     net = model()
-    for change in (lambda: make_reversible(net, tile=0), lambda: recompute(net, backward="x"), lambda: reversible(net, bits=0)):
+    for change in (lambda: recompute(net, tile=0), lambda: recompute(net, backward="x")):
         with pytest.raises(ValueError):
             change()
     assert all("forward" not in vars(part) for part in net.modules())
@@ -274,7 +209,9 @@ def test_a_wrong_option_changes_nothing():
 
 def test_the_list_that_the_stream_runs_through():
     net = of_two_kinds(stem2=nn.Sequential(nn.Sequential(nn.ReLU()), nn.Linear(2, 2), nn.ReLU()))
-    assert stack_of(make_reversible(net).layers[0]).blocks == list(net.layers)
+    assert [name for name, part in recompute(net).named_modules() if RecomputedForward.of(part)] == [
+        f"layers.{number}" for number in range(4)
+    ]
 
 
 def test_half_precision_streams_are_warned_of():

@@ -1,17 +1,16 @@
-"""Blocks beside others that wrap, copy, compile, script or hook them: accelerate, nn.DataParallel, compilers."""
+"""Blocks beside others that wrap or copy them: accelerate, nn.DataParallel."""
 
 import copy
 import pickle
 
 import pytest
 import torch
-import torch._dynamo.testing
 from compared import assert_equal
-from small_stacks import WIDTH, gradients, inputs, model, reversible
+from small_stacks import gradients, model, recomputed
 from torch import nn
 
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, undo
-from holotrain.reversible.stack import stack_of, stacks_in
+from holotrain.reversible.in_place import RecomputedForward
 
 
 @pytest.fixture
@@ -32,30 +31,18 @@ def unwrapped(net, hooks):
 
 
 def test_a_wrapped_forward_is_found_and_undone(hooks):
-    plain, coupled = gradients(model()), gradients(reversible())
-    net = wrapped(reversible(), hooks)
-    assert stacks_in(net) == [stack_of(net.layers[3])]
-    assert_equal(gradients(net), coupled)
-    undo(net)
-    assert not stacks_in(net)
+    plain, net = gradients(model()), wrapped(recomputed(), hooks)
+    assert all(map(RecomputedForward.of, net.layers))
     assert_equal(gradients(net), plain)
-    assert_equal(gradients(reversible(net)), coupled)
+    undo(net)
+    assert not any(map(RecomputedForward.of, net.layers))
+    assert_equal(gradients(net), plain)
+    assert_equal(gradients(recomputed(net)), plain)
     unwrapped(undo(net), hooks)
     assert_equal(gradients(net), plain)
-    assert_equal(gradients(reversible(net)), coupled)
-    net = undo(unwrapped(wrapped(reversible(), hooks), hooks))  # the wrapper goes before undo
+    net = undo(unwrapped(wrapped(recomputed(), hooks), hooks))  # the wrapper goes before undo
     assert all("forward" not in vars(layer) for layer in net.layers)
     assert_equal(gradients(net), plain)
-
-
-def test_a_stack_of_copies_leaves_a_wrapper_behind(hooks):
-    net = wrapped(reversible(), hooks)
-    chain = stack_of(net.layers[0]).again(3, "reversible")
-    x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
-    for _ in range(2):
-        chain(x).sum().backward()
-    assert stack_of(chain.blocks[0]).blocks == list(chain.blocks)
-    assert stack_of(net.layers[0]).grid_state() is None  # it has not run
 
 
 def replica_of(net):
@@ -73,7 +60,7 @@ def replica_of(net):
 
 @pytest.mark.parametrize("copied", [lambda net: net, copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
 def test_replicas_of_data_parallel_are_refused(copied):
-    net = copied(reversible())
+    net = copied(recomputed())
     with pytest.raises(ValueError, match="start one process for each GPU with torchrun, or .* CUDA_VISIBLE_DEVICES=0"):
         replica_of(net)
     undo(net)
@@ -86,36 +73,3 @@ def test_replicas_of_a_sequence_run_their_own_parts(backward, exact):
     net = ReversibleSequence(map(ReversibleBlock, branches[:3], branches[3:]), backward, exact=exact).double()
     expected = gradients(net, run=lambda x: torch.cat(net(x, x.sin())))
     assert_equal(gradients(net, run=lambda x: torch.cat(replica_of(net)(x, x.sin()))), expected)
-
-
-@pytest.mark.parametrize("backward", ["checkpoint", "reversible", "pareprop"])
-def test_hooks_that_are_there_in_the_forward_alone(backward):
-    expected = gradients(reversible(model(around="hooks for the forward"), "autograd"))
-    net = reversible(model(around="hooks for the forward"), backward)
-    assert_equal(gradients(net), expected)
-    assert not any(layer.inner._forward_pre_hooks or layer.inner._forward_pre_hooks_with_kwargs for layer in net.layers)
-
-
-def test_scripting_says_what_to_do():
-    with pytest.raises(AttributeError, match=r"torch.jit.script cannot .* call undo\(model\) first, or use torch.export"):
-        torch.jit.script(reversible().layers[0])
-    net = reversible().eval()
-    assert_equal(torch.jit.trace(net, inputs())(inputs(seed=2)), net(inputs(seed=2)))
-
-
-def test_a_compiled_model_is_compiled_once_for_all_blocks():
-    frames = torch._dynamo.testing.CompileCounter()
-    torch.compiler.reset()
-    found = []
-    for compiled in (False, True):
-        net = reversible(model(depth=12))
-        run = torch.compile(net, backend=frames) if compiled else net
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            found.append(gradients(net, run=lambda x, run=run: run(inputs())))
-    assert_equal(*found)
-    torch.compiler.reset()
-    frames.clear()
-    evaluated = torch.compile(net.eval(), backend=frames, fullgraph=True)
-    assert_equal(evaluated(inputs()), model(depth=12).eval()(inputs()))
-    assert frames.frame_count == 1
-    torch.compiler.reset()

@@ -210,11 +210,6 @@ class ResidualSequence(nn.Module):
         self.schedules = schedules_of(backward, len(self.blocks))
         self._backward = backward
 
-    @property
-    def ends(self) -> tuple[nn.Module, nn.Module]:
-        """The modules with whose calls it begins and ends."""
-        return self, self
-
     def again(self, depth: int, backward: str) -> nn.Module:
         """A sequence ``depth`` times the first block, which takes the same arguments."""
         return type(self)([self.blocks[0]] * depth, backward=[backward] * depth)
