@@ -88,8 +88,8 @@ def fit(
         quiet: print nothing to standard output.
 
     Raises:
-        UserError: a mistake, in one line; or the run ran out of memory; or torchrun or srun started this process (there,
-            ``python -m holotrain fit`` trains; here, ``trainer=ddp`` starts the other processes).
+        UserError: a mistake, in one line; or the run ran out of memory; or it is in several processes, for which there is the
+            command line.
         KeyboardInterrupt: Ctrl-C stopped the training, after a checkpoint was saved.
     """
     config, run = _run("fit", config, {"model": model, "data": data, "task": task}, overrides, folder, quiet)
@@ -237,9 +237,7 @@ def _run(
         overrides = [*overrides, f"hydra.run.dir={as_word(folder)}"]
     config = _prepared(command, config, objects, overrides)
     if rank_from_environment() is not None:
-        raise UserError(
-            f"holotrain.{command} starts its processes itself; with torchrun or srun use python -m holotrain {command}"
-        )
+        raise UserError(f"holotrain.{command} runs in one process; with torchrun start python -m holotrain {command}")
     named = Path(folder or config.folder or run_folder(command, config.output_dir, False))
     folder = relative_to_cwd(named.expanduser().absolute())
     run = Run(command, folder, list(config.overrides), dict(config.choices))

@@ -29,7 +29,7 @@ from holotrain.config.help import command_help, overview
 from holotrain.config.jobs import Job, prepare_sweep, read_jobs
 from holotrain.config.start import Start
 from holotrain.errors import UserError, files_named
-from holotrain.folders import LAST_CHECKPOINT, relative_to_cwd
+from holotrain.folders import LAST_CHECKPOINT, as_word, relative_to_cwd
 from holotrain.parallel.rank import ProcessRank, rank_from_environment
 from holotrain.targets import first_line
 
@@ -115,7 +115,7 @@ class Launch:
     """One start of the command line: a single run, or every job of a sweep.
 
     Args:
-        process: position of this process among those that torchrun or srun started; it is the main one. None: no such launcher.
+        process: position of this process among those of a launcher; it is the main one. None: there is no launcher.
     """
 
     def __init__(self, arguments: Arguments, process: ProcessRank | None = None) -> None:
@@ -229,7 +229,8 @@ class Launch:
                 check_values(typed)
             command, varied, config_dir = self.arguments.command, self._varied(job.overrides), self.arguments.config_dir
             run = Run(command, folder, job.overrides, typed.choices, varied, direction(hydra), config_dir)
-            job.exit_status = run_job(typed, run, self.processes)
+            words = [command, *self.arguments.flags, *self.arguments.words, f"hydra.run.dir={as_word(folder)}"]
+            job.exit_status = run_job(typed, run, self.processes, None if self.arguments.multirun else words)
             job.error = next(iter(run.errors), None)
         except UserError as error:
             print(f"holotrain: {error}", file=sys.stderr)

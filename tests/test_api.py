@@ -208,12 +208,18 @@ def test_mistakes_with_objects(here, objects, words, expected):
     assert not list(here.glob("runs/fit/*"))
 
 
+def test_several_processes_are_for_torchrun(here):
+    several = [*SMALL, "trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu"]
+    assert "torchrun --standalone --nproc-per-node 2 -m holotrain fit" in refusal(holotrain.fit, overrides=several)
+    assert not any(here.iterdir())
+
+
 def test_under_a_launcher(here, monkeypatch):
     fit = holotrain.fit  # is imported by now
     monkeypatch.setattr(os, "environ", copy.deepcopy(os.environ))  # as datasets leaves it, after reading in several processes
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items():
         monkeypatch.setenv(name, str(value))
-    assert "with torchrun or srun use python -m holotrain fit" in refusal(fit, overrides=SMALL)
+    assert "with torchrun start python -m holotrain fit" in refusal(fit, overrides=SMALL)
     assert not any(here.iterdir())
 
 

@@ -1,8 +1,7 @@
-"""Runs a command in as many processes as its configuration asks for.
+"""Runs a command in one process or in several, which it checks, in the precision that it names.
 
-Only one process runs Hydra. It starts the others, or torchrun or srun did. They follow it: it sends them the checked
-configuration of each job, as JSON. So a sweep works with any number of processes, and all processes of a job share one folder
-and one configuration.
+``trainer.devices=2`` starts the command line again in two processes, as torchrun does. Of these only the main one runs Hydra.
+The others get the checked configuration of each job from it, as JSON. So all processes of a job share one folder.
 """
 
 import importlib
@@ -12,7 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -31,60 +30,51 @@ from holotrain.config.structured import structured, to_container
 from holotrain.data.sampler import set_data_shard
 from holotrain.errors import UserError, files_named
 from holotrain.numeric import counted
-from holotrain.parallel.processes import Processes, destroy_group, started_processes
+from holotrain.parallel.processes import GRACE, Processes, destroy_group, run_processes
 from holotrain.parallel.rank import ProcessRank
-from holotrain.parallel.stages import equal_parts
 
 MULTIPROCESS_COMMANDS = ("fit", "validate", "test")
 """The commands that support several processes."""
 
-GRACE = 3.0
-"""Seconds that a process lives on after its error. The main process says the same, and ends it before that."""
 
-
-def run_job(config: RunConfig, run: Run, processes: Processes | None = None) -> int:
+def run_job(config: RunConfig, run: Run, processes: Processes | None = None, words: list[str] | None = None) -> int:
     """Runs one job of the command line or of a call in Python, in one process or in several. Returns the exit status.
 
     Args:
-        processes: those of a launcher (torchrun, srun), whose main process this is; None: they are started for this job.
+        processes: those of a launcher, whose main process this is; None: there is no launcher.
+        words: of the command line, which each process of a job in several runs again; None: such a job is refused.
 
     Raises:
         UserError: a mistake, in any of the processes; or a run of another program is in the folder.
     """
+    if run.command in MULTIPROCESS_COMMANDS:
+        check_processes(config, processes.process if processes else None)
+        if processes is None and (size := processes_of(config.trainer)) > 1:
+            return _started(run, size, words)
+        if processes is None and config.trainer.strategy != "single":
+            console.print(f"trainer={config.trainer.strategy}: using one process for one device; set trainer.devices for more")
+    elif processes is not None:
+        raise UserError(f"{run.command} runs in one process; start it without a launcher")
     with files_named(), alone_in(run.folder):
         if isinstance(config, FitConfig):
             config = continued(config, run)
-        return _run_job(config, run, processes)
+        if isinstance(config, FitConfig) and config.resume and (message := ended(config, run.folder)):
+            console.print(message)
+            return 0
+        if processes is None:
+            return _run_command(config, run)
+        processes.send_job({"config": to_container(config), "run": vars(run) | {"folder": str(run.folder)}})
+        return _run_member(config, run, processes)
 
 
-def _run_job(config: RunConfig, run: Run, processes: Processes | None) -> int:
-    if isinstance(config, FitConfig) and config.resume and (message := ended(config, run.folder)):
-        console.print(message)
-        return 0
-    if run.command in MULTIPROCESS_COMMANDS:
-        return _run_on_devices(config, run, processes)
-    if processes is not None:
-        raise UserError(f"{run.command} runs in one process; start it without a launcher")
-    return _run_command(config, run)
-
-
-def _run_on_devices(config: RunConfig, run: Run, processes: Processes | None) -> int:
-    trainer = config.trainer
-    check_processes(config, processes.process if processes else None)
-    if processes is not None:
-        return _run_main(config, run, processes)
-    if (size := processes_of(trainer)) > 1:
-        with started_processes(run.command, size, run.hint) as processes:
-            return _run_main(config, run, processes)
-    if trainer.strategy != "single":
-        console.print(f"trainer={trainer.strategy}: using one process for one device; set trainer.devices for more")
-    return _run_command(config, run)
-
-
-def _run_main(config: RunConfig, run: Run, processes: Processes) -> int:
-    """Runs a job in this process, the main one, and in the others."""
-    processes.send_job({"config": to_container(config), "run": vars(run) | {"folder": str(run.folder)}})
-    return _run_member(config, run, processes)
+def _started(run: Run, size: int, words: list[str] | None) -> int:
+    if words is None:
+        command = f"torchrun --standalone --nproc-per-node {size} -m holotrain {run.command}"
+        raise UserError(f"trainer.devices={size}: a sweep and a call in Python start no processes; use {command}")
+    try:
+        return run_processes(words, size)
+    except UserError as error:
+        raise UserError(f"{error}{run.hint()}") from None
 
 
 def processes_of(config: ObjectConfig) -> int:
@@ -117,11 +107,11 @@ def check_processes(config: RunConfig, process: ProcessRank | None) -> None:
     bounded = [name for name in ("nccl_max_ctas", "nccl_high_priority") if getattr(trainer, name)]
     if bounded and (kind != "cuda" or trainer.backend == "gloo"):
         raise UserError(f"trainer.{bounded[0]}: needs NVIDIA GPUs and trainer.backend=nccl")
-    if not dist.is_available() or (kind == "cuda" and trainer.backend != "gloo" and not dist.is_nccl_available()):
-        raise UserError(f"trainer={trainer.strategy}: this build of torch has no distributed support; use trainer=default")
+    if kind == "cuda" and trainer.backend != "gloo" and not dist.is_nccl_available():
+        raise UserError(f"trainer={trainer.strategy}: this build of torch has no NCCL; use trainer.backend=gloo")
     count = processes_of(trainer) if process is None else process.local_size
     if process is None and (trainer.num_nodes or 1) > 1:
-        raise UserError(f"trainer.num_nodes={trainer.num_nodes}: start it with torchrun or srun on every machine")
+        raise UserError(f"trainer.num_nodes={trainer.num_nodes}: start it with torchrun on every machine")
     if process is not None and (trainer.devices not in ("auto", count) or trainer.num_nodes not in (None, process.nodes)):
         machines = f" on each of {process.nodes} machines" if process.nodes > 1 else ""
         raise UserError(f"{named}: the launcher started {counted(count, 'process')}{machines}; use trainer.devices=auto")
@@ -129,22 +119,8 @@ def check_processes(config: RunConfig, process: ProcessRank | None) -> None:
     for option in ("tensor_parallel", "pipeline_stages"):
         if size % (group_size := getattr(trainer, option) or 1):
             raise UserError(f"trainer.{option}={group_size}: the number of processes, {size}, is not a multiple of it")
-    if trainer.strategy == "pipeline" and trainer.pipeline_schedule == "1f1b":
-        _check_microbatches(config, trainer.pipeline_stages or size)
     if kind == "cuda" and count > (gpus := torch.cuda.device_count()):
         raise UserError(f"{named}: this machine has {counted(gpus, 'GPU')}; use at most as many, or trainer.accelerator=cpu")
-
-
-def _check_microbatches(config: RunConfig, stages: int) -> None:
-    """Refuses batches that give fewer microbatches than there are stages, which 1F1B needs."""
-    microbatches, batch = config.trainer.microbatches or 2 * stages, getattr(config.data, "batch_size", None)
-    if microbatches < stages:
-        raise UserError(f"trainer.microbatches={microbatches}: 1f1b needs at least one for each of {stages} stages")
-    if isinstance(batch, int) and equal_parts(batch, microbatches) < stages:
-        raise UserError(
-            f"data.batch_size={batch}: {stages} stages need at least as many microbatches of equal size; "
-            f"use {-(-batch // stages) * stages}"
-        )
 
 
 def process_group_options(config: ObjectConfig, process: ProcessRank) -> dict[str, Any]:
@@ -191,10 +167,6 @@ def _run_member(config: RunConfig, run: Run, processes: Processes) -> int:
     options = process_group_options(config.trainer, processes.process)
     if options["device_id"] is not None:
         torch.cuda.set_device(options["device_id"])
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "1")
-    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
-        os.environ[name] = f"{run.folder}/flight_recorder_"
     process = processes.process
     group = model_parallel_size(config.trainer, process)
     set_data_shard(process.rank // group, process.size // group)  # the processes that share a model read the same data
@@ -208,32 +180,20 @@ def _run_member(config: RunConfig, run: Run, processes: Processes) -> int:
 @contextmanager
 def matmul_precision(precision: str) -> Generator[None]:
     """Inside, products and convolutions of float32 have this precision, one of ``torch.set_float32_matmul_precision``; with
-    ``highest`` nothing is in TF32, in which torch alone computes convolutions."""
-    backends: Any = torch.backends  # whose stubs lack fp32_precision
-    convolutions = backends.cudnn.conv, backends.cudnn.rnn
-    saved, wholes = [], (backends, backends.cudnn)
-    parts = (*wholes, backends.cuda.matmul, backends.mkldnn.matmul, *convolutions)
-    for part in parts:  # a part that says "none" reads as the whole does, so the wholes are "none" while parts are read
-        saved.append(part.fp32_precision)
-        if part in wholes:
-            part.fp32_precision = "none"
-    for whole, value in zip(wholes, saved, strict=False):
-        whole.fp32_precision = value
-    try:
-        before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # after a use of fp32_precision torch refuses to read these
-        before = "highest", True  # as torch begins
+    ``highest`` nothing is in TF32, in which torch alone computes convolutions. Afterwards it is as before, unless the caller
+    has used ``fp32_precision``: then torch refuses to read it."""
+    cudnn = torch.backends.cudnn
+    before = None
+    with suppress(RuntimeError):
+        before = torch.get_float32_matmul_precision(), cudnn.allow_tf32
     torch.set_float32_matmul_precision(precision)
-    torch.backends.cudnn.allow_tf32 = precision != "highest"
-    for part in convolutions:  # allow_tf32=False alone leaves them to torch.backends.fp32_precision
-        part.fp32_precision = "ieee" if precision == "highest" else "tf32"
+    cudnn.allow_tf32 = precision != "highest"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
-        for part, value in zip(parts, saved, strict=True):
-            part.fp32_precision = value
+        if before is not None:
+            torch.set_float32_matmul_precision(before[0])
+            cudnn.allow_tf32 = before[1]
 
 
 def _run_command(config: RunConfig, run: Run) -> int:

@@ -274,8 +274,8 @@ def trainer_options(
         gradient_clip_algorithm: what gradient_clip_val bounds: the norm of all gradients or each value; null: norm
         strategy: single (one process), ddp (data parallel), fsdp (FSDP2, sharded parameters), tp (tensor parallel) or
             pipeline (each process has some of the blocks)
-        devices: processes on this machine, one per GPU; auto: one for each GPU, or as many as torchrun or srun started
-        num_nodes: number of machines; start the command on each with torchrun or srun; null: as many as were started
+        devices: processes on this machine, one per GPU; auto: one for each GPU, or as many as torchrun started
+        num_nodes: number of machines; start the command on each with torchrun; null: as many as were started
         tensor_parallel: tp: processes per tensor parallel group; FSDP2 runs across the groups; null: all
         overlap: tp: row groups per all-reduce, overlapped with computation; auto: measure the best; null: no overlap (torch's
             layers)

@@ -1,4 +1,4 @@
-"""The processes of a run: starts them on this machine, sends them jobs, and creates the process group of each job."""
+"""The processes of a run: starts them, sends them the jobs of a sweep, and makes the process group of each job."""
 
 from __future__ import annotations
 
@@ -6,47 +6,95 @@ import gc
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
-from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from torch.distributed.elastic.utils.store import barrier
 from torch.distributed.rendezvous import rendezvous
 
-from holotrain.errors import MachineFailure, UserError
+from holotrain.errors import UserError
 from holotrain.parallel.rank import ProcessRank
-
-LOOPBACK = "127.0.0.1"
-
-UNNOTICED = 30.0
-"""Seconds after which all processes are killed if one has failed and the first one still waits for it, as NCCL may."""
 
 FOREVER = timedelta(days=365)
 """For what takes as long as a training, or as the preparation of data. The launcher ends processes that wait in vain."""
 
+GRACE = 3.0
+"""Seconds that a process lives on after an error. If another one has caused it, the launcher ends it before it says so."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
+
+
+def run_processes(words: list[str], size: int) -> int:
+    """Runs ``python -m holotrain WORDS`` in ``size`` processes of this machine, with torchrun's variables. (When one fails,
+    Lightning's launcher kills its own process, and torchrun reports more than the line of a mistake.)
+
+    SIGINT, SIGTERM and SIGHUP go to all of them, and then all end by themselves. Otherwise the first that fails ends all.
+
+    Returns:
+        the exit status of the first that failed; else 0.
+
+    Raises:
+        UserError: a process was killed by a signal that did not come from here.
+    """
+    cores = os.cpu_count() or 1
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())}
+    shared |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(max(1, cores // size)))
+    # Modules are found as here; without PYTHONSAFEPATH those of the working directory would come first.
+    shared |= {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONSAFEPATH": "1"}
+    if sys.platform == "linux":
+        shared["GLOO_SOCKET_IFNAME"] = "lo"
+    children: list[subprocess.Popen] = []
+    received: list[int] = []
+
+    def forward(signum: int, frame: Any) -> None:
+        received.append(signum)
+        for child in children:
+            child.send_signal(signum)
+
+    handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    try:
+        for signum, handler in handlers.items():
+            if handler != signal.SIG_IGN:  # as nohup wants it
+                signal.signal(signum, forward)
+        for rank in map(str, range(size)):
+            environment = os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank}
+            # In a session of its own it gets a terminal's Ctrl-C from here, once.
+            program = [sys.executable, "-m", "holotrain", *words]
+            children.append(subprocess.Popen(program, env=environment, start_new_session=True))
+        statuses: list[int | None] = [None]
+        while None in statuses and (received or not any(statuses)):
+            time.sleep(0.1)
+            statuses = [child.poll() for child in children]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+    rank, status = next(((rank, status) for rank, status in enumerate(statuses) if status), (0, 0))
+    if status >= 0:
+        return status
+    if -status in received:
+        return 128 - status
+    raise UserError(f"rank {rank} (process {children[rank].pid}) was killed by {signal.Signals(-status).name}")
+
 
 class Processes:
-    """The processes of a run, which meet in a store of torch.
+    """The processes that a launcher has started, which meet in its store. The main one runs Hydra and sends each job to the
+    others."""
 
-    Args:
-        process: rank of this process.
-        store: None: the one that the launcher (torchrun, srun) names in environment variables.
-    """
-
-    def __init__(self, process: ProcessRank, store: dist.Store | None = None) -> None:
+    def __init__(self, process: ProcessRank) -> None:
         self.process, self._jobs = process, 0
-        self._store = next(rendezvous("env://"))[0] if store is None else store
+        self._meeting = next(rendezvous("env://"))[0]
 
     def send_job(self, job: Any) -> None:
         """Sends the next job, as JSON, from the main process to all others; None: there is none."""
@@ -65,7 +113,7 @@ class Processes:
     def _begin_job(self) -> None:
         self._jobs += 1
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives a restart
-        self.store = dist.PrefixStore(f"holotrain/{attempt}/{self._jobs}", self._store)
+        self.store = dist.PrefixStore(f"holotrain/{attempt}/{self._jobs}", self._meeting)
 
     def close(self) -> None:
         """Releases the other processes, whether or not they received a job, and destroys the process group."""
@@ -96,8 +144,10 @@ class Processes:
             with suppress(RuntimeError):
                 if self.store.check(["mistake"]):
                     raise UserError(self.store.get("mistake").decode()) from error
-                if rank:  # the main process may end this one before it can print
+                if rank:  # the launcher may end this one, after the main process, before it can print
                     traceback.print_exc()
+            if not rank:
+                time.sleep(GRACE)
             raise
         with suppress(RuntimeError):
             barrier(self.store, size, "finished")  # a connection may still carry another process's last message
@@ -111,70 +161,3 @@ def destroy_group() -> None:
             dist.destroy_process_group()
     # The group's threads end when the last reference is gone; one that outlives Python (torch 2.15) aborts the process.
     gc.collect()
-
-
-@contextmanager
-def started_processes(command: str, size: int, hint: Callable[[], str]) -> Generator[Processes]:
-    """Inside, this process is the first of ``size``. The others run ``python -m holotrain COMMAND`` and follow it.
-
-    If the block raises, they are killed. If one of them fails and this process does not notice, all are killed after a while.
-
-    Args:
-        hint: returns what to add to the message about a process that was killed.
-
-    Raises:
-        MachineFailure: the block failed because one of them was killed.
-    """
-    # torch alone would let the store listen on every address.
-    listener = socket.create_server((LOOPBACK, 0))
-    port, threads, children = listener.getsockname()[1], torch.get_num_threads(), []
-    variables = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "RANK": "0", "LOCAL_RANK": "0"}
-    variables |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    # Modules are found as here; without PYTHONSAFEPATH those of the working directory would come first.
-    variables |= {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONSAFEPATH": "1"}
-    if sys.platform == "linux":
-        variables["GLOO_SOCKET_IFNAME"] = "lo"
-    # `datasets` (4.4) puts a copy in place of os.environ when it reads in several processes.
-    with patch.object(os, "environ", os.environ), patch.dict(os.environ, variables):
-        store = dist.TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
-        _set_num_threads_if_needed(size)
-        for rank in map(str, range(1, size)):
-            program = [sys.executable, "-m", "holotrain", command]
-            children.append(subprocess.Popen(program, env=os.environ | {"RANK": rank, "LOCAL_RANK": rank}))
-        observed = children.copy()
-        threading.Thread(target=_end_if_unnoticed, args=[observed], daemon=True).start()
-        processes = Processes(ProcessRank(0, size, 0, size), store)
-        try:
-            yield processes
-            observed.clear()
-            processes.close()
-            with suppress(subprocess.TimeoutExpired):
-                for child in children:
-                    child.wait(60)
-        except UserError:
-            raise
-        except Exception as error:
-            time.sleep(0.5)  # a process's connections are closed before it has ended
-            for rank, child in enumerate(children, 1):
-                if (status := child.poll() or 0) < 0:
-                    death = f"rank {rank} (process {child.pid}) was killed by {signal.Signals(-status).name}"
-                    raise MachineFailure(f"{death}{hint()}") from error
-            raise
-        finally:
-            observed.clear()
-            for child in children:
-                child.kill()
-                child.wait()
-            destroy_group()
-            torch.set_num_threads(threads)
-
-
-def _end_if_unnoticed(observed: list[subprocess.Popen]) -> None:
-    """Kills this process and the others some time after one of them has failed, unless the list is emptied before."""
-    while observed and not any(child.poll() for child in observed):
-        time.sleep(1)
-    time.sleep(UNNOTICED)
-    for child in observed:
-        child.kill()
-    if observed:
-        os.kill(os.getpid(), signal.SIGKILL)

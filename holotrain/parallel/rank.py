@@ -1,8 +1,7 @@
-"""Rank and size of this process, from torchrun, srun or holotrain itself."""
+"""Rank and size of this process, from the variables that torchrun sets."""
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
 
@@ -29,32 +28,19 @@ class ProcessRank:
 
 
 def rank_from_environment() -> ProcessRank | None:
-    """The rank in the environment variables; None for a single process. Sets torchrun's variables from those of srun.
+    """The rank in torchrun's environment variables; None for a single process.
 
     Raises:
-        UserError: the machines have different numbers of processes.
+        UserError: the machines have different numbers of processes; or srun started several without torchrun.
     """
-    launched = {"WORLD_SIZE", "LOCAL_RANK"}  # Lightning sets the second alone, in a process that it has not started
-    if not launched <= os.environ.keys() and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        _set_from_slurm()
-    if not launched <= os.environ.keys() or (size := int(os.environ["WORLD_SIZE"])) == 1:
+    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
+        if (tasks := int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))) > 1:
+            raise UserError(
+                f"srun started {tasks} processes, which cannot find each other; let it start torchrun, once a machine"
+            )
         return None
-    local_rank = int(os.environ["LOCAL_RANK"])
-    rank = int(os.environ.setdefault("RANK", str(local_rank)))  # Lightning's launcher sets none
+    rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if size % local_size or local_rank >= local_size:
         raise UserError(f"the launcher started {size} processes; each machine must have the same number")
-    return ProcessRank(rank, size, local_rank, local_size)
-
-
-def _set_from_slurm() -> None:
-    from lightning.pytorch.plugins.environments import SLURMEnvironment
-
-    slurm = os.environ
-    size, nodes = int(slurm["SLURM_STEP_NUM_TASKS"]), int(slurm.get("SLURM_STEP_NUM_NODES", 1))
-    address = SLURMEnvironment.resolve_root_node_address(slurm.get("SLURM_STEP_NODELIST", "127.0.0.1"))
-    slurm.setdefault("MASTER_ADDR", address)
-    # the job id is unique and known to all its processes
-    slurm.setdefault("MASTER_PORT", str(15000 + int(slurm.get("SLURM_JOB_ID", "0")) % 10000))
-    slurm.update(RANK=slurm["SLURM_PROCID"], WORLD_SIZE=str(size))
-    slurm.update(LOCAL_RANK=slurm["SLURM_LOCALID"], LOCAL_WORLD_SIZE=str(math.ceil(size / nodes)))
+    return ProcessRank(rank, size, local_rank, local_size) if size > 1 else None

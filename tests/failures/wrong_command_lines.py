@@ -82,7 +82,7 @@ TABLES = {
         ("task=error_diffusion task.clamp_signs=true", "task.clamp_signs: model.rule=kaneko never changes a sign"),
         ("optimizer.in_backward=true trainer=fsdp trainer.gradient_clip_val=null", "trainer=fsdp needs gradients after the"),
         ("trainer.devices=2", "trainer=default uses one process"),
-        ("trainer=ddp trainer.num_nodes=2", "start it with torchrun or srun"),
+        ("trainer=ddp trainer.num_nodes=2", "start it with torchrun"),
         ("trainer=fsdp trainer.compression=bf16", "trainer.compression=bf16: needs trainer=ddp"),
         ("trainer=fsdp synthesis=bind", "synthesis: needs whole gradients, and trainer=fsdp shards them"),
         ("trainer=tp callbacks=ema", "callbacks.ema: needs whole weights"),

@@ -17,7 +17,7 @@ from gloo_pair import by_forks, free_port, statuses_of
 from left_by_runs import assert_same_weights, summary, weights
 from small_run import SMALL
 
-from holotrain.parallel.processes import started_processes
+from holotrain.parallel.processes import run_processes
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 
@@ -77,21 +77,18 @@ def test_what_happens_to_one_process_ends_all(holotrain, what, words, status, li
 
 
 @pytest.mark.slow
-def test_a_signal_saves_and_ends_all(holotrain):
-    status, _, err = done(*WORDS, "data.num_workers=1", *incident("parent SIGTERM"))
-    assert status == 128 + signal.SIGTERM and "ended the training; its state is in run/checkpoints/last.ckpt" in err, err
+@pytest.mark.parametrize("signum", [signal.SIGTERM, long(signal.SIGINT)])
+def test_a_signal_to_the_command_saves_and_ends_all(holotrain, signum):
+    status, _, err = done(*WORDS, "data.num_workers=1", *incident(f"parent {signum.name}"))
+    assert status == 128 + signum and "ended the training; its state is in run/checkpoints/last.ckpt" in err, err
     assert torch.load(Path("run") / LAST, weights_only=True)["global_step"] in (5, 6)
 
 
-@pytest.mark.slow
-def test_processes_meet_on_this_machine_alone_and_import_nothing_from_the_working_directory(holotrain):
+def test_processes_import_nothing_from_the_working_directory(holotrain):
     Path("json.py").write_text("open('imported', 'w')\nraise SystemExit(1)\n")
     before = dict(os.environ)
-    with started_processes("fit", 2, str):
-        port = int(os.environ["MASTER_PORT"])
-        connections = psutil.Process().net_connections("tcp")
-        listening = {c.laddr.ip for c in connections if c.status == "LISTEN" and c.laddr.port == port}
-    assert listening == {"127.0.0.1"} and not Path("imported").exists() and os.environ == before
+    assert run_processes(["--version"], 2) == 0
+    assert not Path("imported").exists() and os.environ == before
 
 
 TEXT = [
@@ -115,6 +112,13 @@ def assert_refused(folder: Path, message: str) -> None:
     for text in (path.read_text() for path in errors):
         assert text.startswith("holotrain: ") and text.count("\n") == 1 and "rank 1" in text and message in text, text
     assert not (folder / "run/checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_a_mistake_that_all_processes_find_is_one_line(holotrain):
+    status, lines, err = done(*TEXT, "trainer.devices=2", "hydra.run.dir=run")
+    assert status == 2 and err.startswith("holotrain: data.files: ") and [err] == [line + "\n" for line in lines]
+    assert not Path("run").exists()
 
 
 @pytest.mark.slow

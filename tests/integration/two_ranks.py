@@ -1,4 +1,4 @@
-"""One of two gloo processes: runs command lines as torchrun or srun would start them, and records the results.
+"""One of two gloo processes: runs command lines as torchrun would start them, and records the results.
 
     python two_ranks.py RANK WORK RESULTS
 
@@ -77,13 +77,13 @@ def port_of(name: str) -> str:
 
 def variables(name: str) -> dict[str, str]:
     """Environment variables from the launcher."""
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port_of(name)}
-    if name != "images_ddp_reversible":
-        return where | {"RANK": str(RANK), "LOCAL_RANK": str(RANK), "WORLD_SIZE": "2"}
-    return where | {
-        "SLURM_PROCID": str(RANK), "SLURM_LOCALID": str(RANK), "SLURM_JOB_NAME": "holotrain", "SLURM_JOB_ID": "7",
-        "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost",
-    }  # fmt: skip
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port_of(name),
+        "RANK": str(RANK),
+        "LOCAL_RANK": str(RANK),
+        "WORLD_SIZE": "2",
+    }
 
 
 if __name__ == "__main__":
