@@ -47,34 +47,32 @@ def run_job(config: RunConfig, run: Run, processes: Processes | None = None, wor
     Raises:
         UserError: a mistake, in any of the processes; or a run of another program is in the folder.
     """
-    if run.command in MULTIPROCESS_COMMANDS:
-        check_processes(config, processes.process if processes else None)
-        if processes is None and (size := processes_of(config.trainer)) > 1:
-            return _started(run, size, words)
-        if processes is None and config.trainer.strategy != "single":
-            console.print(f"trainer={config.trainer.strategy}: using one process for one device; set trainer.devices for more")
-    elif processes is not None:
-        raise UserError(f"{run.command} runs in one process; start it without a launcher")
+    size = processes_of(config.trainer) if processes is None and run.command in MULTIPROCESS_COMMANDS else 1
+    if size > 1 and words is not None:
+        check_processes(config, None)
+        try:
+            return run_processes(words, size)
+        except UserError as error:
+            raise UserError(f"{error}{run.hint()}") from None
     with files_named(), alone_in(run.folder):
+        if size > 1:
+            command = f"torchrun --standalone --nproc-per-node {size} -m holotrain {run.command}"
+            raise UserError(f"trainer.devices={size}: a sweep and a call in Python start no processes; use {command}")
         if isinstance(config, FitConfig):
             config = continued(config, run)
         if isinstance(config, FitConfig) and config.resume and (message := ended(config, run.folder)):
             console.print(message)
             return 0
-        if processes is None:
-            return _run_command(config, run)
-        processes.send_job({"config": to_container(config), "run": vars(run) | {"folder": str(run.folder)}})
-        return _run_member(config, run, processes)
-
-
-def _started(run: Run, size: int, words: list[str] | None) -> int:
-    if words is None:
-        command = f"torchrun --standalone --nproc-per-node {size} -m holotrain {run.command}"
-        raise UserError(f"trainer.devices={size}: a sweep and a call in Python start no processes; use {command}")
-    try:
-        return run_processes(words, size)
-    except UserError as error:
-        raise UserError(f"{error}{run.hint()}") from None
+        if run.command in MULTIPROCESS_COMMANDS:
+            check_processes(config, processes.process if processes else None)
+        elif processes is not None:
+            raise UserError(f"{run.command} runs in one process; start it without a launcher")
+        if processes is not None:
+            processes.send_job({"config": to_container(config), "run": vars(run) | {"folder": str(run.folder)}})
+            return _run_member(config, run, processes)
+        if run.command in MULTIPROCESS_COMMANDS and config.trainer.strategy != "single":
+            console.print(f"trainer={config.trainer.strategy}: using one process for one device; set trainer.devices for more")
+        return _run_command(config, run)
 
 
 def processes_of(config: ObjectConfig) -> int:
