@@ -2,7 +2,6 @@
 
 saving        ExactCheckpoint, BestCheckpoint: where training can continue exactly; WeightAverage: of the weights
 exact_resume  ExactResume: random states and more that Lightning leaves out of checkpoints; stops after whole steps only
-comparison    the state of a training in a checkpoint, compared with that of a new training
 distributed   CheckpointFiles and ShardedCheckpoints: Lightning's checkpoint I/O, and the strategy that writes with DCP
 
 :mod:`holotrain.models.checkpoint_files` reads checkpoints, because models start from them too.

@@ -11,10 +11,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
 from lightning.pytorch.loops.loop import _Loop as Loop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
 
-from holotrain.checkpoints.comparison import FreshState, require_counts, require_like
 from holotrain.numeric import mixed_seed
-from holotrain.optimizers.low_bit import UnfitState
-from holotrain.targets import is_of
 
 KEY = "exact_resume"
 
@@ -41,15 +38,9 @@ class ExactResume(pl.Callback):
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self._to_restore: dict[str, Any] | None = None
-        self._fresh: FreshState | None = None
-        self._callbacks: dict[str, Any] = {}
-        self._step: int | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         wait_for_whole_steps(trainer)
-        for callback in trainer.callbacks:  # ty: ignore[missing-attribute]
-            if is_of(type(callback).__module__, ["holotrain", "lightning"]):  # of others, nothing is known
-                self._callbacks[callback.state_key] = callback.state_dict()
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         loader = trainer.train_dataloader
@@ -62,28 +53,14 @@ class ExactResume(pl.Callback):
         checkpoint[KEY] = {"random": of_all, "shares": shard_of(trainer)[1]}
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._step = checkpoint["global_step"]
-        loops, fresh = checkpoint["loops"]["fit_loop"], trainer.fit_loop.state_dict()
-        for name in fresh.keys() & loops.keys():
-            if name != "state_dict":  # the positions of loaders, which compare them with their data
-                require_counts(name, loops[name], fresh[name])
-        states = checkpoint["callbacks"]
-        for key in self._callbacks.keys() & states.keys():
-            require_like(key.partition("{")[0], states[key], self._callbacks[key])
         self._to_restore = checkpoint.get(KEY)
         if self._to_restore is not None:
+            loops = checkpoint["loops"]["fit_loop"]
             loops["state_dict"].pop("combined_loader", None)  # the positions of loaders, which are restored below
             _reopen_epoch(loops, trained=0 <= trainer.max_steps <= checkpoint["global_step"])
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._fresh = FreshState(trainer.optimizers, [each.scheduler for each in trainer.lr_scheduler_configs])
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.ckpt_path is not None and self._fresh is not None:
-            self._fresh.compare(trainer.optimizers)
-            if self._step not in (None, trainer.global_step):
-                raise UnfitState(f"global_step does not fit: it is {self._step}, and the loops count {trainer.global_step}")
-        saved, self._to_restore, self._fresh = self._to_restore, None, None
+        saved, self._to_restore = self._to_restore, None
         if saved is not None:
             self._restore(saved, trainer, pl_module)
         elif trainer.world_size > 1:
@@ -99,8 +76,6 @@ class ExactResume(pl.Callback):
         _end_epoch(trainer.fit_loop)
         position = _position([state["loader"] for state in states], trainer)
         if position is not None and hasattr(trainer.train_dataloader, "load_state_dict"):
-            for name in ("epoch", "batches"):  # of ours; those of others have other names
-                require_counts(f"the position's {name}", position.get(name, 0), 0)
             trainer.train_dataloader.load_state_dict(position)
 
     def _begin(self, trainer: pl.Trainer) -> None:

@@ -32,9 +32,6 @@ class ExactCheckpoint(ModelCheckpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        for score in (self.best_model_score, self.current_score, *self.best_k_models.values()):
-            if score is not None and not isinstance(score, Tensor):
-                raise ValueError(f"the score {score!r:.60} of a checkpoint is not a tensor")
         best = {path: score for path, score in self.best_k_models.items() if self._is_own(path)}
         worst = max if self.mode == "min" else min
         while len(best) > self.save_top_k >= 0:  # save_top_k may be another than before

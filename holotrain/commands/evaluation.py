@@ -32,9 +32,8 @@ from holotrain.data.text.module import TextDataModule
 from holotrain.errors import UserError
 from holotrain.models.generation import WITHOUT_PLANS
 from holotrain.numeric import counted
-from holotrain.optimizers.low_bit import UnfitState
 from holotrain.parallel.processes import FOREVER
-from holotrain.targets import first_line
+from holotrain.targets import first_line, is_of
 from holotrain.tasks.task import model_of
 
 SPLITS = {"validate": "val", "test": "test"}
@@ -90,8 +89,6 @@ def lightning_refusals(command: str) -> Generator[None]:
         yield
     except MisconfigurationException as error:
         raise UserError(f"{command}: {first_line(error)}") from error
-    except UnfitState as error:
-        raise UserError(f"ckpt_path: {error}") from error
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if not _comes_from_a_checkpoint(error):
             raise
@@ -102,19 +99,16 @@ def lightning_refusals(command: str) -> Generator[None]:
 RESTORING = (checkpoint_connector.__name__, ExactResume.__module__)
 """Modules whose functions named ``restore...`` restore the parts of a checkpoint."""
 
-READERS = {"holotrain", "lightning", "numpy", "random", "torch", "torchao", "torchdata"}
-"""Packages whose errors meanwhile are those of the checkpoint. Those of a user's own hooks are not."""
+READERS = ("holotrain", "lightning", "random", "torch.cuda.random", "torch.optim", "torch.random")
+"""Where an error of these parts is raised. Those of a user's own hooks, and of other processes, are raised elsewhere."""
 
 
 def _comes_from_a_checkpoint(error: Exception) -> bool:
     """Whether an error arose while a part of a checkpoint was restored, and not in a user's code or another process."""
-    below: list[str] = []
-    for frame, _ in walk_tb(error.__traceback__):
-        module = frame.f_globals.get("__name__", "")
-        if below or (module in RESTORING and frame.f_code.co_name.lstrip("_").startswith("restore")):
-            below.append(module)
-    others = [name for name in below if name.partition(".")[0] not in READERS or name == "torch.distributed.distributed_c10d"]
-    return bool(below) and not others
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    names = [(frame.f_globals.get("__name__", ""), frame.f_code.co_name.lstrip("_")) for frame in frames]
+    restores = any(module in RESTORING and name.startswith("restore") for module, name in names)
+    return restores and is_of(names[-1][0], READERS)
 
 
 def check_not_empty(data: pl.LightningDataModule, split: str, instead: str = "") -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from holotrain.commands.console import console, quieten
-from holotrain.commands.run_folder import Run, alone_in, continued
+from holotrain.commands.run_folder import Run, continued, run_folder_made
 from holotrain.commands.summary import ended
 from holotrain.config.build_trainer import check_device, device_kind, model_parallel_size
 from holotrain.config.command_options import FitConfig, RunConfig
@@ -45,7 +45,7 @@ def run_job(config: RunConfig, run: Run, processes: Processes | None = None, wor
         words: of the command line, which each process of a job in several runs again; None: such a job is refused.
 
     Raises:
-        UserError: a mistake, in any of the processes; or a run of another program is in the folder.
+        UserError: a mistake, in any of the processes.
     """
     size = processes_of(config.trainer) if processes is None and run.command in MULTIPROCESS_COMMANDS else 1
     if size > 1 and words is not None:
@@ -54,7 +54,7 @@ def run_job(config: RunConfig, run: Run, processes: Processes | None = None, wor
             return run_processes(words, size)
         except UserError as error:
             raise UserError(f"{error}{run.hint()}") from None
-    with files_named(), alone_in(run.folder):
+    with files_named(), run_folder_made(run.folder):
         if size > 1:
             command = f"torchrun --standalone --nproc-per-node {size} -m holotrain {run.command}"
             raise UserError(f"trainer.devices={size}: a sweep and a call in Python start no processes; use {command}")

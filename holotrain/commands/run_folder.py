@@ -1,4 +1,4 @@
-"""One run of a command: its folder, which it has for itself, its overrides and its processes."""
+"""One run of a command: its folder, its overrides and its processes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import shlex
 import sys
 import time
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import IO
 
 from holotrain.commands.summary import completed
 from holotrain.config.checkpointed import COMMAND_LINE_ONLY
@@ -19,16 +18,9 @@ from holotrain.config.composition import LOG, key_of
 from holotrain.config.objects import PYTHON_OBJECT
 from holotrain.config.start import LOCAL_LOGGERS
 from holotrain.errors import UserError
-from holotrain.files import WITHOUT_LINKS
 from holotrain.folders import LAST_CHECKPOINT, as_word, refuse_links
 from holotrain.parallel.rank import ProcessRank
 from holotrain.targets import TARGET
-
-if sys.platform != "win32":
-    import fcntl
-
-LOCK = ".lock"
-"""The file that keeps other runs out of a folder."""
 
 OF_FIT = {option.name for option in fields(FitConfig)} - {option.name for option in fields(RunConfig)} - {"resume"}
 """Options of fit alone, which a checkpoint does not keep."""
@@ -107,45 +99,21 @@ def continued(config: FitConfig, run: Run) -> FitConfig:
     return config
 
 
-WRITTEN_IN_PLACE = (LOCK, LOG, LAST_CHECKPOINT.parts[0], "tensorboard", "csv", "fit-profile.txt")
+WRITTEN_IN_PLACE = (LOG, LAST_CHECKPOINT.parts[0], "tensorboard", "csv", "fit-profile.txt")
 """What a run opens to write, or makes files in. All else is written under another name, and renamed."""
-
-HELD: set[Path] = set()
-"""The folders that runs of this process are in: to the system, whose locks are a process's, they are one."""
 
 
 @contextmanager
-def alone_in(folder: Path) -> Generator[None]:
-    """Makes a folder, keeps other runs out of it, and removes it if nothing was written. If this process dies, the system lets
-    others in. Raises a UserError if it cannot be made, another run is in it, or what a run writes to would be elsewhere."""
+def run_folder_made(folder: Path) -> Generator[None]:
+    """Makes a folder, and removes it if nothing was written. Raises a UserError if it cannot be made, or what a run writes to
+    would be elsewhere."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write to {error.filename or folder}: {error.strerror or error}") from error
     refuse_links(folder, WRITTEN_IN_PLACE)
-    path, place = folder / LOCK, folder.resolve()
-    refused = UserError(f"{folder}: another run is writing into it; wait until it ends, or name another folder")
-    if place in HELD:
-        raise refused
     try:
-        with ExitStack() as stack:
-            HELD.add(place)
-            stack.callback(HELD.discard, place)
-            if sys.platform != "win32":
-                with suppress(OSError):  # a folder that cannot be written, a file system without locks
-                    file = stack.enter_context(open(os.open(path, os.O_RDWR | os.O_CREAT | WITHOUT_LINKS, 0o666), "wb"))
-                    if not _locked(file, path):
-                        raise refused
-                    stack.callback(path.unlink, missing_ok=True)
-            yield
+        yield
     finally:
         with suppress(OSError):  # such as: it is not empty
             folder.rmdir()
-
-
-def _locked(file: IO, path: Path) -> bool:
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not inherited by data workers
-        return os.fstat(file.fileno()).st_ino == path.stat().st_ino  # not if the run before has just removed it
-    except (BlockingIOError, PermissionError, FileNotFoundError):
-        return False

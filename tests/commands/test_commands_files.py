@@ -1,12 +1,8 @@
-"""What commands write, print and read again, and the folder that a run has for itself."""
+"""What commands write, print and read again."""
 
 import csv
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
 import time
 import warnings
 from types import SimpleNamespace
@@ -18,7 +14,6 @@ from rich.status import Status
 from holotrain.commands import plan as command
 from holotrain.commands.measured import Measured
 from holotrain.commands.plan import PLAN
-from holotrain.commands.run_folder import alone_in
 from holotrain.commands.writing import write_table
 from holotrain.errors import UserError
 
@@ -29,38 +24,6 @@ def test_a_spreadsheet_runs_nothing_in_a_table_whose_other_cells_are_as_they_wer
     write_table(tmp_path / "table.csv", ["one", "=two"], [formulas, cells])
     written = ["'" + formula for formula in formulas], ["-1.5", "", *cells[2:]]
     assert list(csv.reader((tmp_path / "table.csv").open(newline=""))) == [["one", "'=two"], *written]
-
-
-HOLD = """
-import os, sys
-from pathlib import Path
-from holotrain.commands.run_folder import alone_in
-with alone_in(Path(sys.argv[1])):
-    if os.fork() == 0:  # as a data worker is; it outlives its parent here
-        sys.stdin.read()
-        os._exit(0)
-    print("in", flush=True)
-    sys.stdin.read()
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="it has no fork and no such locks")
-def test_one_run_at_a_time_is_in_a_folder_until_it_ends_or_dies(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        assert process.stdout.readline() == b"in\n"
-        with pytest.raises(UserError, match="another run is writing into it"), alone_in(tmp_path):
-            raise AssertionError
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        with alone_in(tmp_path):
-            with pytest.raises(UserError, match="another run is writing into it"), alone_in(tmp_path):  # of this process
-                raise AssertionError
-            assert (tmp_path / ".lock").exists()
-        assert not tmp_path.exists()  # nothing was written
-    finally:
-        process.kill()
-        process.stdin.close()
 
 
 TRAINER = SimpleNamespace(callbacks=[], callback_metrics={"val/loss": torch.tensor(0.5)})

@@ -38,7 +38,7 @@ def outside() -> dict[str, bytes]:
 
 
 PLACES = [
-    (".lock", "outside/file"), ("log.txt", "outside/file"),
+    ("log.txt", "outside/file"),
     ("checkpoints", "outside/checkpoints"), ("checkpoints/last.ckpt", "outside/last.ckpt"),
     ("checkpoints/best-epoch9-step9.ckpt", "pipe"), ("tensorboard", "outside"), ("fit-profile.txt", "/dev/zero"),
 ]  # fmt: skip

@@ -124,28 +124,13 @@ def test_a_crafted_checkpoint_is_refused(crafted, change):
     assert changed <= {"HYDRA_FULL_ERROR", "KINETO_LOG_LEVEL"}  # the second by quieten
 
 
-def loops(*path_and_value):
-    return put("loops", "fit_loop", *path_and_value)
-
-
-def best_path_of_a_number(checkpoint: dict) -> None:
-    (state,) = (state for key, state in checkpoint["callbacks"].items() if key.startswith("BestCheckpoint"))
-    state["best_model_path"] = 5
-
-
-COUNTS = "epoch_loop.automatic_optimization.optim_progress"
 DAMAGED = "the checkpoint is damaged, or of another training: "
 
 STATES = {
     "no loops": (lambda held: held.pop("loops"), "crafted.ckpt has no loops; training cannot continue from it"),
-    "another shape": (put("optimizer_states", 0, "state", 0, "exp_avg", torch.ones(7)), "the optimizer's state does not fit: "),
     "another average": (put("current_model_state", WEIGHT, lambda w: w[:1]), "holds another model: model.head.weight is "),
     "no optimizer state": (put("optimizer_states", 0, "state", 5), DAMAGED),
-    "a position that is a word": (put("exact_resume", "random", 0, "loader", "batches", "x"), "does not fit: "),
-    "a path that is a number": (best_path_of_a_number, "does not fit: "),
-    "epochs below 0": (loops("epoch_progress", "current", "processed", -(10**12)), "does not fit: "),
-    "a method in place of a count": (loops("epoch_progress", "reset", 5), "does not fit: "),
-    "no count of steps": (lambda held: held["loops"]["fit_loop"].pop(COUNTS), "it is 6, and the loops count 0"),
+    "no random states": (put("exact_resume", "random", 0, "torch", 5), DAMAGED),
 }
 """Changes of what only a training that continues takes over."""
 
