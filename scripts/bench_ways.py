@@ -4,15 +4,15 @@
     python scripts/bench_ways.py --parts growth --json scripts/results/ways_growth_cpu.json
     python scripts/bench_ways.py --parts fewer tuning --json scripts/results/ways_tuning_cpu.json
 
-The ways: plain autograd, recompute() with each schedule (offload on a GPU alone), make_reversible() with 4 and 2 bits.
+The ways: plain autograd, and recompute() with each schedule (offload on a GPU alone).
 
 Memory: of a forward and a backward of five models, above weights and gradients: the peak by the plan, and as it is, on a CPU
 that of the tensors which operations make; and what one more block keeps after the forward, by the plan. Time: the ways
 alternate in one process; ratios to checkpoint are medians over rounds. Gradient error: of all gradients together, relative,
-against autograd of the plain model; make_reversible computes another recurrence, whose gradients are exact for it. Loss: a GPT
-of 24 blocks is trained on the source of Python's standard library and saved. Then it is fine-tuned on Python's English help
-texts with each way, from the same weights and on the same samples: all weights in fp32 or under bf16 autocast, or LoRA matrices
-of rank 8. Bits per byte of held-out help texts are reported, less those with autograd.
+against autograd of the plain model. Loss: a GPT of 24 blocks is trained on the source of Python's standard library and saved.
+Then it is fine-tuned on Python's English help texts with each way, from the same weights and on the same samples: all weights
+in fp32 or under bf16 autocast, or LoRA matrices of rank 8. Bits per byte of held-out help texts are reported, less those with
+autograd.
 
 Fewer bits: inputs rounded to 8, 6 and 4 bits, in groups of 64, after a Hadamard rotation of each 64 channels, and with the two
 largest channels kept in 16 bits. The gradient error on that GPT as it is, and with two channels enlarged as large pretrained
@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 from bench_common import DEVICE, alternating, arguments, begin, fine_tune, median_ratio, save, those_that_work, timed
-from bench_make_reversible import SHAPES, Block, Stack
+from bench_recompute import SHAPES, Block, Stack
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -43,13 +43,10 @@ from holotrain.planning import simulate_step
 from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
 from holotrain.planning.tracker import AllocationTracker
 from holotrain.planning.training_step import TrainingStep, peak_of
-from holotrain.reversible import kept_inputs, make_reversible, recompute, undo
+from holotrain.reversible import kept_inputs, recompute, undo
 from holotrain.schedules import PLAIN
 
-WAYS: dict[str, Callable[..., nn.Module]] = {
-    **{name: partial(recompute, backward=name) for name in PLAIN},
-    **{f"{bits} bits": partial(make_reversible, bits=bits) for bits in (4, 2)},
-}
+WAYS: dict[str, Callable[..., nn.Module]] = {name: partial(recompute, backward=name) for name in PLAIN}
 WORD = 100
 
 
@@ -107,8 +104,6 @@ def tracked_peak(make: Callable[..., tuple[nn.Module, dict[str, Tensor]]], way: 
     if fake:
         fake_parameters(model, torch.device("cpu"))
         inputs = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in inputs.items()}
-    else:
-        loss_of(model(**inputs)).backward()  # chooses the grid
     step = TrainingStep(model, lambda: loss_of(model(**inputs)), torch.optim.SGD(model.parameters(), 0.0))
     parts = simulate_step(step).parts
     return parts["activations"] + parts["head"] + parts["temporary"]
@@ -176,7 +171,6 @@ def loss_with(way: str, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Ca
 
 
 def figures(make: Callable, way: str, loss: Callable[[], Tensor], model: nn.Module, true: list[Tensor]) -> dict[str, Any]:
-    gradients(loss, model)  # chooses the grid
     torch.manual_seed(0)
     row = {"gradient_error": error_of(gradients(loss, model), true)}
     if DEVICE == "cuda":

@@ -82,7 +82,7 @@ BACKWARD_TOY = words("--dim 32 --heads 2 --depth 3 --batch 2 --tokens 8 --rounds
 GENERATION_TOY = words("--size tiny --tokens 4 --compared 8 --rounds 1")
 
 STEPS_TOY = words("--dim 64 --tokens 16 --batch 1")
-LONGEST = ("checkpoint", "checkpoint in tiles", "offload in tiles", "4 bits in tiles")
+LONGEST = ("checkpoint", "checkpoint in tiles", "offload in tiles", "checkpoint8 in tiles")
 FOREIGN = ("transformers", "timm")
 
 
@@ -103,7 +103,7 @@ WHOLE_STEPS += (
     "scripts/results/whole_step_planned_cuda.json",
     "--methods",
     "checkpoint in tiles",
-    "4 bits in tiles",
+    "checkpoint8 in tiles",
 )
 PLANNED = "--backwards pareprop --models swin_tiny vit_small gpt_small --batch 8"
 PLANNED_TOY = words("--batch 1 --tokens 16 --models swin_nano gpt_tiny --precisions bf16 --backwards pareprop")
@@ -111,9 +111,6 @@ PLANNED_TOY = words("--batch 1 --tokens 16 --models swin_nano gpt_tiny --precisi
 QUARTER = (
     Piece("versions", script("bench_first_steps", "--cases"), seconds=20),
     Piece("first_steps", script("bench_first_steps", ""), STEPS_TOY, 90, FOREIGN),
-    Piece("bits", script("bench_bits", ""), words("--dim 32 --tokens 16 --batch 2"), 60),
-    Piece("coupling", script("bench_coupling", ""), words("--tokens 8 --dim 16 --rounds 1"), 20),
-    Piece("counted_blocks", script("bench_counted", "--measure"), (), 40, FOREIGN),
     Piece(
         "cuda_graphs",
         script("bench_backward", "--graphs --dim 192 --heads 3 --tokens 64 --rounds 20 --engines reversible pareprop"),
@@ -162,11 +159,6 @@ REST = (
         "error_diffusion",
         script("bench_error_diffusion", "--depths 512 1024 2048 4096"),
         words("--depths 4 8 --deep 4 --rounds 1"),
-    ),
-    Piece(
-        "ramps",
-        script("bench_ramps", "--precision bf16 --depths 12 30 24"),
-        words("--depths 3 --steps 3 --pretrain 3 --seeds 2 --batch 2 --windows 4"),
     ),
     Piece("generation", script("bench_generation", "--size medium --batch 8 --tokens 256"), GENERATION_TOY),
     Piece("generation_bits", script("bench_generation", "--size medium --bits 8 4"), GENERATION_TOY, needs=("torchao",)),

@@ -30,8 +30,7 @@ PARENT = "import subprocess; process = subprocess.Popen(['sleep', '600']); print
 SPECIFIED = {
     ("versions",): 20,
     ("first_steps",): 90,
-    ("bits",): 60,
-    ("coupling", "counted_blocks", "cuda_graphs"): 90,
+    ("cuda_graphs",): 30,
     ("planned_and_reserved", "whole_steps_in_tiles"): 60,
     ("new_lengths",): 60,
     ("longest_sequence_gpt2", "longest_sequence_qwen3"): 90,

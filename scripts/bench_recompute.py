@@ -1,14 +1,14 @@
 """Compares ways to train a stack of residual blocks as it is: memory of a step, its growth with each block, and step time.
 
-    python scripts/bench_make_reversible.py --json scripts/results/make_reversible_cpu.json
-    python scripts/bench_make_reversible.py --shape gpt2 --tokens 512 --batch 1
-    python scripts/bench_make_reversible.py --shape llama --tokens 2048 --batch 1 --depths 6 12 --methods checkpoint "2 bits"
+    python scripts/bench_recompute.py --json recompute_cpu.json
+    python scripts/bench_recompute.py --shape gpt2 --tokens 512 --batch 1
+    python scripts/bench_recompute.py --shape llama --tokens 2048 --batch 1 --depths 6 12 --methods checkpoint checkpoint8
 
 Needs only torch. The methods: plain autograd; torch.utils.checkpoint of each block (which is also Hugging Face's
 gradient_checkpointing_enable); the same with the results of matrix products stored (selective); torch.compile of each block
 with the least that its memory budget can store (compiled, which makes the blocks faster, too); saved tensors offloaded to the
-host (on a CPU that saves nothing, so it is left out there); and holotrain's make_reversible with some bits. A step is a forward
-and a backward.
+host (on a CPU that saves nothing, so it is left out there); and holotrain's recompute, with block inputs as they are and in 8
+bits. A step is a forward and a backward.
 
 With --lora all matrices are frozen in int8, one scale a row, and multiplied back for each product, as torchao's
 Int8WeightOnlyConfig does; what trains are LoRA matrices of rank 8 beside them.
@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from holotrain.planning import training_step
-from holotrain.reversible import make_reversible
+from holotrain.reversible import recompute
 
 SHAPES = {
     "narrow": {"dim": 192, "heads": 3},
@@ -132,7 +132,8 @@ METHODS: dict[str, Callable[[Stack], Callable[[Tensor], Tensor]]] = {
     "selective": selective,
     "compiled": compiled,
     "offload": offloaded,
-    **{f"{bits} bit{'s' * (bits > 1)}": functools.partial(make_reversible, blocks="blocks", bits=bits) for bits in (1, 2, 4)},
+    "recompute": functools.partial(recompute, blocks="blocks"),
+    "checkpoint8": functools.partial(recompute, blocks="blocks", backward="checkpoint8"),
 }
 
 
@@ -151,7 +152,7 @@ def peak_of(method: str, depth: int, shape: dict, x: Tensor, amp: bool) -> int:
     torch.manual_seed(0)
     net = Stack(depth, shape).to(x.device)
     step = step_of(method, net, x, amp)
-    step()  # makes the gradients, and chooses the grid
+    step()  # makes the gradients
     gc.collect()
     return training_step.peak_of(step, x.device)
 
