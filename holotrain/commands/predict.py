@@ -19,9 +19,7 @@ from holotrain.config.build import description, task_of
 from holotrain.config.build_trainer import build_trainer, check_device
 from holotrain.config.command_options import PredictConfig, RunConfig
 from holotrain.config.option_groups import CAUSAL_LM, IMAGES, TEXT, is_a
-from holotrain.data.decoding import MEGAPIXELS
 from holotrain.data.image_folder import NamedImageFiles, image_files
-from holotrain.data.limits import EXPANSION
 from holotrain.data.loader import worker_count
 from holotrain.data.text.sources import text_files
 from holotrain.data.tokenizers import tokenizer_from_json
@@ -88,13 +86,11 @@ def _files_loader(config: RunConfig, described: dict[str, Any], path: Path) -> D
             batch_size=batch_size,
             text=getattr(config.data, "text", "text"),
             unit=getattr(config.data, "unit", None) or "file",
-            expansion=getattr(config.data, "max_expansion", EXPANSION),
             num_workers=workers,
         )
     if "statistics" not in described or "image_size" not in facts:
         raise UserError(f"images: {config.data.name} does not tell how to prepare them; without images= the test set is used")
-    most, size = getattr(config.data, "max_megapixels", MEGAPIXELS), facts["image_size"]
-    return image_files(path, facts["channels"], size, described["statistics"], batch_size, num_workers=workers, megapixels=most)
+    return image_files(path, facts["channels"], facts["image_size"], described["statistics"], batch_size, num_workers=workers)
 
 
 class NamesRead(pl.Callback):

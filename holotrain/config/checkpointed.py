@@ -35,13 +35,13 @@ NEVER_KEPT = ("output_dir", "ckpt_path", "trust", "logger")
 """Options of a run that only a command line sets."""
 
 COMMAND_LINE_ONLY = (
-    *("trust", "data.cache_dir", "data.download", "data.max_megapixels", "data.max_expansion", "model.download"),
+    *("trust", "data.cache_dir", "data.download", "model.download"),
     *("trainer.profiler", "trainer.plugins", "trainer.model_registry"),
 )
 """Options that decide what is run, what is written, and where: a file does not set them."""
 
-REMOVED = ("max_restarts",)
-"""Options of the trainer that only checkpoints of older versions have."""
+REMOVED = ("trainer.max_restarts", "data.max_megapixels", "data.max_expansion")
+"""Options that only checkpoints of older versions have."""
 
 DESCRIPTION = {
     **{"target": "str", "arguments": "dict", "facts": "dict[str, int | float | str | None]"},
@@ -160,7 +160,9 @@ def _checked_config(plain: Any) -> dict[str, Any]:
     """The configuration of a file in plain containers, less what a file must not decide."""
     json.dumps(checked("its options", "dict", plain))  # a TypeError of what is no plain value
     values = {name: value for name, value in plain.items() if name not in NEVER_KEPT}
-    values["trainer"] = {name: value for name, value in values["trainer"].items() if name not in REMOVED}
+    for group, each in values.items():
+        if isinstance(each, dict):
+            values[group] = {name: value for name, value in each.items() if f"{group}.{name}" not in REMOVED}
     config = _kept(structured("fit", values))
     for group, _, name in (option.partition(".") for option in COMMAND_LINE_ONLY):
         if (config.get(group) or {}).pop(name, None) is not None and name == "download":

@@ -4,7 +4,6 @@ image_sets    Digits, MNIST, CIFAR10, CIFAR100, Fake
 image_folder  ImageFolder; image files, and what to do with one that cannot be read: it is skipped or ends the run
 hub_images    HubImages
 decoding      decodes images that anybody may have made
-limits        of what files become when they are read
 images        what image data sets share: transforms, normalisation, a choice of classes
 hub           what Hugging Face's datasets library reads
 text          text: tokenised data sets, packed blocks and documents, batches by length for token lists of your own

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from holotrain.data.decoding import UNREADABLE, decoded, upright
+from holotrain.data.decoding import UNREADABLE, decoded
 from holotrain.data.hub import FromHub, class_names, column, in_order
 from holotrain.data.images import ChosenClasses, SizedImages
 from holotrain.errors import UserError
@@ -57,7 +57,7 @@ class HubImages(FromHub, ChosenClasses, SizedImages):
         if len(names) < 2:
             raise UserError(f"data.label: column {self.label_column!r} holds one class; at least two are needed")
         folders, columns = self.folders(), (self.image_column, self.label_column)
-        images = {part: HubRows(each, *columns, numbers, folders, self.megapixels) for part, each in rows.items()}
+        images = {part: HubRows(each, *columns, numbers, folders) for part, each in rows.items()}
         self.split_classes(names, **{part: (each, each.labels) for part, each in images.items()})
 
 
@@ -68,12 +68,9 @@ class HubRows(Dataset):
         image, label: the columns.
         numbers: the number of each label's class; -1 for labels that mean none.
         folders: where the images lie that are files of their own. Their paths begin in the first one.
-        megapixels: the largest image.
     """
 
-    def __init__(
-        self, rows: "Rows", image: str, label: str, numbers: dict[Any, int], folders: Sequence[Path], megapixels: float
-    ) -> None:
+    def __init__(self, rows: "Rows", image: str, label: str, numbers: dict[Any, int], folders: Sequence[Path]) -> None:
         from datasets import Image as ImageFeature
 
         found = rows.select_columns([label])[label][:]
@@ -81,7 +78,7 @@ class HubRows(Dataset):
             raise UserError(f"data.label: {unknown.pop()!r} is a class that the training split does not have")
         self.labels = torch.tensor([numbers[each] for each in found])
         self.rows = rows.select_columns([image]).cast_column(image, ImageFeature(decode=False))  # which may ask a server
-        self.image, self.folders, self.megapixels = image, folders, megapixels
+        self.image, self.folders = image, folders
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -89,7 +86,7 @@ class HubRows(Dataset):
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         try:
             with self._file(self.rows[index][self.image] or {}) as file:
-                return upright(decoded(file, self.megapixels)), int(self.labels[index])
+                return decoded(file), int(self.labels[index])
         except UNREADABLE as error:
             raise UserError(f"data: row {index} holds no readable image ({error})") from error
 

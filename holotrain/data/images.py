@@ -153,7 +153,6 @@ class ImageDataModule(LoadingModule):
         randaugment_magnitude: strength of the RandAugment operations, 0 to 30
         mixup_alpha: alpha of MixUp's Beta distribution; 0: no MixUp
         cutmix_alpha: alpha of CutMix's Beta distribution; 0: no CutMix; with MixUp too, each batch uses one of the two
-        max_megapixels: largest image, in millions of pixels, that is decoded from a file, also by predict images=
 
     A subclass defines ``num_classes``, ``image_shape`` (C, H, W), the ``statistics`` of its channels, ``class_names`` (maybe
     after ``setup`` only), and ``split``, which is called after ``setup``, or sets ``_splits`` there.
@@ -174,16 +173,14 @@ class ImageDataModule(LoadingModule):
         randaugment_magnitude: int = 9,
         mixup_alpha: float = 0.0,
         cutmix_alpha: float = 0.0,
-        max_megapixels: float = 89.5,
         **options: Any,
     ) -> None:
         super().__init__(**options)
         require_at_least(1, batch_size=batch_size)
-        require_within(0, 1e6, max_megapixels=max_megapixels)
         require_at_least(0, randaugment_ops=randaugment_ops)
         require_at_least(0, mixup_alpha=mixup_alpha, cutmix_alpha=cutmix_alpha)
         require_within(0, 30, closed=True, randaugment_magnitude=randaugment_magnitude)
-        self.batch_size, self.megapixels = batch_size, max_megapixels
+        self.batch_size = batch_size
         self.loading["collate_fn"] = collated_channels_last if channels_last else default_collate
         self.augment = augment
         self.randaugment = [v2.RandAugment(randaugment_ops, randaugment_magnitude)] if randaugment_ops else []

@@ -8,16 +8,13 @@ from itertools import chain
 from unittest.mock import Mock
 
 import datasets
-import numpy as np
 import pytest
 import torch
 from data_files import documents_of, write_saved_images
-from PIL import ExifTags, Image
 from resumed_loaders import same, stream
 
 from holotrain.checkpoints.exact_resume import KEY, ExactResume
 from holotrain.data import HubImages, HubText, hub
-from holotrain.data.decoding import upright
 from holotrain.data.sampler import set_data_shard
 from holotrain.data.text import batches
 from holotrain.errors import UserError
@@ -86,7 +83,9 @@ def test_files_and_folders_are_read_too(tmp_path, name):
     data.setup()
     expected = texts["b"] + texts["c"] if "*" in name else texts["b" if name == "b.json" else "a"]
     assert sorted(chain(*(documents_of(data, part) for part in ("train", "val", "test")))) == sorted(expected)
-    with pytest.raises(UserError, match=r"^data\.name: .* matches files of several kinds, .*\.tsv; name one of them$"):
+    with pytest.raises(
+        UserError, match=r"^data\.format: the files are of several formats, json and parquet and tsv; choose one$"
+    ):
         HubText(str(tmp_path / "*.*"), cache_dir=str(tmp_path / "cache")).setup()
 
 
@@ -254,17 +253,6 @@ def test_minus_one_is_a_class_unless_classes_have_names(images, tmp_path, named)
     assert Counter(train[index][1] for index in range(len(train))) == dict.fromkeys(range(2 if named else 3), 20)
 
 
-def test_an_image_is_shown_as_it_was_held():
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = 6
-    pixels = np.random.default_rng(0).integers(0, 255, (4, 6, 3), dtype="uint8")
-    held = Image.fromarray(pixels)
-    held.info["exif"] = exif.tobytes()
-    assert np.array_equal(np.asarray(upright(held)), np.rot90(pixels, -1))
-    held.info["exif"] = b"Exif\0\0 damaged"
-    assert upright(held) is held
-
-
 def write_lines(folder, *names):
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -274,28 +262,27 @@ def write_lines(folder, *names):
 @pytest.mark.parametrize(
     ("names", "splits"),
     [
-        (["train_sft-00000-of-00002.txt", "train_sft-00001-of-00002.txt", "data/gen-00000-of-00001.txt"], ["train_sft", "gen"]),
-        (["train-00000-of-00001.txt", "unsupervised-00000-of-00001.txt", "x/test.txt"], ["train", "unsupervised", "test"]),
-        (["my-val-00000-of-00001.txt", "training/a.txt"], ["validation", "train"]),
+        (
+            ["data/train_sft-00000-of-00002.txt", "data/train_sft-00001-of-00002.txt", "data/gen-00000-of-00001.txt"],
+            ["train_sft", "gen"],
+        ),
+        (["train-00000-of-00001.txt", "x/test.txt"], ["train", "test"]),
+        (["my-val/a.txt", "training/a.txt"], ["validation", "train"]),
         (["a.txt", "b.txt"], ["train"]),
     ],
 )
 def test_files_of_a_folder_belong_to_the_splits_that_they_name(tmp_path, names, splits):
     write_lines(tmp_path / "in", *names)
-    kind, found = hub.files_within(tmp_path / "in", tmp_path / "cache")
+    kind, found = hub.files_in(tmp_path / "in", None, tmp_path / "cache")
     assert kind == "text" and {*found} == {*splits} and sum(map(len, found.values())) == len(names)
 
 
-def test_files_and_links_that_are_left_out_are_named(tmp_path):
-    write_lines(tmp_path / "in", "train/a.txt", "b.txt", "c.csv", "test/d.txt", "README.md")
-    (tmp_path / "in/more").symlink_to(tmp_path)
-    with pytest.warns(UserWarning) as warned:
-        _, found = hub.files_within(tmp_path / "in", tmp_path / "cache")
-    assert [path.name for files in found.values() for path in files] == ["d.txt", "a.txt"]
-    assert [str(each.message) for each in warned] == [
-        "data: left out 2 files of another kind or of no split: b.txt, c.csv",
-        "data: left out 1 folder that is a link: more",
-    ]
+def test_a_folder_of_several_formats_is_read_as_the_one_that_is_chosen(tmp_path):
+    write_lines(tmp_path / "in", "a.txt", "b.csv", "README.md", ".hidden/a.parquet")
+    with pytest.raises(UserError, match=r"^data\.format: the files are of several formats, csv and text; choose one$"):
+        hub.files_in(tmp_path / "in", None, tmp_path / "cache")
+    kind, found = hub.files_in(tmp_path / "in", "text", tmp_path / "cache")
+    assert (kind, found) == ("text", {"train": [tmp_path / "in/a.txt"]})
 
 
 @pytest.mark.parametrize("name", [".", "data", "data/*.txt"])
@@ -322,7 +309,7 @@ def test_what_is_no_blob_of_a_snapshot_is_refused(tmp_path):
 REFUSED = [
     (HubText, {"text": "txt"}, r"data\.text: the data have no column 'txt'; they have text, kind"),
     (HubText, {"text": "kind"}, r"data\.text: column 'kind' holds no text, but ClassLabel"),
-    (HubText, {"split": "hold"}, r"data\.split: 'hold' is not one of train, held"),
+    (HubText, {"split": "hold"}, r"data\.split: 'hold' is not one of held, train"),
     (HubText, {"config": "small"}, r"data\.config: .*saved has no configurations; only the Hub"),
     (HubText, {"name": "nobody/nothing"}, r"data: cannot read nobody/nothing"),
     (HubText, {"streaming": True, "context": 10**6}, r"data\.batch_size: some process or worker has less than a batch"),
@@ -346,8 +333,6 @@ def test_only_what_reading_raises_is_a_mistake_of_the_user():
         raise raised
     with pytest.raises(UserError), hub.library_errors("the text"):
         raise datasets.exceptions.DatasetGenerationError("reading failed") from raised
-    with pytest.raises(UserError, match=r"cannot read the text \(it needs too much memory\)$"), hub.library_errors("the text"):
-        raise datasets.exceptions.DatasetGenerationError("reading failed") from MemoryError()
 
 
 def test_the_library_is_left_as_it_was_and_off_a_terminal_shows_no_progress(saved, tmp_path, capfd):

@@ -1,13 +1,10 @@
 """The cache of tokens: built once, never half, and anew when anything changes that it depends on."""
 
 import os
-from errno import ENOSPC
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from datasets.arrow_writer import ArrowWriter
 
 from holotrain.data import HubText, TextFiles
 from holotrain.data.text import tokenise
@@ -128,23 +125,6 @@ def test_a_tokenizer_that_is_given_goes_before_the_one_asked_for(folder, built):
 
 def test_several_processes_tokenise_the_same(folder):
     assert tokens(prepared(folder)) == tokens(prepared(folder, num_proc=2, cache_dir=str(folder.parent / "two")))
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "options", "said"),
-    [
-        (Path, "mkdir", {}, "cannot write .*cache"),
-        (ArrowWriter, "write_table", {}, "cannot write the cache of .*a.txt or one of 2 other files"),
-        (ArrowWriter, "finalize", {"tokenizer": "bpe", "vocab_size": 280}, "cannot write the cache of .*"),
-    ],
-)
-@pytest.mark.parametrize("full", [OSError(ENOSPC, "No space left on device"), OSError("No space left on device")])
-def test_a_full_disk_is_said_in_one_line(folder, monkeypatch, module, name, options, said, full):
-    """By the system, or by a library that gives its errors no number."""
-    monkeypatch.setattr(module, name, lambda *_, **__: (_ for _ in ()).throw(full))
-    said = "data: cannot read .*" if full.errno is None and module is ArrowWriter else rf"data\.cache_dir: {said}"
-    with pytest.raises(UserError, match=rf"^{said} \(No space left on device\)$"):
-        prepared(folder, **options)
 
 
 def cut(path):

@@ -20,8 +20,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from holotrain.data import hub
-from holotrain.data.hub import KINDS, FromHub, cached, files_read
-from holotrain.data.limits import EXPANSION, Expanding
+from holotrain.data.hub import FORMATS, FromHub, cached, read_files
 from holotrain.data.loader import Loader, warn_of_left_out
 from holotrain.data.text.answers import AnswerRules
 from holotrain.data.text.module import TextDataModule
@@ -54,7 +53,7 @@ class TextFile:
 
     @property
     def kind(self) -> str:
-        return KINDS.get(self.path.suffix.lower(), "text")
+        return FORMATS.get(self.path.suffix.lower(), "text")
 
 
 def matches(option: str, patterns: str | Sequence[str], part: str | None = None) -> list[TextFile]:
@@ -72,7 +71,7 @@ def matches(option: str, patterns: str | Sequence[str], part: str | None = None)
         root, rest = Path(*whole.parts[:wild]), str(Path(*whole.parts[wild:]))
         names = [name for name in glob.glob(rest, root_dir=root, recursive=True) if (root / name).is_file()]
         if not names:
-            known = ", ".join((".txt", *KINDS))
+            known = ", ".join((".txt", *FORMATS))
             raise UserError(f"data.{option}: no file matches {pattern!r}; files may be {known} or any plain text")
         found += [TextFile(root / name, Path(name).as_posix(), part) for name in names]
     return found
@@ -84,11 +83,10 @@ def rows_of(
     cache: Path,
     streaming: bool = False,
     num_proc: int | None = None,
-    expansion: float = EXPANSION,
 ) -> list[Rows]:
     """Files, in groups of one part and label each. With enough files, whole ones are held out; else documents.
 
-    ``streaming``, ``num_proc`` and ``expansion`` are those of :func:`~holotrain.data.hub.files_read`.
+    ``streaming`` and ``num_proc`` are those of :func:`~holotrain.data.hub.read_files`.
     """
     chosen = {file.part for file in files}
     drawn = [file for file in files if file.part is None]
@@ -104,24 +102,24 @@ def rows_of(
         options = {"sample_by": SAMPLES[rules.unit], "encoding": "utf-8-sig"} if kind == "text" else {}
         names = {f"group_{number}": paths for number, paths in enumerate(members.values())}
         try:
-            read = files_read(kind, names, cache, streaming, num_proc, expansion, **options)
+            read = read_files(kind, names, cache, streaming, num_proc, **options)
         except UserError:
-            for error in (_search(file, cache, expansion=expansion) for file in files):
+            for error in (_search(file, cache) for file in files):
                 if isinstance(error, UserError):
                     raise UserError(f"{error}; data.on_error=skip leaves it out") from None
             raise
         for dataset, ((part, label), paths) in zip(read.values(), members.items(), strict=True):
             others = f" and {counted(len(paths) - 1, f'other {paths[0].suffix} file')}" if len(paths) > 1 else ""
             of_group = replace(rules, fractions=tuple(shares), part=part, file_label=label)
-            named = partial(named_rows, kind, paths, cache, expansion)
+            named = partial(named_rows, kind, paths, cache)
             rows.append(Rows.checked(dataset, of_group, f"the rows of {paths[0]}{others}", named))
     return rows
 
 
-def named_rows(kind: str, paths: Sequence[Path], cache: Path, expansion: float, like: Any) -> Iterator[tuple[str, Row]]:
+def named_rows(kind: str, paths: Sequence[Path], cache: Path, like: Any) -> Iterator[tuple[str, Row]]:
     """The rows of files, each with its name, ``FILE:ROW``, with the columns of a data set."""
     for path in paths:
-        dataset: Any = files_read(kind, {"a": [path]}, cache, True, expansion=expansion)["a"]
+        dataset: Any = read_files(kind, {"a": [path]}, cache, True)["a"]
         yield from numbered(str(path), dataset.select_columns(like.column_names))
 
 
@@ -141,9 +139,7 @@ def held_out_files(names: Sequence[str], val_fraction: float, test_fraction: flo
     return dict.fromkeys(names, "train") | held
 
 
-def searched(
-    files: Sequence[TextFile], cache: Path, rules: DocumentRules | None = None, expansion: float = EXPANSION
-) -> dict[TextFile, list[int] | None]:
+def searched(files: Sequence[TextFile], cache: Path, rules: DocumentRules | None = None) -> dict[TextFile, list[int] | None]:
     """The rows of each file that no document can be made of; None: the file cannot be read.
 
     The files are read once for it, until one changes.
@@ -154,25 +150,23 @@ def searched(
 
     def rows() -> Iterator[dict[str, list[int] | None]]:
         for file in readable:
-            found = _search(file, cache, rules, expansion)
+            found = _search(file, cache, rules)
             if isinstance(found, UserError) and getattr(found.__cause__, "errno", None):
                 raise found  # not the file is damaged, but the disk or the network failed
             yield {"empty": None if isinstance(found, UserError) else found}
 
     wanted = None if rules is None else (type(rules).__name__, rules.columns)
     times = [(str(file.path.absolute()), file.path.stat().st_mtime_ns) for file in readable]
-    empty = cached(rows, {"empty": List(Value("int64"))}, cache, "empty rows", times, wanted, expansion)["empty"][:]
+    empty = cached(rows, {"empty": List(Value("int64"))}, cache, "empty rows", times, wanted)["empty"][:]
     return dict.fromkeys(files) | dict(zip(readable, empty, strict=True))
 
 
-def _search(
-    file: TextFile, cache: Path, rules: DocumentRules | None = None, expansion: float = EXPANSION
-) -> list[int] | UserError:
+def _search(file: TextFile, cache: Path, rules: DocumentRules | None = None) -> list[int] | UserError:
     """The rows that no document can be made of, or why the file cannot be read."""
     try:
         with hub.library_errors(str(file.path)):
             if file.kind != "text":
-                dataset = files_read(file.kind, {"a": [file.path]}, cache, True, expansion=expansion)["a"]
+                dataset = read_files(file.kind, {"a": [file.path]}, cache, True)["a"]
                 return (rules or DocumentRules()).empty_rows(dataset)
             hub.require_uncompressed(file.path)
             with file.path.open(encoding="utf-8-sig") as text:
@@ -267,7 +261,7 @@ def _check_answers(given: list[str], options: dict[str, Any]) -> None:
             raise ValueError(f"{name} cannot be combined with {given[0]}: a row holds its texts, and is read whole")
 
 
-class TextFiles(Expanding, TextInColumns):
+class TextFiles(TextInColumns):
     """Text files: plain ones, and files of rows: .jsonl (a JSON object a line), .parquet, .csv and .tsv.
 
     Args:
@@ -302,12 +296,12 @@ class TextFiles(Expanding, TextInColumns):
     def rows(self) -> list[Rows]:
         label, files = None if self.label == "folder" else self.label, self.files()
         if self.skip:
-            found = searched(files, self.cache, self.rules(label=label), self.expansion)
+            found = searched(files, self.cache, self.rules(label=label))
             files = [file for file, empty in found.items() if empty is not None]
             named = sorted((str(file.path), empty) for file, empty in found.items())
             warn_of_left_out("file", "that cannot be read", [name for name, empty in named if empty is None])
             warn_of_left_out("row", "without text or class", [f"{name}:{row}" for name, empty in named for row in empty or []])
-        return rows_of(files, self.rules(label=label), self.cache, self.streaming, self.num_proc, self.expansion)
+        return rows_of(files, self.rules(label=label), self.cache, self.streaming, self.num_proc)
 
 
 class HubText(FromHub, TextInColumns):
@@ -329,18 +323,18 @@ class HubText(FromHub, TextInColumns):
         return rows
 
 
-def texts_at(path: Path, text: str, unit: str = "file", expansion: float = EXPANSION) -> list[tuple[str, str]]:
+def texts_at(path: Path, text: str, unit: str = "file") -> list[tuple[str, str]]:
     """Name and text of each row that is not blank, and of each ``unit`` of plain text, in a file or folder."""
     if not path.exists():
         raise UserError(f"texts: there is no file or folder {path}")
     found, blank = [], []
     for each in [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file()):
-        in_rows = each.suffix.lower() in KINDS
+        in_rows = each.suffix.lower() in FORMATS
         try:
             with TemporaryDirectory() as cache:  # the library keeps its locks there
                 file = TextFile(each, each.name, "test")
                 rules = DocumentRules(text=text, skip=True) if in_rows else DocumentRules(unit)
-                (rows,) = rows_of([file], rules, Path(cache), streaming=True, expansion=expansion)
+                (rows,) = rows_of([file], rules, Path(cache), streaming=True)
                 of_rows = [*enumerate(rows.batches("test", 1), 1)]
         except UserError as error:  # whose advice is for data
             raise UserError(f"texts: {str(error).removeprefix('data: ').partition('; data.on_error')[0]}") from error
@@ -363,7 +357,6 @@ def text_files(
     batch_size: int,
     text: str = "text",
     unit: str = "file",
-    expansion: float = EXPANSION,
     **loading: Any,
 ) -> Loader:
     """Text files, each a document, sorted by name: ``tokens`` (B, T), ``lengths`` (B,), ``names``.
@@ -375,14 +368,13 @@ def text_files(
             text is cut short between start and end token, as for classification.
         text: column that holds the text, in files of rows.
         unit: what a document of plain text is: a file, or a paragraph or line, named ``FILE:NUMBER``.
-        expansion: see :func:`~holotrain.data.hub.files_read`.
         loading: options of DataLoader, such as ``num_workers``.
 
     Raises:
         UserError: there is no text at ``path``, or it cannot be read.
     """
     end, rows = tokenizer.end_id, []
-    for name, written in texts_at(path, text, unit, expansion):
+    for name, written in texts_at(path, text, unit):
         ids = tokenizer.encode(written)
         if packed:
             whole = np.concatenate([[end], ids, [end]])
