@@ -36,9 +36,12 @@ import torch.distributed as dist
 from bench_common import alternating, arguments, begin, draw_to, plotter, save, verdict
 from bench_overlap_parts import StandIn, Undisturbed, errors_against_all_to_all, errors_against_plain
 
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from emulated_collectives import EmulatedCollectives
+
 from holotrain.overlap.collectives import Collectives
 from holotrain.overlap.groups import ALL_TO_ALL, Columns, Grouping, Job, equal_sizes
-from holotrain.overlap.links import EmulatedCollectives, Link, MeasuredLink, interpolated
+from holotrain.overlap.links import Link, MeasuredLink, interpolated
 from holotrain.overlap.predictor import Predictor, fewest_groups
 from holotrain.overlap.tuner import Run, median_seconds, one_run, product_seconds, products_in_turn, timed
 

@@ -123,4 +123,6 @@ def _described(hint: Any) -> str:
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind is Literal:
         return f"one of {', '.join(map(repr, inner))}"
+    if kind is list and inner and inner[0] in DESCRIPTIONS:
+        return f"a list, each of it {DESCRIPTIONS[inner[0]]}"
     return f"a list of {len(inner)} values" if kind is tuple and inner and ... not in inner else DESCRIPTIONS[kind]

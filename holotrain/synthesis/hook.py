@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import fields
 from textwrap import shorten
 from typing import Any
@@ -137,16 +136,6 @@ class HolographicSynthesis:
         self.steps += 1
         self.measured = measured
         return True
-
-    def in_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Returns a closure for ``optimizer.step`` that runs the given closure (forward and backward), then :meth:`step`."""
-
-        def differentiate_and_synthesise() -> Any:
-            loss = closure()
-            self.step()
-            return loss
-
-        return differentiate_and_synthesise
 
     def state_dict(self) -> dict[str, Any]:
         """Plain containers and tensors: holograms, running means, counts, and a description of the covered parameters.

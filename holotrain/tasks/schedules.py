@@ -5,14 +5,14 @@ Each is a function of the step only, so a training that is resumed with more ste
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from holotrain.numeric import require_at_least, require_within
+from holotrain.numeric import require_within
 
 
 def cosine(optimizer: Optimizer, steps: int, warmup: float = 0.0, final: float = 0.0) -> LambdaLR:
@@ -34,26 +34,6 @@ def cosine(optimizer: Optimizer, steps: int, warmup: float = 0.0, final: float =
         return final + (1 - final) * (1 + math.cos(math.pi * done)) / 2
 
     return _warmed_up(optimizer, steps, warmup, factor)
-
-
-def multistep(
-    optimizer: Optimizer, steps: int, warmup: float = 0.0, milestones: Sequence[float] = (0.6, 0.8), gamma: float = 0.1
-) -> LambdaLR:
-    """Multiplies the learning rate by ``gamma`` at each milestone.
-
-    Args:
-        steps: optimizer steps of the whole training
-        warmup: fraction of the training during which the learning rate rises linearly from 0
-        milestones: fractions of the training at which the learning rate is multiplied by gamma
-        gamma: factor of the learning rate at each milestone
-
-    Raises:
-        ValueError: a fraction out of range.
-    """
-    for milestone in milestones:
-        require_within(0, 1, milestones=milestone)
-    require_at_least(0, gamma=gamma)
-    return _warmed_up(optimizer, steps, warmup, lambda step: gamma ** sum(step >= round(part * steps) for part in milestones))
 
 
 def constant(optimizer: Optimizer, steps: int, warmup: float = 0.0) -> LambdaLR:

@@ -60,6 +60,7 @@ TABLES = {
         ("fit trainer.max_steps=0", "trainer.max_steps: must be above 0; for no limit, use trainer.max_steps=-1"),
         ("fit trainer.max_time=1h", "trainer.max_time: '1h' is not a time; write DD:HH:MM:SS"),
         ("fit task=causal_lm trainer.max_steps=-1", "trainer.max_epochs=-1: needs a limit; set trainer.max_steps or"),
+        ("fit scheduler=multistep scheduler.milestones=[0.6,0.8]", "[0.6, 0.8] is not a list, each of it a whole number"),
         ("fit seed='${nope}'", "seed: Interpolation key 'nope' not found"),
         # files and folders
         ("fit resume=true hydra.run.dir=empty", "empty has no checkpoint, because the run ended before it saved one"),

@@ -6,12 +6,13 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 import torch.distributed as dist
+from emulated_collectives import EmulatedCollectives
 from gloo_pair import find_as_one_of_them, found_by_processes
 from torch.nn.functional import linear
 
 from holotrain.overlap import all_to_all_linear, linear_all_to_all
 from holotrain.overlap.groups import Columns
-from holotrain.overlap.links import EmulatedCollectives, Link
+from holotrain.overlap.links import Link
 from holotrain.overlap.tuner import Tuner
 
 if not dist.is_available():

@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from covering import long
+from emulated_collectives import EmulatedCollectives
 from interpreted import code_for, needs_triton, run_interpreted
 
 from holotrain.overlap import row_parallel_linear, signals
 from holotrain.overlap.functions import AllReduce, ReduceScatter
 from holotrain.overlap.groups import Columns
-from holotrain.overlap.links import EmulatedCollectives, Link
+from holotrain.overlap.links import Link
 from holotrain.overlap.overlapped_product import Overlap
 from holotrain.overlap.predictor import TILE_COLUMNS
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from compared import assert_equal
+from emulated_collectives import EmulatedCollectives
 from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain.overlap import tuner as module
 from holotrain.overlap.groups import COLLECTIVES, Job
-from holotrain.overlap.links import EmulatedCollectives, Link, MeasuredLink
+from holotrain.overlap.links import Link, MeasuredLink
 from holotrain.overlap.tuner import Tuner
 
 LINK = Link(1e6, 1e-4)

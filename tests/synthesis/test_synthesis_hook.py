@@ -200,33 +200,6 @@ def test_copies_of_the_model_and_evaluation_gather_nothing():
     assert taken(synthesis).any()
 
 
-def test_a_closure_is_a_step_at_each_evaluation():
-    """The same updates as when it is called between backward and step, and L-BFGS' many evaluations too."""
-
-    def trained(make, in_closure, **options):
-        model = network()
-        synthesis, optimizer = HolographicSynthesis(model), make(model.parameters(), **options)
-
-        def closure():
-            optimizer.zero_grad()
-            loss = model(data()).square().sum()
-            loss.backward()
-            return loss
-
-        for _ in range(3):
-            if in_closure:
-                assert optimizer.step(synthesis.in_closure(closure)).isfinite()
-            else:
-                closure()
-                synthesis.step()
-                optimizer.step()
-        return model, synthesis
-
-    (model, _), (twin, _) = (trained(torch.optim.SGD, in_closure, lr=0.01) for in_closure in (True, False))
-    assert_equal(model.parameters(), twin.parameters())
-    assert trained(torch.optim.LBFGS, True, lr=0.05, max_iter=3)[1].steps == 9
-
-
 @pytest.mark.parametrize("options", [{"covers": lambda name, _: name.startswith("0")}, {"subsample": 0.5}, {}])
 def test_nan_in_entries_that_are_not_covered_or_in_inputs_skips_the_step_too(options):
     model = network()

@@ -49,13 +49,6 @@ def test_cosine_rises_then_falls_along_half_a_cosine():
     assert seen[10:] == pytest.approx(expected, rel=1e-6)
 
 
-def test_multistep_falls_at_its_milestones():
-    seen = rates(schedules.multistep, 20, warmup=0.1, milestones=[0.5, 0.75], gamma=0.1)
-    assert seen[2:10] == pytest.approx([0.5] * 8)
-    assert seen[10:15] == pytest.approx([0.05] * 5)
-    assert seen[15:] == pytest.approx([0.005] * 5)
-
-
 def test_a_longer_training_follows_the_longer_schedule():
     """The state of a short schedule, loaded into a longer one, continues along the longer one."""
     states, expected = [], rates(schedules.cosine, 40, warmup=0.1)
