@@ -1,14 +1,12 @@
 """Callbacks for any Lightning Trainer.
 
-monitor             Monitor: how often callbacks measure, and what they ask of a trainer
+monitor             Monitor: how often callbacks measure; how they log scalars, figures and texts
 memory              MemoryMonitor: memory of each phase, and leaks
 throughput          ThroughputMonitor: samples, tokens, MFU and HFU; FLOPs of a step, peak FLOP/s of known GPUs
 optimization        OptimizationMonitor: norms of gradients and updates; Histograms: distributions of weights and gradients
 model_monitors      DriftMonitor, ErrorDiffusionMonitor, PaddingMonitor: what only some models and data have
 synthesis_callback  SynthesisCallback: holographic weight synthesis before each optimizer step
-classifiers         Predictions and ConfusionMatrix: what a classifier says of its validation data
-samples             Samples: texts of a causal language model
-drawing             pictures and texts for each kind of logger
+shown               ConfusionMatrix, Predictions and Samples: what people look at in TensorBoard
 trace               TraceProfiler: a few batches as a trace for Perfetto, with their memory
 interrupt           SaveOnSignal: saves a checkpoint before a signal ends the training, in all processes at the same batch
 epoch_log           EpochLog: one line per epoch; progress: bar or lines
@@ -16,12 +14,11 @@ epoch_log           EpochLog: one line per epoch; progress: bar or lines
 Those that save and resume are in :mod:`holotrain.checkpoints`.
 """
 
-from holotrain.callbacks.classifiers import ConfusionMatrix, Predictions
 from holotrain.callbacks.epoch_log import progress
 from holotrain.callbacks.memory import MemoryMonitor
 from holotrain.callbacks.model_monitors import DriftMonitor, ErrorDiffusionMonitor, PaddingMonitor
 from holotrain.callbacks.optimization import Histograms, OptimizationMonitor
-from holotrain.callbacks.samples import Samples
+from holotrain.callbacks.shown import ConfusionMatrix, Predictions, Samples
 from holotrain.callbacks.synthesis_callback import SynthesisCallback
 from holotrain.callbacks.throughput import ThroughputMonitor
 from holotrain.checkpoints.saving import BestCheckpoint, WeightAverage

@@ -1,8 +1,10 @@
-"""What monitors share: how often they measure, and what they ask of a trainer."""
+"""What callbacks share: how often they measure, what they ask of a trainer, and how they log."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import lightning.pytorch as pl
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from matplotlib.figure import Figure
 
 from holotrain.numeric import require_at_least
 from holotrain.reversible.graphs import GraphedStep
@@ -40,6 +42,24 @@ def log_scalars(trainer: pl.Trainer, scalars: Mapping[str, float], step: int) ->
     """To all loggers."""
     for logger in trainer.loggers:
         logger.log_metrics(dict(scalars), step=step)
+
+
+def log_figure(loggers: Iterable[Logger], tag: str, figure: Figure, step: int) -> None:
+    """To TensorBoard, and to loggers that have Lightning's ``log_image``, such as WandbLogger."""
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_figure(tag, figure, step)
+        elif (log := getattr(logger, "log_image", None)) is not None:
+            log(key=tag, images=[figure], step=step)
+
+
+def log_text(loggers: Iterable[Logger], tag: str, text: str, step: int) -> None:
+    """The same, with ``log_text``. TensorBoard reads Markdown, which leaves indented lines as they are."""
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), step)
+        elif (log := getattr(logger, "log_text", None)) is not None:
+            log(key=tag, columns=["text"], data=[[text]], step=step)
 
 
 def replays(pl_module: pl.LightningModule) -> bool:

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.attention import sdpa_kernel
 
-from holotrain.callbacks.drawing import log_image
+from holotrain.callbacks.monitor import log_figure
 from holotrain.checkpoints.exact_resume import ExactResume
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import check_classes, check_same, load_weights, tokenizer_for
@@ -66,8 +66,8 @@ def evaluate(
     for logger in loggers:
         logger.log_metrics(metrics, step=step)
     for matrix in matrices:
-        if matrix.image is not None:
-            log_image(loggers, f"{SPLITS[split]}/confusion_matrix", matrix.image, step)
+        if matrix.figure is not None:
+            log_figure(loggers, f"{SPLITS[split]}/confusion_matrix", matrix.figure, step)
     return metrics
 
 

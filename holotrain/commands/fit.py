@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from holotrain.callbacks.drawing import log_text
 from holotrain.callbacks.interrupt import Interrupted
+from holotrain.callbacks.monitor import log_text
 from holotrain.callbacks.trace import TraceProfiler
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import KeepConfiguration, check_classes, check_continuable, check_same, chosen_before
@@ -168,7 +168,7 @@ class Training:
         if self.monitor is not None and self.monitor.monitor:
             validated = list(dict.fromkeys([self.monitor.monitor, *monitored_by(self.task)]))
         log_options(self.loggers, self.config, self.run, validated)
-        log_text(self.loggers, "configuration", ["config.yaml"], [[resolved]], step=0)
+        log_text(self.loggers, "configuration", resolved, step=0)
 
     def train_and_test(self, start: Path | None) -> None:
         """Trains from a checkpoint, if there is one."""

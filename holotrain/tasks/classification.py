@@ -72,19 +72,21 @@ class Classifier(Task):
         """The probability of each class, (B, classes)."""
         return outputs.float().softmax(-1)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self._evaluate("val", self.val_metrics, batch)
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        return self._evaluate("val", self.val_metrics, batch)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self._evaluate("test", self.test_metrics, batch)
+    def test_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        return self._evaluate("test", self.test_metrics, batch)
 
-    def _evaluate(self, split: str, metrics: MetricCollection, batch: Any) -> None:
+    def _evaluate(self, split: str, metrics: MetricCollection, batch: Any) -> dict[str, Tensor]:
+        """Returns ``probabilities`` (B, classes) and ``labels`` (B,), for callbacks."""
         *arguments, labels = self.inputs(batch)
         outputs = self(*arguments)
         metrics.update(self.scores(outputs), labels)
         shown = {"prog_bar": split == "val", "batch_size": len(labels)}
         self.log(f"{split}/loss", self.criterion(outputs, labels), on_epoch=True, sync_dist=True, **shown)
         self.log_dict(metrics, **shown)  # ty: ignore[invalid-argument-type]
+        return {"probabilities": self.probabilities(outputs), "labels": labels}
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         """Returns the likeliest class of each sample, ``class`` (B,), and its probability, ``probability`` (B,)."""

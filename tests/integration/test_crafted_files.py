@@ -81,7 +81,10 @@ CHANGES = {
     # Classes.
     "a command as an optimizer": (option("optimizer", {"_target_": "subprocess.run"}), "names 'subprocess.run' as optimizer"),
     "a command as an argument": (option("optimizer", {"_target_": "torch.optim.AdamW", "lr": CALL}), "lr: .* is not a number"),
-    "a class of a callback": (option("callbacks", "samples", "tokenizer", CALL), "'os.system' as callbacks.samples.tokenizer"),
+    "a class of a callback": (
+        option("callbacks", "samples", "prompts", CALL),
+        "callbacks.samples.prompts: .*os.system.* is not a list",
+    ),
     "another callback": (
         option("callbacks", "x", {"_target_": "lightning.pytorch.callbacks.ModelCheckpoint"}),
         "ModelCheckpoint' as callbacks.x, but neither",

@@ -1,0 +1,174 @@
+"""What people look at in TensorBoard: a confusion matrix, images with predictions, and sampled texts."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchmetrics.classification import MulticlassConfusionMatrix
+from torchvision.utils import make_grid
+
+from holotrain.callbacks.monitor import log_figure, log_text
+from holotrain.models import generate
+from holotrain.models.generation import Sampling, can_generate
+from holotrain.numeric import require_at_least
+
+
+def classified(outputs: Any) -> tuple[Tensor, Tensor] | None:
+    """``probabilities`` (B, classes) and ``labels`` (B,), if an evaluation step returned a dictionary with both."""
+    if not isinstance(outputs, dict) or not {"probabilities", "labels"} <= outputs.keys() or outputs["labels"].ndim != 1:
+        return None
+    return outputs["probabilities"].detach(), outputs["labels"]
+
+
+def class_names(trainer: pl.Trainer, classes: int) -> list[str]:
+    """Those of the data module, cut to 20 characters, else their numbers. A dollar sign would begin a formula."""
+    names = getattr(trainer.datamodule, "class_names", None) or []  # ty: ignore[missing-attribute]
+    return [str(name)[:20].replace("$", r"\$") for name in (names if len(names) == classes else range(classes))]
+
+
+class ConfusionMatrix(pl.Callback):
+    """Logs the confusion matrix, with counts, as ``val/confusion_matrix`` and ``test/confusion_matrix``.
+
+    For any classifier whose ``validation_step`` and ``test_step`` return a dictionary with ``probabilities`` (B, classes) and
+    ``labels`` (B,). It counts the first loader, over all processes.
+
+    Args:
+        max_classes: with more classes than this, it draws nothing. Counts are written into a matrix of up to 20 classes.
+
+    Attributes:
+        figure: the last matrix; None before the first.
+    """
+
+    def __init__(self, max_classes: int = 100) -> None:
+        self.max_classes = max_classes
+        self.figure: Figure | None = None
+        self._metric: MulticlassConfusionMatrix | None = None
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        found = classified(outputs)
+        if trainer.sanity_checking or dataloader_idx or found is None or found[0].shape[1] > self.max_classes:
+            return
+        if self._metric is None:
+            self._metric = MulticlassConfusionMatrix(found[0].shape[1], validate_args=False).to(found[0].device)
+        self._metric.update(*found)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._draw(trainer, "val/confusion_matrix")
+
+    on_test_batch_end = on_validation_batch_end
+
+    def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._draw(trainer, "test/confusion_matrix")
+
+    def _draw(self, trainer: pl.Trainer, tag: str) -> None:
+        metric, self._metric = self._metric, None
+        if metric is None:
+            return
+        counts = metric.compute()  # over all processes
+        if trainer.is_global_zero:
+            classes = len(counts)
+            side = min(2 + 0.7 * classes, 24)  # inches
+            self.figure = Figure((side, side), layout="constrained")
+            axes = self.figure.subplots()
+            metric.plot(counts, axes, add_text=classes <= 20, labels=class_names(trainer, classes), cmap="Blues")
+            log_figure(trainer.loggers, tag, self.figure, trainer.global_step)
+
+
+class Predictions(pl.Callback):
+    """Logs ``val/predictions`` at each validation: images with label, prediction and its probability.
+
+    For classifiers as in :class:`ConfusionMatrix` with batches (images (B, 1 or 3, H, W), labels (B,)). It shows the first
+    images of batches that are spread over the first loader, each scaled to its own range.
+
+    Args:
+        count: number of images.
+    """
+
+    def __init__(self, count: int = 9) -> None:
+        require_at_least(1, count=count)
+        self.count = count
+        self._rows: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        images, found = batch[0] if isinstance(batch, list | tuple) else None, classified(outputs)
+        if found is None or not isinstance(images, Tensor) or images.ndim != 4 or images.shape[1] not in (1, 3):
+            return
+        batches = trainer.num_val_batches[0]  # may be infinite
+        if not (trainer.sanity_checking or dataloader_idx) and (
+            batches == math.inf or batch_idx % max(batches // self.count, 1) == 0
+        ):
+            first = slice(max(math.ceil(self.count / batches), 1))
+            self._rows += zip(images[first].clone(), found[0][first], found[1][first], strict=True)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        rows, self._rows = self._rows[: self.count], []
+        if not (rows and trainer.is_global_zero and trainer.loggers):
+            return
+        names, height = class_names(trainer, len(rows[0][1])), math.ceil(len(rows) / 3)
+        figure = Figure((6, 2.4 * height), layout="constrained")
+        for place, (image, probabilities, label) in enumerate(rows):
+            predicted = int(probabilities.argmax())
+            axes = figure.add_subplot(height, 3, place + 1)
+            axes.imshow(make_grid(image.cpu().float(), normalize=True).permute(1, 2, 0))
+            said = f"label {names[label]}\npredicted {names[predicted]}, {probabilities[predicted].item():.0%}"
+            axes.set_title(said, fontsize=9, color="green" if predicted == label else "red")
+            axes.set_axis_off()
+        log_figure(trainer.loggers, "val/predictions", figure, trainer.global_step)
+
+
+class Samples(pl.Callback):
+    """Logs ``val/samples`` at each validation: how a causal language model goes on with prompts, by the same random numbers.
+
+    For a model that can generate, in ``pl_module.model`` and not sharded, and a data module with a ``tokenizer``.
+
+    Args:
+        prompts: texts to go on with; of a long one as much as fills half of the context. An empty one begins a document.
+        tokens: number of tokens to add to each.
+    """
+
+    def __init__(self, prompts: Sequence[str] = ("", ""), tokens: int = 64) -> None:
+        if isinstance(prompts, str) or not prompts:
+            raise ValueError("prompts must be a list of at least one text")
+        require_at_least(1, tokens=tokens)
+        self.prompts, self.tokens = prompts, tokens
+
+    # Before on_validation_end: then an average of the weights is still in place, and the time does not count as training.
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        model, tokenizer = getattr(pl_module, "model", None), getattr(trainer.datamodule, "tokenizer", None)  # ty: ignore[missing-attribute]
+        if not isinstance(model, nn.Module) or not can_generate(model) or tokenizer is None or not trainer.is_global_zero:
+            return
+        if trainer.sanity_checking or any(isinstance(each, DTensor) or each.is_meta for each in model.parameters()):
+            return
+        end, longest = tokenizer.end_id, cast(int, model.context) // 2
+        starts = [torch.tensor([end, *tokenizer.encode(prompt).tolist()][-longest:]) for prompt in self.prompts]
+        generator = torch.Generator(pl_module.device).manual_seed(0)
+        # Each length of the cache would be compiled anew.
+        with trainer.precision_plugin.forward_context(), torch.compiler.set_stance("force_eager"):
+            try:
+                rows = torch.stack([*generate(model, starts, self.tokens, Sampling(), end, generator)], dim=1).tolist()
+                texts = [tokenizer.decode([token for token in row if token != end]) for row in rows]
+            except ValueError as error:  # NaN: the training goes on, and its loss shows it
+                texts = [f"({error})"] * len(self.prompts)
+        shown = "\n\n".join(f"{prompt} | {text}" for prompt, text in zip(self.prompts, texts, strict=True))
+        log_text(trainer.loggers, "val/samples", shown, trainer.global_step)
