@@ -6,8 +6,7 @@ vit, swin, mvit, gpt, roberta
 
 Without a backward pass: image_error_diffusion
 
-Of other libraries: external (the base class, and timm), huggingface (huggingface_files: its files, read as data;
-decoder_blocks: its causal models, divided between blocks)
+Of other libraries: external (the base class, and timm), huggingface (huggingface_files: its files, read as data)
 
 Parts of the models: layers
 

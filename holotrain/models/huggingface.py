@@ -3,19 +3,16 @@
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from holotrain.files import write_json
 from holotrain.models.checkpoint_files import CONFIG, read_weights
-from holotrain.models.decoder_blocks import DecoderBlocks
 from holotrain.models.external import ExternalModel, external_weights
 from holotrain.models.huggingface_files import TRANSFORMERS, folder_of, has_weights, network_of, quiet_and_offline
-from holotrain.models.layers.divisible import Divisible
 from holotrain.models.layers.patches import resized_positions
 from holotrain.models.pretrained import require_floats, take_over
 from holotrain.reversible.tiled_loss import tiled_cross_entropy
@@ -48,7 +45,7 @@ POSITIONS = "embeddings.position_embeddings"
 """The end of the name of a vision transformer's learned positions."""
 
 
-class HuggingFace(Divisible, ExternalModel):
+class HuggingFace(ExternalModel):
     """A model of transformers with the head of a task. Code beside the weights is never run (``trust_remote_code=False``).
 
     Args:
@@ -125,40 +122,6 @@ class HuggingFace(Divisible, ExternalModel):
         if targets is None:
             return self.model(**arguments).logits
         return tiled_cross_entropy(self.model, targets, **arguments)
-
-    @cached_property
-    def decoder(self) -> DecoderBlocks:
-        """Raises a ValueError if the blocks cannot be taken apart from the rest."""
-        return DecoderBlocks(self.model)
-
-    def require_divisible(self) -> None:
-        if self.kind != "causal_lm":
-            raise ValueError(f"a model of transformers can be divided into stages if it is for causal_lm, not for {self.kind}")
-        _ = self.decoder
-
-    @property
-    def depth(self) -> int:
-        return len(self.decoder.blocks)
-
-    def outside(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        return self.decoder.before, self.decoder.after
-
-    def part(self, start: int, stop: int) -> nn.Module:
-        return nn.ModuleList(self.decoder.blocks[start:stop])
-
-    def enter(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        return (self.decoder.enter(tokens),)
-
-    def run(self, part: nn.Module, streams: tuple[Tensor, ...], tokens: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
-        return (self.decoder.run(cast(nn.ModuleList, part), streams[0], tokens),)
-
-    def leave(self, streams: tuple[Tensor, ...], targets: Tensor | None = None) -> Tensor:
-        tokens = torch.ones(streams[0].shape[:2], dtype=torch.long, device=streams[0].device)
-        with self.decoder.left(streams[0]):
-            return HuggingFace.forward(self, tokens, targets)
-
-    def stream_shape(self, tokens: Tensor, block: int) -> tuple[int, ...]:
-        return *tokens.shape, self.decoder.width
 
     @property
     def head(self) -> nn.Module | None:

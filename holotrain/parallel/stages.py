@@ -38,8 +38,9 @@ def check_stages(model: nn.Module, stages: int) -> None:
         ValueError: the model cannot be divided into this many stages.
     """
     if not isinstance(model, Divisible):
-        others = "GPT, RoBERTa, Swin and ViT can, plain or reversible, and causal models of transformers"
-        raise ValueError(f"{type(model).__name__} cannot be divided into stages; {others}")
+        raise ValueError(
+            f"{type(model).__name__} cannot be divided into stages; GPT, RoBERTa, Swin and ViT can, plain or reversible"
+        )
     model.require_divisible()
     if model.depth < stages:
         raise ValueError(f"a model of {counted(model.depth, 'block')} cannot be divided into {stages} stages")

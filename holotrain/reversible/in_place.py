@@ -106,7 +106,7 @@ class RecomputedForward(ReplacedForward):
     def train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
         if self.backward == "autograd":
             return self.pass_on(arguments, keywords)
-        x, run, rest = call_of(self.own(), arguments, keywords, again=True)
+        x, run, rest = call_of(self.own(), arguments, keywords)
         if not isinstance(x, Tensor):
             x, run, rest = _within(x, run, rest)
         if x is None:

@@ -108,22 +108,16 @@ def replaced(module: Any, name: str, value: Callable) -> Generator[None]:
             setattr(module, name, before)
 
 
-def call_of(
-    forward: Callable, arguments: tuple, keywords: dict[str, Any], again: bool
-) -> tuple[Tensor, Callable, dict[str, Any]]:
-    """A block's stream, its forward as a function of the stream, and the keyword arguments of that function.
-
-    Args:
-        again: the forward will run again in the backward.
-    """
+def call_of(forward: Callable, arguments: tuple, keywords: dict[str, Any]) -> tuple[Tensor, Callable, dict[str, Any]]:
+    """A block's stream, its forward, which runs again in the backward, as a function of the stream, and the keyword arguments
+    of that function."""
     # The keyword by which it gets the stream; None: the stream is the first of the positional arguments.
     name = None if arguments else next(iter(inspect.signature(forward).parameters), None)
     if name not in keywords if name is not None else not arguments:
         raise ValueError("a block was called without its first argument, the stream")
     x, rest = (arguments[0], arguments[1:]) if name is None else (keywords[name], ())
-    named = {key: value for key, value in keywords.items() if key != name}
-    if again:
-        rest, named = tuple(map(_no_cache, rest)), {key: _no_cache(value) for key, value in named.items()}
+    rest = tuple(map(_no_cache, rest))
+    named = {key: _no_cache(value) for key, value in keywords.items() if key != name}
 
     def run(source: Tensor, rest: tuple = (), named: dict[str, Any] | None = None) -> Any:
         named = named or {}
@@ -147,8 +141,3 @@ def _no_cache(value: Any) -> Any:
             'with use_cache=False, or have the block store its activations, with backward="autograd"'
         )
     return None
-
-
-def stream_in(output: Any) -> Any:
-    """The stream in what a block returned."""
-    return output[0] if isinstance(output, tuple | list) and output else output
