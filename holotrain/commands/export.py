@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import as_exported, described_model
 from holotrain.commands.console import console
@@ -19,11 +17,9 @@ from holotrain.models import saved
 from holotrain.models.external import ExternalModel
 from holotrain.models.quantised import storage_bytes
 
-PROGRAM, ONNX = "model.pt2", "model.onnx"
-
 
 def run(config: ExportConfig, run: Run) -> int:
-    """Writes model.safetensors, config.json, tokenizer.json (text models) and, with ``format``, a program.
+    """Writes model.safetensors, config.json and, for a model of text, tokenizer.json.
 
     A model of another library is written as that library reads it, with holotrain.json beside it.
     """
@@ -46,7 +42,7 @@ def run(config: ExportConfig, run: Run) -> int:
     extra = described | {checkpointed.KEY: _as_written(checkpointed.metadata(path))}
     try:
         of_others = [] if isinstance(model, ExternalModel) else [SETTINGS]  # the library of such a model writes its own
-        for name in (PROGRAM, ONNX, TEMPLATE, *of_others):  # left by an earlier export
+        for name in (TEMPLATE, *of_others):  # left by an earlier export
             (folder / name).unlink(missing_ok=True)
         with as_user_error("to"):
             if isinstance(model, ExternalModel):
@@ -57,14 +53,10 @@ def run(config: ExportConfig, run: Run) -> int:
                     template = {CHAT: chat["template"]} if chat["template"] else {}
                     write_json(folder / SETTINGS, template | chat["tokens"])
                 names = [saved.WEIGHTS, saved.CONFIG, saved.TOKENIZER, SETTINGS]
-        if config.format != "safetensors":
-            example = torch.zeros(2, arguments["channels"], arguments["image_size"], arguments["image_size"])
-            with as_user_error(f"format={config.format}"):
-                saved.export_program(model, example, folder / (ONNX if config.format == "onnx" else PROGRAM))
     except OSError as error:
         raise UserError(f"to: cannot write {error.filename or folder} ({error.strerror or error})") from error
 
-    written = [folder / name for name in (*names, PROGRAM, ONNX) if (folder / name).is_file()]
+    written = [folder / name for name in names if (folder / name).is_file()]
     weights = storage_bytes(model)
     metrics = {"bytes": sum(file.stat().st_size for file in written), "storage_bytes": weights}
     summary = write_summary(run, config, model, checkpoint=str(path), metrics=metrics)

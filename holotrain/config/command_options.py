@@ -242,20 +242,10 @@ class GenerateConfig(ModelConfig):
 
 @dataclass
 class ExportConfig(ModelConfig):
-    """Write a checkpoint's model as safetensors (for holotrain.load), torch.export program or ONNX."""
+    """Write a checkpoint's model as safetensors, for holotrain.load."""
 
     to: str | None = None
     """folder to write; null: export in the run's folder"""
-
-    format: Literal["safetensors", "program", "onnx"] = "safetensors"
-    """safetensors; for image classifiers also program (torch.export) or onnx, written in addition"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.format != "safetensors" and is_a(self.data, groups.TEXT):
-            raise UserError(f"format={self.format}: needs a model of images; use format=safetensors")
-        if self.format != "safetensors" and self.quantised:
-            raise UserError(f"quantised: not supported by format={self.format}; use format=safetensors")
 
 
 @dataclass

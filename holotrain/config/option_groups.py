@@ -196,6 +196,7 @@ SCHEDULER_OPTIONS = tuple(inspect.signature(scheduler_options).parameters)
 
 GONE = {
     "report": "tensorboard --logdir runs compares runs, under HParams and Custom Scalars",
+    "format": "export writes safetensors; torch.export and torch.onnx take the model that holotrain.load returns",
     "model.reversible": "backward=checkpoint8 keeps the inputs of blocks in 8 bits, also with backward.tile=512",
     "model.blocks": "backward=checkpoint and the like are for all lists of equal blocks",
 }

@@ -14,7 +14,7 @@ What can be done with a model:
 building          make one by the name of its class
 pretrained        load published weights: a table of names for each family
 checkpoint_files  read a checkpoint or weights, a file or a folder of several processes, and find whether it is damaged
-saved             save a model in a folder and load it; export it as a program, or to ONNX
+saved             save a model in a folder and load it
 generation        generate text with a causal model, and how the next token is drawn
 adapters          fine-tune a part: bottleneck adapters, peft, freezing
 quantised         frozen weights in 8 or 4 bits

@@ -10,12 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from contextlib import ExitStack
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from holotrain.files import read_json, replacing, write_json
 from holotrain.models.adapters import adapter_width, add_adapters, has_peft
@@ -23,7 +21,6 @@ from holotrain.models.building import build_for
 from holotrain.models.checkpoint_files import CONFIG, WEIGHTS, read_weights, require_same, save_tensors
 from holotrain.models.external import ExternalModel
 from holotrain.models.quantised import bits_of, quantise
-from holotrain.reversible import ReversibleSequence
 from holotrain.targets import first_line
 
 FORMAT = 3
@@ -173,29 +170,3 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         if key not in config or not isinstance(config[key], kinds):
             raise ValueError(f"{path} is damaged, or of another program: {key} is missing or of another type")
     return config
-
-
-def export_program(model: nn.Module, example: Tensor, path: str | Path) -> None:
-    """Writes a model of images as a program of any batch size, in eval mode: a ``.onnx`` file with the input ``images`` and the
-    output ``logits``, else a ``.pt2`` file, which ``torch.export.load(path).module()`` runs.
-
-    Args:
-        model: it is put into eval mode.
-        example: images (B, channels, image_size, image_size) with any B, on the model's device.
-
-    Raises:
-        ValueError: the model is exact, or onnx or onnxscript is not installed.
-    """
-    is_onnx = Path(path).suffix == ".onnx"
-    if is_onnx and not (find_spec("onnx") and find_spec("onnxscript")):
-        raise ValueError("ONNX needs onnx and onnxscript: pip install 'holotrain[onnx]'")
-    if any(isinstance(module, ReversibleSequence) and module.grid is not None for module in model.modules()):
-        raise ValueError("an exact model cannot be exported as a program: its forward branches on the size of its streams")
-    images = (torch.cat((example, example)),)  # at least two, because torch treats a batch of one as constant
-    shapes = ({0: torch.export.Dim("batch")},)
-    with torch.no_grad():  # a reversible sequence checks whether gradients are enabled
-        if is_onnx:
-            options: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"], "dynamic_shapes": shapes}
-            torch.onnx.export(model.eval(), images, path, **options, dynamo=True, external_data=False, verbose=False)
-        else:
-            torch.export.save(torch.export.export(model.eval(), images, dynamic_shapes=shapes), path)

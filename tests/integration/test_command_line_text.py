@@ -215,22 +215,6 @@ def test_fine_tuning_of_a_masked_model(holotrain, trained):
     assert_equal({name: after[name] for name in kept}, {name: before[name] for name in kept})
 
 
-@pytest.mark.slow
-def test_an_image_classifier_is_exported_as_a_program(holotrain, image_run):
-    import onnxruntime
-
-    words = ["export", f"ckpt_path={image_run}/checkpoints/last.ckpt", "to=exported"]
-    assert holotrain(*words, "format=program")[0] == 0 and torch.export.load("exported/model.pt2")
-    status, _, err = holotrain(*words, "format=onnx")
-    assert status == 0 and not Path("exported/model.pt2").exists(), err  # that of the earlier export
-    images = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    session = onnxruntime.InferenceSession("exported/model.onnx", providers=["CPUExecutionProvider"])
-    found = torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
-    torch.testing.assert_close(found, package.load("exported")(images).detach(), atol=1e-5, rtol=1e-4)
-    described = json.loads(Path("exported/config.json").read_text())
-    assert described["class_names"] == [str(digit) for digit in range(10)] and len(described["statistics"]) == 2
-
-
 def test_mistakes_about_a_checkpoint_are_answered_in_a_line(holotrain, trained):
     checkpoint = trained("causal_lm")
     Path("number.jsonl").write_text('{"prompt": 5}\n')
@@ -241,7 +225,7 @@ def test_mistakes_about_a_checkpoint_are_answered_in_a_line(holotrain, trained):
         (["generate", "prompts=number.jsonl"], "number.jsonl:1 is not a JSON object with a text named prompt"),
         (["generate", "prompt=a", "top_p=2"], "top_p must be in [1e-09, 1], not 2.0"),
         (["fit", "data.tokenizer=bpe"], "was trained with byte; leave the option out"),
-        (["export", "format=onnx"], "format=onnx: needs a model of images"),
+        (["export", "format=onnx"], "format is gone: export writes safetensors"),
     ]
     for words, expected in mistakes:
         assert expected in holotrain.refused(words[0], f"ckpt_path={checkpoint}", *words[1:])

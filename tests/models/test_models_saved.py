@@ -1,4 +1,4 @@
-"""Saved models come back as they were, from files that hold no program; exported programs give the same outputs."""
+"""Saved models come back as they were, from files that hold no program."""
 
 import json
 import struct
@@ -7,7 +7,6 @@ from itertools import product
 import pytest
 import torch
 from compared import assert_close, assert_equal
-from covering import slow
 from small_models import CELLS, FAMILIES, IMAGE, TRANSFORMERS, example
 from torch import nn
 
@@ -15,7 +14,7 @@ import holotrain
 from holotrain.models.adapters import add_adapters, add_peft, merge_peft
 from holotrain.models.building import build
 from holotrain.models.quantised import bits_of, quantise
-from holotrain.models.saved import export_program, load, read_config, save
+from holotrain.models.saved import load, read_config, save
 
 
 def model_of(name, **options):
@@ -152,51 +151,3 @@ def test_damage_is_refused_in_one_line(tmp_path, change, message):
     with pytest.raises(ValueError, match=message) as refusal:
         load(tmp_path)
     assert "\n" not in str(refusal.value) and str(tmp_path) in str(refusal.value)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("RevViT", {"pool": "class"}),
-        slow("RevSwin", {"backward": "pareprop"}),
-        slow("RevMViT", {}),
-    ],
-)
-def test_programs_give_the_same_outputs_for_any_batch(tmp_path, name, options):
-    model, _ = model_of(name, **options)
-    export_program(model.train(), example(name, 1), tmp_path / "model.pt2")
-    program = torch.export.load(tmp_path / "model.pt2").module()
-    for batch in (1, 5):
-        torch.testing.assert_close(program(example(name, batch)), model.eval()(example(name, batch)))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("name", "options", "int8"),
-    [
-        slow("ViT", {}, False),
-        slow("RevSwin", {"backward": "pareprop"}, True),
-    ],
-)
-def test_onnx_gives_the_same_outputs_for_any_batch(tmp_path, name, options, int8):
-    pytest.importorskip("onnxscript")
-    runtime = pytest.importorskip("onnxruntime")
-    model, _ = model_of(name, **options)
-    if int8:
-        quantise(model.requires_grad_(False))
-    export_program(model, example(name, 2), tmp_path / "model.onnx")
-    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
-    session = runtime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
-    for batch in (1, 5):
-        (logits,) = session.run(["logits"], {"images": example(name, batch).numpy()})
-        torch.testing.assert_close(torch.from_numpy(logits), model(example(name, batch)), rtol=1e-4, atol=1e-4)
-
-
-def test_what_does_not_export_is_refused(tmp_path, monkeypatch):
-    model, _ = model_of("RevViT", exact=12)
-    with pytest.raises(ValueError, match="an exact model cannot be exported as a program"):
-        export_program(model, example("RevViT"), tmp_path / "model.pt2")
-    monkeypatch.setattr("holotrain.models.saved.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"ONNX needs onnx and onnxscript: pip install 'holotrain\[onnx\]'"):
-        export_program(model_of("ViT")[0], torch.zeros(1, 1, 8, 8), tmp_path / "model.onnx")
