@@ -113,9 +113,9 @@ def _check_strategy(config: RunConfig) -> None:
         raise UserError(f"synthesis: needs whole gradients, and {parts}; use trainer=ddp{also}")
     if getattr(config.synthesis, "split", "none") != "none":
         raise UserError(f"synthesis.split: needs whole gradients, and {parts}; use split=none")
-    if strategy != "fsdp" and getattr(config.optimizer, "target", None) == groups.LOW_BIT:
+    if getattr(config.optimizer, "target", None) == groups.LOW_BIT:
         name = f"adamw_{getattr(config.optimizer, 'bits', 8)}"
-        raise UserError(f"optimizer={name}: trainer={strategy} does not support it; use trainer=fsdp or ddp")
+        raise UserError(f"optimizer={name}: needs whole parameters, and {parts}; use trainer=ddp, or optimizer=adafactor")
     if strategy in ("tp", "pipeline") and getattr(config.model, "adapters", 0):
         raise UserError(f"model.adapters: trainer={strategy} does not support adapters; use trainer=fsdp or ddp")
     if strategy in ("tp", "pipeline") and getattr(config.model, "quantised", None):

@@ -2,7 +2,6 @@
 
 stepping  InBackward: each parameter is stepped as soon as its gradient is complete; CombinedOptimizer: several as one
 low_bit   torchao's optimizers, whose state has 8 or 4 bits an entry, with plain tensors in checkpoints
-shards    the shard of a tensor that this process has
 """
 
 from holotrain.optimizers.stepping import InBackward

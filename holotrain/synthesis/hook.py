@@ -14,9 +14,8 @@ from torch.profiler import record_function
 
 from holotrain.arguments import show_arguments
 from holotrain.numeric import counted
-from holotrain.optimizers.shards import local
 from holotrain.synthesis.delayed import Delayed
-from holotrain.synthesis.keys import Covers, Keys, Layer, layers_of, pairs, shares_of, working_dtype
+from holotrain.synthesis.keys import Covers, Keys, Layer, layers_of, local, pairs, shares_of, working_dtype
 from holotrain.synthesis.options import SynthesisOptions
 from holotrain.synthesis.updates import Updates
 

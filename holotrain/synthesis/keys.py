@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,22 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
-from holotrain.optimizers.shards import is_sharded
 from holotrain.synthesis.binding import folded
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+
+def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:
+    """Whether it is a DTensor, without importing what shards it."""
+    return hasattr(tensor, "device_mesh")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's shard of a DTensor, without its history; any other tensor itself."""
+    return tensor.detach().to_local() if is_sharded(tensor) else tensor  # ty: ignore[missing-attribute]
+
 
 Covers = Callable[[str, nn.Parameter], bool]
 

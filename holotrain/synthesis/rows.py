@@ -14,8 +14,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from holotrain.optimizers.shards import local
-from holotrain.synthesis.keys import Layer, pairs
+from holotrain.synthesis.keys import Layer, local, pairs
 
 Numbered = list[tuple[int, Layer]]
 Stretches = list[tuple[int, slice]]

@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Adafactor, Muon, Optimizer
 
-from holotrain.optimizers.shards import is_sharded
 from holotrain.optimizers.stepping import loss_of, swapped_parameters
 
 
@@ -23,7 +22,7 @@ class _EachWhole(Optimizer):
             for parameter in group["params"]:
                 if isinstance(parameter, DTensor) and parameter.grad is not None:
                     self._step_whole(parameter, parameter.grad, group)
-        unsharded = [(group, {p: p for p in group["params"] if not is_sharded(p)}) for group in self.param_groups]
+        unsharded = [(group, {p: p for p in group["params"] if not isinstance(p, DTensor)}) for group in self.param_groups]
         with swapped_parameters(self, unsharded):
             super().step()
         return loss
