@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from zipfile import BadZipFile
 from zlib import error as ZlibError
 
-import numpy as np
-
 from holotrain.data.decoding import EXTENSIONS
 from holotrain.errors import UserError, check_choice, did_you_mean
 from holotrain.files import open_regular, require_inside
@@ -150,16 +148,6 @@ def require_uncompressed(path: Path) -> None:
     open_regular(path).close()
     if Extractor.infer_extractor_format(path):
         raise UserError(f"data: {path} is compressed; unpack it")
-
-
-def rows_without(dataset: "Dataset | IterableDataset", columns: Sequence[str | None]) -> list[int]:
-    """The rows, counted from 1, that have nothing in one of the columns, as far as there are such columns."""
-    found, before = [], 0
-    for table in dataset.with_format("arrow").iter(1000):
-        for name in {*columns}.intersection(table.column_names):
-            found += (np.flatnonzero(table.column(name).is_null()) + before + 1).tolist()
-        before += len(table)
-    return sorted({*found})
 
 
 class FromHub:
@@ -311,7 +299,7 @@ def column(dataset: "Dataset | IterableDataset", option: str, name: str, source:
         near = did_you_mean(name, features)
         if option == "data.text" and "messages" in features:
             near = " For chats (task=causal_lm), give data.messages=messages"
-        raise UserError(f"{option}: {source} have no column {name!r}; they have {names}.{near}")
+        raise UserError(f"{option}: the rows of {source} have no column {name!r}; they have {names}.{near}")
     return features[name]
 
 

@@ -193,9 +193,11 @@ def test_long_rows_are_cut_with_one_warning(tmp_path):
 def test_a_row_without_an_answer_is_refused_by_file_and_row_or_left_out(tmp_path, row, options, message):
     good = {"messages": CHAT, "prompt": "a", "completion": "b"}
     files = written(tmp_path, [good, row, good])
-    with pytest.raises(UserError, match=rf"^data: \S*chat\.jsonl:2 {message}; data\.on_error=skip leaves such rows out$"):
+    with pytest.raises(
+        UserError, match=rf"^data: row 2 of \S*chat\.jsonl {message}; data\.on_error=skip leaves such rows out$"
+    ):
         module(tmp_path, files, **options)
-    with pytest.warns(UserWarning, match=r"left out 3 rows without text or class: \S*chat\.jsonl:2, "):
+    with pytest.warns(UserWarning, match=r"left out 1 row of \S*chat\.jsonl without text, class or answer"):
         data = module(tmp_path, files, **options, on_error="skip")
     assert data.counts["train"]["documents"] == 2
 
@@ -215,7 +217,7 @@ def test_what_a_template_refuses_is_named(tmp_path, folder):
     path = with_template(folder, INSTRUCT)
     files = written(tmp_path, [{"messages": CHAT}, {"messages": [{"role": "system", "content": "short"}, *CHAT]}])
     with pytest.raises(
-        UserError, match=r"^data: \S*chat\.jsonl:2 cannot be written with the tokenizer's chat template \(no such"
+        UserError, match=r"^data: row 2 of \S*chat\.jsonl cannot be written with the tokenizer's chat template \(no such"
     ):
         module(tmp_path, files, messages="messages", tokenizer=path)
     (folder / "tokenizer_config.json").write_text("{")

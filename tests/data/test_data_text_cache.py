@@ -39,9 +39,9 @@ def built(monkeypatch):
     made = []
     original = tokenise.DocumentRules.documents
 
-    def documents(self, batch, part):
+    def documents(self, batch, part, first):
         made.append(part)
-        return original(self, batch, part)
+        return original(self, batch, part, first)
 
     monkeypatch.setattr(tokenise.DocumentRules, "documents", documents)
     return made

@@ -13,9 +13,9 @@ import pyarrow.parquet
 import pytest
 from data_files import documents_of
 
-from holotrain.data import TextFiles, hub, loader
+from holotrain.data import TextFiles, hub
 from holotrain.data.text import sources
-from holotrain.data.text.sources import TextFile, held_out_files, matches, rows_of, searched
+from holotrain.data.text.sources import TextFile, held_out_files, matches, readable, rows_of
 from holotrain.data.text.tokenise import DocumentRules
 from holotrain.errors import UserError
 
@@ -92,9 +92,8 @@ def test_a_field_of_a_csv_file_is_text_as_it_is_written(tmp_path):
     assert texts_of(Path(write(tmp_path, "a.jsonl", rows.encode())), label="k") == [("row 0", "True"), ("row 1", "False")]
 
 
-@pytest.mark.parametrize("name", ["b.csv", "b.jsonl"])
-@pytest.mark.parametrize("num_proc", [None, 2])
-def test_a_refused_row_is_named_by_file_and_row(tmp_path, name, num_proc):
+@pytest.mark.parametrize(("name", "num_proc"), [("b.csv", None), ("b.jsonl", 2)])
+def test_a_refused_row_is_named_by_its_files_and_number(tmp_path, name, num_proc):
     rows = {
         "b.csv": b"n,text\n1,first\n2,\n3,third\n",
         "b.jsonl": b'{"n": 1, "text": "first"}\n{"n": 2}\n{"n": 3, "text": "third"}\n',
@@ -103,7 +102,10 @@ def test_a_refused_row_is_named_by_file_and_row(tmp_path, name, num_proc):
     write(tmp_path, name, rows[name])
     options = {"val_fraction": 0.3, "test_fraction": 0.3, "num_proc": num_proc}
     files = str(tmp_path / f"*{name[1:]}")
-    one_line(lambda: module(tmp_path, files, **options), rf"data: \S*{name}:2 has nothing in 'text'; data\.on_error=skip")
+    one_line(
+        lambda: module(tmp_path, files, **options),
+        rf"data: row 5 of \S*a\{name[1:]} and 1 other \{name[1:]} file has nothing in 'text'; data\.on_error=skip",
+    )
 
 
 def write(tmp_path, name, content) -> str:
@@ -122,7 +124,7 @@ def write(tmp_path, name, content) -> str:
         ("a.jsonl", b'{"txt": "a", "n": 1}\n', {}, r"data\.text: .* no column 'text'; they have txt, n"),
         ("a.jsonl", b'{"text": 5}\n', {}, r"data\.text: column 'text' holds no text, but"),
         ("a.jsonl", b'{"text": "a", "k": 1.5}\n', {"label": "k"}, r"data\.label: column 'k' holds no labels, but"),
-        ("a.jsonl", b'{"text": "a"}\n{"n": 1}\n', {}, r"a row has nothing in 'text'; data\.on_error=skip"),
+        ("a.jsonl", b'{"text": "a"}\n{"n": 1}\n', {}, r"data: row 2 of \S*a\.jsonl has nothing in 'text'; data\.on_error=skip"),
     ],
 )
 def test_what_cannot_be_read_is_said_in_one_line(tmp_path, name, content, options, message):
@@ -131,46 +133,49 @@ def test_what_cannot_be_read_is_said_in_one_line(tmp_path, name, content, option
     one_line(lambda: texts_of(path, **options), message)
 
 
-@pytest.mark.parametrize(("streaming", "named", "more"), [(False, 5, ""), (True, 5, ""), (False, 4, " and 1 more")])
-def test_what_is_left_out_is_named(tmp_path, monkeypatch, streaming, named, more):
-    monkeypatch.setattr(loader, "NAMED", named)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_is_left_out_is_said(tmp_path, streaming):
     rows = [{"text": f"row {number}"} if number % 300 else {"n": number} for number in range(1200)]
-    a = write(tmp_path, "a.jsonl", b"\n".join(json.dumps(row).encode() for row in rows))
+    write(tmp_path, "a.jsonl", b"\n".join(json.dumps(row).encode() for row in rows))
     b = write(tmp_path, "b.csv", b"n,text\n1,first\n2,\n3,third\n")
     bad = write(tmp_path, "c.txt", b"\xff")
-    options = {"on_error": "skip", "val_fraction": 0.1, "test_fraction": 0.1, "streaming": streaming}
-    expected = [f"{a}:1", f"{a}:301", f"{a}:601", f"{a}:901", f"{b}:2"][:named]
     for _ in range(2):  # the second time from what was noted
         with pytest.warns(UserWarning, match="data: left out") as caught:
-            module(tmp_path, str(tmp_path / "*.*"), **options)
-        assert [str(warning.message) for warning in caught] == [
-            f"data: left out 1 file that cannot be read: {bad}",
-            f"data: left out 5 rows without text or class: {', '.join(expected)}{more}",
+            data = module(
+                tmp_path, str(tmp_path / "*.*"), on_error="skip", val_fraction=0.3, test_fraction=0.3, streaming=streaming
+            )
+        assert [str(warning.message) for warning in caught] == [f"data: left out 1 file that cannot be read: {bad}"] + [
+            f"data: left out {rows} of {path} without text, class or answer"
+            for rows, path in (("4 rows", tmp_path / "a.jsonl"), ("1 row", b))
+            if not streaming
         ]
+    if not streaming:
+        documents = [document for part in ("train", "val", "test") for document in documents_of(data, part)]
+        assert sorted(documents) == sorted(["first", "third", *(row["text"] for row in rows if "text" in row)])
 
 
 def test_files_are_searched_for_damage_once_until_one_changes(tmp_path, monkeypatch):
     paths = [Path(write(tmp_path, f"{number}.txt", b"good" if number else b"\xff")) for number in range(4)]
     files, read = [TextFile(path, path.name) for path in paths], []
-    original = sources._search
-    monkeypatch.setattr(sources, "_search", lambda file, *rest: read.append(file) or original(file, *rest))
+    original = sources.damage
+    monkeypatch.setattr(sources, "damage", lambda file, *rest: read.append(file) or original(file, *rest))
 
-    def readable() -> list[TextFile]:
-        return [file for file, empty in searched(files, tmp_path / "cache").items() if empty is not None]
+    def found() -> list[TextFile]:
+        return readable(files, tmp_path / "cache")
 
-    assert readable() == readable() == files[1:] and read == files
+    assert found() == found() == files[1:] and read == files
     write(tmp_path, "0.txt", b"mended")
-    assert readable() == files and read == 2 * files
+    assert found() == files and read == 2 * files
     paths[1].unlink()
-    assert readable() == [files[0], *files[2:]]
+    assert found() == [files[0], *files[2:]]
 
 
 def test_a_failing_disk_is_not_a_damaged_file(tmp_path, monkeypatch):
     file = TextFile(Path(write(tmp_path, "a.txt", b"good")), "a.txt")
     with monkeypatch.context() as patched, pytest.raises(UserError, match=r"cannot read .*a\.txt \(.*Input/output error\)"):
         patched.setattr(Path, "open", lambda *_, **__: (_ for _ in ()).throw(OSError(EIO, "Input/output error")))
-        searched([file], tmp_path / "cache")
-    assert searched([file], tmp_path / "cache") == {file: []}
+        readable([file], tmp_path / "cache")
+    assert readable([file], tmp_path / "cache") == [file]
 
 
 def test_held_out_files_do_not_depend_on_order_and_no_part_is_left_without_one():

@@ -3,7 +3,6 @@
 Chats are written by the tokenizer's own chat template, or plainly: ``user: Hi\\nassistant: Hello`` and the end token.
 """
 
-import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,9 +16,10 @@ import torch
 from torch.utils.data import Dataset
 
 from holotrain.data.hub import column
-from holotrain.data.text.tokenise import Batch, Corpus, DocumentRules, RefusedRow, Row, held_out_document, offsets_of, table
+from holotrain.data.text.tokenise import Batch, Corpus, DocumentRules, Row, held_out_document, offsets_of, table
 from holotrain.data.tokenizers import Tokenizer, plain_json
 from holotrain.errors import UserError
+from holotrain.files import from_json
 from holotrain.numeric import counted
 from holotrain.targets import first_line, needed
 
@@ -55,80 +55,69 @@ class AnswerRules(DocumentRules):
     def columns(self) -> list[str]:
         return [self.messages] if self.messages else [self.prompt, str(self.completion)]
 
-    def checked(self, dataset: Any, source: str) -> "AnswerRules":
+    def checked(self, dataset: Any) -> "AnswerRules":
         from datasets import Value
 
         if self.messages:
-            column(dataset, "data.messages", self.messages, source)
+            column(dataset, "data.messages", self.messages, self.source)
             return self
         for option, name in (("prompt", self.prompt), ("completion", str(self.completion))):
-            kind = column(dataset, f"data.{option}", name, source)
+            kind = column(dataset, f"data.{option}", name, self.source)
             if not (isinstance(kind, Value) and ("string" in kind.dtype or kind.dtype == "null")):
                 raise UserError(f"data.{option}: column {name!r} holds no text, but {kind}")
         return self
 
-    def empty_rows(self, dataset: Any) -> list[int]:
-        if not {*self.columns} <= {*dataset.column_names}:
-            return []
-        found = []
-        for number, row in enumerate(dataset.select_columns(self.columns), 1):
-            try:
-                self._pieces(row)
-            except ValueError:
-                found.append(number)
-        return found
+    def refusal(self, row: Row) -> str:
+        try:
+            self.pieces(row)
+        except ValueError as error:
+            return str(error)
+        return ""
 
-    def documents(self, batch: Mapping[str, Sequence[Any]], part: str) -> Iterator[tuple[str, None]]:
-        for pieces, _ in self._rows(batch, part):
-            yield "".join(text for text, _ in pieces), None
+    def documents(self, batch: Mapping[str, Sequence[Any]], part: str, first: int = 0) -> Iterator[tuple[str, None]]:
+        for _, row in self.rows(batch, first):
+            text = "".join(text for text, _ in self.pieces(row))
+            if (self.part or held_out_document(text, *self.fractions)) == part:
+                yield text, None
 
     def features(self, tokenizer: Tokenizer) -> dict[str, Any]:
         from datasets import LargeList, Value
 
         return super().features(tokenizer) | {"answers": LargeList(Value("uint8"))}
 
-    def tokens(self, batch: Mapping[str, Sequence[Any]], part: str, tokenizer: Tokenizer) -> pa.Table:
-        """The ``tokens`` of each row, and its ``answers``: 1 for each token of an answer."""
+    def tokens(self, batch: Mapping[str, Sequence[Any]], places: Sequence[int], part: str, tokenizer: Tokenizer) -> pa.Table:
+        """The ``tokens`` of each row of a part, and its ``answers``: 1 for each token of an answer."""
         found = []
         writer = chat_writer(tokenizer) if self.messages else None
-        for pieces, messages in self._rows(batch, part):
-            if messages is None or writer is None:
+        for number, row in self.rows(batch, places[0]):
+            pieces = self.pieces(row)
+            written = "".join(text for text, _ in pieces)
+            if (self.part or held_out_document(written, *self.fractions)) != part:
+                continue
+            if writer is None or self.messages is None:
                 found.append(of_pieces(pieces, tokenizer))
                 continue
             try:
-                found.append(_of_template(messages, writer))
-            except RefusedRow as error:
+                found.append(of_template(messages_in(row[self.messages], self.messages), writer))
+            except Exception as error:  # a template raises many kinds
+                reason = f"row {number} of {self.source} cannot be written with the tokenizer's chat template"
                 if not self.skip:
-                    raise
-                warnings.warn(f"left out: {error}", stacklevel=2)
+                    raise UserError(f"data: {reason} ({first_line(error)})") from error
+                warnings.warn(f"data: left out: {reason} ({first_line(error)})", stacklevel=2)
         lengths = np.array([len(ids) for ids, _ in found], dtype=np.int64)
         ids, answers = (np.concatenate([np.zeros(0, bool), *each]) for each in zip(*found, strict=True)) if found else ([], [])
         listed = pa.LargeListArray.from_arrays(offsets_of(lengths), np.asarray(answers, dtype=np.uint8))
         return table(np.asarray(ids, dtype=tokenizer.dtype), lengths, [None] * len(found)).append_column("answers", listed)
 
-    def _rows(self, batch: Mapping[str, Sequence[Any]], part: str) -> Iterator[tuple[list[Piece], list[Message] | None]]:
-        """The rows of a part."""
-        for values in zip(*(batch[name] for name in self.columns), strict=True):
-            try:
-                pieces, messages = self._pieces(dict(zip(self.columns, values, strict=True)))
-            except ValueError as error:
-                if self.skip:
-                    continue
-                raise RefusedRow(f"data: a row {error}; data.on_error=skip leaves such rows out") from None
-            written = "".join(text for text, _ in pieces)
-            if (self.part or held_out_document(written, *self.fractions)) == part:
-                yield pieces, messages
-
-    def _pieces(self, row: Row) -> tuple[list[Piece], list[Message] | None]:
-        """A row in plain writing, and its messages, if it is a chat. Raises a ValueError that says what is wrong with it."""
+    def pieces(self, row: Row) -> list[Piece]:
+        """A row in plain writing. Raises a ValueError that says what is wrong with it."""
         if self.messages:
-            messages = chat_of(row[self.messages], self.messages)
-            return plainly(messages), messages
+            return plainly(chat_of(row[self.messages], self.messages))
         prompt, completion = (row[name] for name in self.columns)
         for name, missing in ((self.prompt, prompt is None), (self.completion, not completion)):
             if missing:
                 raise ValueError(f"has nothing in {name!r}")
-        return [(prompt, False), (completion, True)], None
+        return [(prompt, False), (completion, True)]
 
 
 def chat_of(value: Any, name: str) -> list[Message]:
@@ -142,7 +131,7 @@ def chat_of(value: Any, name: str) -> list[Message]:
 def messages_in(value: Any, name: str) -> list[Message]:
     """The messages in a field, which may be JSON, as in a CSV file. Raises a ValueError if it holds none."""
     try:
-        found = json.loads(value) if isinstance(value, str) else value
+        found = from_json(value) if isinstance(value, str) else value
     except ValueError:
         found = None
     if not (isinstance(found, list) and found and all(isinstance(each, dict) for each in found)):
@@ -216,13 +205,6 @@ def _of_transformers(text: str) -> Any:
     transformers = needed("transformers", "chat templates need transformers", "huggingface")
     options = {"chat_template": chat["template"], **chat["tokens"]}
     return transformers.PreTrainedTokenizerFast(tokenizer_object=Encoder.from_str(tokenizer), **options)
-
-
-def _of_template(messages: list[Message], writer: Any) -> Sequenced:
-    try:
-        return of_template(messages, writer)
-    except Exception as error:  # a template raises many kinds
-        raise RefusedRow(f"data: a row cannot be written with the tokenizer's chat template ({first_line(error)})") from error
 
 
 def of_template(messages: list[Message], tokenizer: Any) -> Sequenced:

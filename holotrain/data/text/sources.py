@@ -8,7 +8,7 @@ import os
 import re
 import sysconfig
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,12 +19,11 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from holotrain.data import hub
-from holotrain.data.hub import FORMATS, FromHub, cached, read_files
+from holotrain.data.hub import FORMATS, FromHub, cached, library_errors, read_files, require_uncompressed
 from holotrain.data.loader import Loader, warn_of_left_out
 from holotrain.data.text.answers import AnswerRules
 from holotrain.data.text.module import TextDataModule
-from holotrain.data.text.tokenise import Batch, DocumentRules, Row, Rows, fraction_of
+from holotrain.data.text.tokenise import BETWEEN, Batch, DocumentRules, Rows, fraction_of
 from holotrain.data.tokenizers import Tokenizer
 from holotrain.errors import UserError
 from holotrain.numeric import counted, require_at_least, require_one_of
@@ -104,28 +103,16 @@ def rows_of(
         try:
             read = read_files(kind, names, cache, streaming, num_proc, **options)
         except UserError:
-            for error in (_search(file, cache) for file in files):
-                if isinstance(error, UserError):
+            for error in (damage(file, cache) for file in files):
+                if error is not None:
                     raise UserError(f"{error}; data.on_error=skip leaves it out") from None
             raise
         for dataset, ((part, label), paths) in zip(read.values(), members.items(), strict=True):
             others = f" and {counted(len(paths) - 1, f'other {paths[0].suffix} file')}" if len(paths) > 1 else ""
-            of_group = replace(rules, fractions=tuple(shares), part=part, file_label=label)
-            named = partial(named_rows, kind, paths, cache)
-            rows.append(Rows.checked(dataset, of_group, f"the rows of {paths[0]}{others}", named))
+            source = f"{paths[0]}{others}"
+            of_group = replace(rules, fractions=tuple(shares), part=part, file_label=label, source=source)
+            rows.append(Rows.checked(dataset, of_group))
     return rows
-
-
-def named_rows(kind: str, paths: Sequence[Path], cache: Path, like: Any) -> Iterator[tuple[str, Row]]:
-    """The rows of files, each with its name, ``FILE:ROW``, with the columns of a data set."""
-    for path in paths:
-        dataset: Any = read_files(kind, {"a": [path]}, cache, True)["a"]
-        yield from numbered(str(path), dataset.select_columns(like.column_names))
-
-
-def numbered(name: str, dataset: Any) -> Iterator[tuple[str, Row]]:
-    """The rows of a data set, each with its name, ``NAME:ROW``."""
-    return ((f"{name}:{number}", row) for number, row in enumerate(dataset, 1))
 
 
 def held_out_files(names: Sequence[str], val_fraction: float, test_fraction: float) -> dict[str, str]:
@@ -139,42 +126,39 @@ def held_out_files(names: Sequence[str], val_fraction: float, test_fraction: flo
     return dict.fromkeys(names, "train") | held
 
 
-def searched(files: Sequence[TextFile], cache: Path, rules: DocumentRules | None = None) -> dict[TextFile, list[int] | None]:
-    """The rows of each file that no document can be made of; None: the file cannot be read.
+def readable(files: Sequence[TextFile], cache: Path) -> list[TextFile]:
+    """The files that can be read. They are read once to know it, until one changes."""
+    from datasets import Value
 
-    The files are read once for it, until one changes.
-    """
-    from datasets import List, Value
+    accessible = [file for file in files if os.access(file.path, os.R_OK)]
 
-    readable = [file for file in files if os.access(file.path, os.R_OK)]
+    def rows() -> Iterator[dict[str, bool]]:
+        for file in accessible:
+            error = damage(file, cache)
+            if error is not None and getattr(error.__cause__, "errno", None):
+                raise error  # not the file is damaged, but the disk or the network failed
+            yield {"readable": error is None}
 
-    def rows() -> Iterator[dict[str, list[int] | None]]:
-        for file in readable:
-            found = _search(file, cache, rules)
-            if isinstance(found, UserError) and getattr(found.__cause__, "errno", None):
-                raise found  # not the file is damaged, but the disk or the network failed
-            yield {"empty": None if isinstance(found, UserError) else found}
-
-    wanted = None if rules is None else (type(rules).__name__, rules.columns)
-    times = [(str(file.path.absolute()), file.path.stat().st_mtime_ns) for file in readable]
-    empty = cached(rows, {"empty": List(Value("int64"))}, cache, "empty rows", times, wanted)["empty"][:]
-    return dict.fromkeys(files) | dict(zip(readable, empty, strict=True))
+    times = [(str(file.path.absolute()), file.path.stat().st_mtime_ns) for file in accessible]
+    answers = cached(rows, {"readable": Value("bool")}, cache, "readable files", times)["readable"][:]
+    return [file for file, answer in zip(accessible, answers, strict=True) if answer]
 
 
-def _search(file: TextFile, cache: Path, rules: DocumentRules | None = None) -> list[int] | UserError:
-    """The rows that no document can be made of, or why the file cannot be read."""
+def damage(file: TextFile, cache: Path) -> UserError | None:
+    """Why a file cannot be read; None: it can."""
     try:
-        with hub.library_errors(str(file.path)):
-            if file.kind != "text":
-                dataset = read_files(file.kind, {"a": [file.path]}, cache, True)["a"]
-                return (rules or DocumentRules()).empty_rows(dataset)
-            hub.require_uncompressed(file.path)
+        if file.kind != "text":
+            for _ in read_files(file.kind, {"a": [file.path]}, cache, streaming=True)["a"].with_format("arrow").iter(1000):
+                pass
+            return None
+        with library_errors(str(file.path)):
+            require_uncompressed(file.path)
             with file.path.open(encoding="utf-8-sig") as text:
                 while text.read(2**24):
                     pass
     except UserError as error:
         return error
-    return []
+    return None
 
 
 class StdlibText(TextDataModule):
@@ -205,8 +189,7 @@ class StdlibText(TextDataModule):
         return [TextFile(path, "/".join(parts), label=labels.get(parts[0])) for path, parts in found.items()]
 
     def rows(self) -> list[Rows]:
-        found = searched(self.files(), self.cache)
-        files = [file for file, empty in found.items() if empty is not None]  # some modules are tests of other encodings
+        files = readable(self.files(), self.cache)  # some modules are tests of other encodings
         return rows_of(files, self.rules(), self.cache, self.streaming, self.num_proc)
 
 
@@ -296,11 +279,9 @@ class TextFiles(TextInColumns):
     def rows(self) -> list[Rows]:
         label, files = None if self.label == "folder" else self.label, self.files()
         if self.skip:
-            found = searched(files, self.cache, self.rules(label=label))
-            files = [file for file, empty in found.items() if empty is not None]
-            named = sorted((str(file.path), empty) for file, empty in found.items())
-            warn_of_left_out("file", "that cannot be read", [name for name, empty in named if empty is None])
-            warn_of_left_out("row", "without text or class", [f"{name}:{row}" for name, empty in named for row in empty or []])
+            sound = readable(files, self.cache)
+            warn_of_left_out("file", "that cannot be read", sorted(str(file.path) for file in {*files}.difference(sound)))
+            files = sound
         return rows_of(files, self.rules(label=label), self.cache, self.streaming, self.num_proc)
 
 
@@ -309,18 +290,30 @@ class HubText(FromHub, TextInColumns):
 
     def rows(self) -> list[Rows]:
         shares = zip(("val", "test"), self.fractions, strict=True)
-        rules = self.rules(self.label, fractions=tuple(0.0 if self.splits[part] else share for part, share in shares))
-        found = self.opened(self.streaming)
-        if self.skip and not self.streaming:
-            with hub.library_errors("the text"):
-                empty = {self.splits[part]: rules.empty_rows(each) for part, each in found.items()}
-            names = [f"{self.name}:{split}:{row}" for split, rows in empty.items() for row in rows]
-            warn_of_left_out("row", "without text or class", names)
+        fractions = tuple(0.0 if self.splits[part] else share for part, share in shares)
+        rules = self.rules(self.label, fractions=fractions, source=self.name)
         rows = []
-        for part, each in found.items():
-            named = None if self.streaming else partial(numbered, f"{self.name}:{self.splits[part]}")
-            rows.append(Rows.checked(each, rules if part == "train" else replace(rules, part=part), named=named))
+        for part, each in self.opened(self.streaming).items():
+            rows.append(Rows.checked(each, rules if part == "train" else replace(rules, part=part)))
         return rows
+
+
+def texts_in(path: Path, text: str, unit: str, cache: Path) -> Iterator[tuple[str, str]]:
+    """Name and text, which may be blank, of each row of a file, and of each ``unit`` of plain text."""
+    kind = FORMATS.get(path.suffix.lower(), "text")
+    if kind != "text":
+        rows = read_files(kind, {"a": [path]}, cache, streaming=True)["a"]
+        DocumentRules(text=text, source=str(path)).checked(rows)
+        for number, row in enumerate(rows.select_columns([text]), 1):
+            yield f"{path}:{number}", row[text] or ""
+        return
+    require_uncompressed(path)
+    content = path.read_text(encoding="utf-8-sig")
+    if unit == "file":
+        yield str(path), content
+        return
+    for number, piece in enumerate(BETWEEN[unit].split(content.lstrip("\n") if unit == "paragraph" else content), 1):
+        yield f"{path}:{number}", piece
 
 
 def texts_at(path: Path, text: str, unit: str = "file") -> list[tuple[str, str]]:
@@ -329,20 +322,14 @@ def texts_at(path: Path, text: str, unit: str = "file") -> list[tuple[str, str]]
         raise UserError(f"texts: there is no file or folder {path}")
     found, blank = [], []
     for each in [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file()):
-        in_rows = each.suffix.lower() in FORMATS
         try:
-            with TemporaryDirectory() as cache:  # the library keeps its locks there
-                file = TextFile(each, each.name, "test")
-                rules = DocumentRules(text=text, skip=True) if in_rows else DocumentRules(unit)
-                (rows,) = rows_of([file], rules, Path(cache), streaming=True)
-                of_rows = [*enumerate(rows.batches("test", 1), 1)]
-        except UserError as error:  # whose advice is for data
-            raise UserError(f"texts: {str(error).removeprefix('data: ').partition('; data.on_error')[0]}") from error
-        texts: Iterable[tuple[int, str]] = [(number, one) for number, row in of_rows for one in row]
-        if unit == "paragraph" and not in_rows:  # of which the library's rows may hold several
-            texts = enumerate([one for _, one in texts], 1)
-        found += [(f"{each}:{number}" if in_rows or unit != "file" else str(each), one) for number, one in texts]
-        blank += [f"{each}:{number}" for number, row in of_rows if in_rows and not row]
+            with TemporaryDirectory() as cache, library_errors(str(each)):  # the library keeps its locks there
+                texts = [*texts_in(each, text, unit, Path(cache))]
+        except UserError as error:
+            raise UserError(f"texts: {str(error).removeprefix('data: ')}") from error
+        found += [(name, written) for name, written in texts if written.strip()]
+        if each.suffix.lower() in FORMATS:
+            blank += [name for name, written in texts if not written.strip()]
     warn_of_left_out("row", "without text", blank)
     if not found:
         raise UserError(f"texts: there is no text in {path}")

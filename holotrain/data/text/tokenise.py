@@ -2,11 +2,10 @@
 
 import hashlib
 import re
+import warnings
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,10 @@ import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
-from holotrain.data.hub import class_names, column, library_errors, rows_without
+from holotrain.data.hub import class_names, column, library_errors
 from holotrain.data.tokenizers import Tokenizer, utf8
 from holotrain.errors import UserError
+from holotrain.numeric import counted
 
 PARTS = ("train", "val", "test")
 
@@ -42,8 +42,7 @@ BETWEEN = {"paragraph": re.compile(r"\n(?:[ \t\r\f\v]*\n)+"), "line": re.compile
 """What separates the documents of a row."""
 
 
-class RefusedRow(UserError):
-    """A row that no document can be made of; the message calls it ``a row``, since only :class:`Rows` know its file."""
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,12 @@ class DocumentRules:
     Attributes:
         unit: what a document is: a ``file`` or row, a ``paragraph`` between blank lines, or a ``line``.
         text, label: columns; ``label`` may be None.
-        skip: leave out rows without text or class.
+        skip: leave out rows that no document can be made of.
         fractions: of validation and test, for documents whose part is drawn.
         part: that all documents belong to; None: it is drawn for each.
         file_label: label of all documents; None: that of the column, or none.
         names: of the classes, if the column holds numbers of them.
+        source: what messages call the data.
     """
 
     unit: str = "file"
@@ -68,43 +68,54 @@ class DocumentRules:
     part: str | None = None
     file_label: str | None = None
     names: Sequence[str] | None = None
+    source: str = "the data"
 
     @property
     def columns(self) -> list[str]:
         """Those that are read."""
         return [self.text, self.label] if self.label else [self.text]
 
-    def checked(self, dataset: Any, source: str) -> "DocumentRules":
-        """The rules, with the names of the classes, if the data have these columns and of these types.
-
-        Args:
-            source: what messages call the data.
-        """
+    def checked(self, dataset: Any) -> "DocumentRules":
+        """The rules, with the names of the classes, if the data have these columns and of these types."""
         from datasets import Value
 
-        kind = column(dataset, "data.text", self.text, source)
+        kind = column(dataset, "data.text", self.text, self.source)
         if not (isinstance(kind, Value) and "string" in kind.dtype):
             raise UserError(f"data.text: column {self.text!r} holds no text, but {kind}")
-        return replace(self, names=class_names(dataset, self.label, source)) if self.label else self
+        return replace(self, names=class_names(dataset, self.label, self.source)) if self.label else self
 
-    def empty_rows(self, dataset: Any) -> list[int]:
-        """The rows, counted from 1, that no document can be made of, as far as there are such columns."""
-        return rows_without(dataset, self.columns)
+    def refusal(self, row: Row) -> str:
+        """What is wrong with a row that no document can be made of; else empty."""
+        missing = [name for name in self.columns if row[name] is None]
+        return f"has nothing in {missing[0]!r}" if missing else ""
 
-    def documents(self, batch: Mapping[str, Sequence[Any]], part: str) -> Iterator[tuple[str, str | None]]:
-        """The documents of a part in rows that are not blank, each with its label or None."""
-        labels: Sequence[Any] = batch[self.label] if self.label else [self.file_label] * len(batch[self.text])
-        for row, label in zip(batch[self.text], labels, strict=True):
-            if row is None or (self.label and label is None):
-                if self.skip:
-                    continue
-                missing = self.text if row is None else self.label
-                raise RefusedRow(f"data: a row has nothing in {missing!r}; data.on_error=skip leaves such rows out")
+    def is_usable(self, row: Row) -> bool:
+        """Whether a document can be made of a row."""
+        return not self.refusal(row)
+
+    def rows(self, batch: Mapping[str, Sequence[Any]], first: int) -> Iterator[tuple[int, Row]]:
+        """The rows of a batch, each with its number, counted from 1; ``first`` is the place of the first one in the data.
+
+        Raises:
+            UserError: no document can be made of one.
+        """
+        for number, values in enumerate(zip(*(batch[name] for name in self.columns), strict=True), first + 1):
+            row = dict(zip(self.columns, values, strict=True))
+            if reason := self.refusal(row):
+                raise UserError(f"data: row {number} of {self.source} {reason}; data.on_error=skip leaves such rows out")
+            yield number, row
+
+    def documents(self, batch: Mapping[str, Sequence[Any]], part: str, first: int = 0) -> Iterator[tuple[str, str | None]]:
+        """The documents of a part in rows that are not blank, each with its label or None. ``first``: see :meth:`rows`."""
+        for _, row in self.rows(batch, first):
+            text: str = row[self.text]
+            label: Any = row[self.label] if self.label else self.file_label
             if self.names is not None:
                 label = self.names[label] if label >= 0 else None
-            for text in [row] if self.unit == "file" else BETWEEN[self.unit].split(row.rstrip().lstrip("\r\n")):
-                if text and not text.isspace() and (self.part or held_out_document(text, *self.fractions)) == part:
-                    yield text, label if label is None else str(label)
+            for document in [text] if self.unit == "file" else BETWEEN[self.unit].split(text.rstrip().lstrip("\r\n")):
+                blank = not document or document.isspace()
+                if not blank and (self.part or held_out_document(document, *self.fractions)) == part:
+                    yield document, label if label is None else str(label)
 
     def features(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """The types of the columns of :meth:`tokens`."""
@@ -112,46 +123,39 @@ class DocumentRules:
 
         return {"tokens": LargeList(Value(tokenizer.dtype.name)), "label": Value("string")}
 
-    def tokens(self, batch: Mapping[str, Sequence[Any]], part: str, tokenizer: Tokenizer) -> pa.Table:
-        """The ``tokens`` and the ``label`` of each of them."""
-        documents = [*self.documents(batch, part)]
+    def tokens(self, batch: Mapping[str, Sequence[Any]], places: Sequence[int], part: str, tokenizer: Tokenizer) -> pa.Table:
+        """The ``tokens`` and the ``label`` of the documents of a part in rows, which have these places in the data."""
+        documents = [*self.documents(batch, part, places[0])]
         return table(*joined(tokenizer, [text for text, _ in documents]), [label for _, label in documents])
-
-
-Row = Mapping[str, Any]
-
-Named = Callable[[Any], Iterator[tuple[str, Row]]]
-"""A function that reads the rows of a data set again, one by one, each with its name, such as ``FILE:ROW``."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a data set, how they become documents, and how they are called."""
+    """Rows of a data set, and how they become documents."""
 
     dataset: Any
     rules: DocumentRules
-    named: Named | None = None
 
     @classmethod
-    def checked(cls, dataset: Any, rules: DocumentRules, source: str = "the data", named: Named | None = None) -> "Rows":
-        """The columns that ``rules`` read; see :meth:`DocumentRules.checked`."""
-        rules = rules.checked(dataset, source)
-        return cls(dataset.select_columns(rules.columns), rules, named)  # to decode other columns may ask a server
+    def checked(cls, dataset: Any, rules: DocumentRules) -> "Rows":
+        """The columns that ``rules`` read; see :meth:`DocumentRules.checked`. If they say so, without refused rows."""
+        rules = rules.checked(dataset)
+        dataset = dataset.select_columns(rules.columns)  # to decode other columns may ask a server
+        return cls(usable(dataset, rules) if rules.skip else dataset, rules)
 
     def may_be_in(self, part: str) -> bool:
         return self.rules.part in (None, part)
 
     def batches(self, part: str, size: int = BATCH) -> Iterator[list[str]]:
         """The texts of a part, those of ``size`` rows at once."""
-        batches = self.dataset.iter(size)
+        batches, first = self.dataset.iter(size), 0
         while True:
-            with library_errors("the text"):
+            with library_errors(self.rules.source):
                 batch = next(batches, None)
             if batch is None:
                 return
-            with self._refusals(lambda batch: [*self.rules.documents(batch, part)]):
-                texts = [text for text, _ in self.rules.documents(batch, part)]
-            yield texts
+            yield [text for text, _ in self.rules.documents(batch, part, first)]
+            first += size
 
     def tokens(self, part: str, tokenizer: Tokenizer, cache: Path, num_proc: int | None) -> Any:
         """The documents of a part as a data set of ``tokens``, an end token after each, and ``label``."""
@@ -159,10 +163,10 @@ class Rows:
         from datasets.fingerprint import Hasher
 
         key = Hasher.hash([FORMAT, self.dataset._fingerprint, asdict(self.rules), part, tokenizer.fingerprint])
-        read_again = partial(self.rules.tokens, part=part, tokenizer=tokenizer)
-        with self._refusals(read_again), library_errors(f"the text or its cache; if {cache} is damaged, delete it"):
+        with library_errors(f"the text or its cache; if {cache} is damaged, delete it"):
             found = self.dataset.map(
                 self.rules.tokens,
+                with_indices=True,
                 batched=True,
                 batch_size=BATCH,
                 remove_columns=self.dataset.column_names,
@@ -176,18 +180,18 @@ class Rows:
             found.data.validate(full=True)  # else a damaged offset is followed out of the file
         return found
 
-    @contextmanager
-    def _refusals(self, read: Callable[[Mapping[str, Sequence[Any]]], Any]) -> Generator[None]:
-        """Names the row that is refused inside, the first that ``read``, of a batch of rows, refuses again."""
-        try:
-            yield
-        except RefusedRow as error:
-            for name, row in self.named(self.dataset) if self.named else ():
-                try:
-                    read({column: [value] for column, value in row.items()})
-                except RefusedRow as refused:
-                    raise UserError(str(refused).replace("a row", name, 1)) from None
-            raise UserError(str(error)) from None
+
+def usable(dataset: Any, rules: DocumentRules) -> Any:
+    """The rows that a document can be made of. Warns of how many there are of others, but not of a stream."""
+    from datasets import Dataset
+
+    with library_errors(rules.source):
+        found = dataset.filter(rules.is_usable)
+        left_out = len(dataset) - len(found) if isinstance(dataset, Dataset) else 0
+    if left_out:
+        rows = counted(left_out, "row")
+        warnings.warn(f"data: left out {rows} of {rules.source} without text, class or answer", stacklevel=2)
+    return found
 
 
 def table(tokens: np.ndarray, lengths: np.ndarray, labels: Sequence[str | None]) -> pa.Table:
