@@ -33,7 +33,6 @@ class KeepConfiguration(pl.Callback):
 
     def __init__(self, config: RunConfig, choices: dict[str, str], description: dict[str, Any]) -> None:
         self.run_metadata = checkpointed.run_metadata(config, choices, description)
-        checkpointed.require_readable(self.run_metadata)
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint[checkpointed.KEY] = self.run_metadata
@@ -199,28 +198,25 @@ def load_weights(task: pl.LightningModule, path: Path) -> None:
         if (bits := bits_of(model)) is not None:
             quantise(model_of(task).requires_grad_(False), bits)
     with _of_the_same_model(path):
-        checkpoint_files.require_same(model_of(task).state_dict(), model.state_dict())
-    model_of(task).load_state_dict(model.state_dict())
+        checkpoint_files.load_weights(model_of(task), model.state_dict(), path)
 
 
 def check_continuable(task: pl.LightningModule, config: FitConfig, path: Path) -> None:
     """Raises a UserError if training cannot continue from the checkpoint, such as that of another model or optimizer."""
     if checkpointed.is_exported(path):
         raise UserError(f"ckpt_path: {path} holds only weights; start from them with model.pretrained={path}")
-    checkpoint = checkpointed.load(path)
-    if missing := sorted(checkpointed.STATE.keys() - checkpoint.keys()):
-        raise UserError(f"ckpt_path: {path} has no {', '.join(missing)}; training cannot continue from it")
+    checkpoint, most = checkpointed.load(path), config.trainer.max_epochs or -1
     check_same(config, path, FOR_TRAINING)
-    for part in checkpointed.WEIGHTS:
-        if part in checkpoint:
-            with _of_the_same_model(path):
-                checkpoint_files.require_same(task.state_dict(), checkpoint[part])
     try:
-        most, loop = config.trainer.max_epochs or -1, checkpoint["loops"]["fit_loop"]
+        for weights in (checkpoint["state_dict"], checkpoint.get("current_model_state", {})):
+            if weights:  # the second are those that are trained, if the first are their averages
+                with _of_the_same_model(path):
+                    checkpoint_files.require_same(task.state_dict(), weights)
+        loop = checkpoint["loops"]["fit_loop"]
         done = loop["epoch_progress"]["current"]["processed"]  # counts an epoch that max_steps has cut short
         whole = loop["epoch_loop.batch_progress"]["is_last_batch"]
         is_trained = done > most > 0 or (done == most and whole and not config.resume)
-    except (KeyError, TypeError) as error:
-        raise UserError(f"ckpt_path: {path} does not say how far its training is; it cannot continue from it") from error
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError(f"ckpt_path: {path} does not hold the whole state of a training; it cannot continue from it") from error
     if is_trained:
         raise UserError(f"trainer.max_epochs={most}: {path} has trained {counted(done, 'epoch')}; to train on, give more")

@@ -3,10 +3,9 @@
 A checkpoint is a file that anybody may have written, so all of it is checked before it is used.
 """
 
-import itertools
 import json
-import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,12 @@ from holotrain.config.annotations import checked
 from holotrain.config.command_options import RunConfig
 from holotrain.config.composition import config_folder, models
 from holotrain.config.objects import PYTHON_OBJECT
-from holotrain.config.option_groups import CLASSIFIER, GROUPS, IMAGES, TEXT, is_a
-from holotrain.config.signatures import signature
+from holotrain.config.option_groups import GROUPS
 from holotrain.config.structured import structured, to_container
 from holotrain.errors import UserError, as_user_error, did_you_mean
 from holotrain.models import checkpoint_files
-from holotrain.models.saved import config_path, read_config
-from holotrain.targets import TARGET, first_line, is_defined_in, missing_package, targets
+from holotrain.models.saved import read_config
+from holotrain.targets import TARGET, first_line, is_defined_in, targets
 
 KEY = "holotrain"
 """Where a checkpoint holds what ``run_metadata`` returns."""
@@ -49,28 +47,11 @@ DESCRIPTION = {
 }
 """The types of what a description may hold, as annotations."""
 
-STATE = {
-    **{"state_dict": "dict", "callbacks": "dict", "loops": "dict", "optimizer_states": "list", "lr_schedulers": "list"},
-    **{"epoch": "int", "global_step": "int", "pytorch-lightning_version": "str"},
-}
-"""Those of the parts of a checkpoint that this program and Lightning read by name."""
-
-WEIGHTS = ("state_dict", "current_model_state")
-"""The parts that hold weights: the second those that are trained, if the first holds their average."""
-
 
 def run_metadata(config: RunConfig, choices: dict[str, str], description: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint keeps of a run, in plain containers: the option of each group is for display, and the description, of
     the trained model, is that of ``holotrain.config.build.description``."""
     return {"config": _kept(config), "choices": choices, "description": description}
-
-
-def require_readable(metadata: dict[str, Any]) -> None:
-    """Raises a UserError, before the first step, if no run could begin from a checkpoint with this ``run_metadata``."""
-    try:
-        _checked_description(metadata["description"], _checked_config(metadata["config"]))
-    except (UserError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"no checkpoint could hold this configuration: {first_line(error)}") from error
 
 
 def _kept(config: RunConfig) -> dict[str, Any]:
@@ -86,24 +67,16 @@ def load(path: Path) -> dict[str, Any]:
     Raises:
         UserError: it is missing, damaged, or of another program.
     """
-    if is_exported(path):
-        with as_user_error("ckpt_path"):
-            exported = read_config(path)
-        if KEY not in exported:
-            raise UserError(f"ckpt_path: {path} was not exported by the command line: it holds no configuration of a run")
-        found = _checked({KEY: exported[KEY]}, path)
-        if any(exported[key] != found[KEY]["description"][key] for key in ("target", "arguments")):
-            raise UserError(f"ckpt_path: {path} is damaged: its {config_path(path).name} describes two models")
-        return found
     if not path.exists():
         raise UserError(f"ckpt_path: there is no file {path}.{did_you_mean(str(path), ('best', 'last'))}")
     with as_user_error("ckpt_path"):
-        checkpoint = checkpoint_files.load(path)
+        checkpoint = read_config(path) if is_exported(path) else checkpoint_files.load(path)
     if not isinstance(checkpoint, dict) or KEY not in checkpoint:
-        raise UserError(f"ckpt_path: {path} was not written by holotrain: it holds no configuration of a run")
-    if "state_dict" not in checkpoint:
-        raise UserError(f"ckpt_path: {path} holds no weights")
-    return _checked(checkpoint, path)
+        raise UserError(f"ckpt_path: {path} was not written by the command line: it holds no configuration of a run")
+    try:
+        return checkpoint | {KEY: _checked(**checkpoint[KEY])}
+    except (UserError, ValueError, LookupError, TypeError, AttributeError) as error:  # the last three of what lacks a part
+        raise UserError(f"ckpt_path: {path} is damaged, or of another version of holotrain: {first_line(error)}") from error
 
 
 def metadata(path: Path) -> dict[str, Any]:
@@ -111,10 +84,13 @@ def metadata(path: Path) -> dict[str, Any]:
     return load(path)[KEY]
 
 
-def weights(path: Path) -> dict[str, Any]:
+def weights(path: Path) -> dict[str, Tensor]:
     """The ``state_dict`` of a checkpoint that :func:`load` has read. Raises a UserError if a part is missing or damaged."""
     with as_user_error("ckpt_path"):
-        return checkpoint_files.read(path, ["state_dict"])["state_dict"]
+        found = checkpoint_files.read(path, ["state_dict"]).get("state_dict")
+    if not isinstance(found, dict):
+        raise UserError(f"ckpt_path: {path} holds no weights")
+    return found
 
 
 def is_exported(path: Path) -> bool:
@@ -122,107 +98,46 @@ def is_exported(path: Path) -> bool:
     return path.is_dir() and not checkpoint_files.is_folder(path)
 
 
-def _checked(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The checkpoint, unless a part of what it says of itself is missing, unknown or of another type."""
-    entry = checkpoint[KEY]
-    if not isinstance(entry, dict) or not {"config", "choices", "description"} <= entry.keys():
-        raise UserError(f"ckpt_path: {path} is of an older holotrain, or damaged: it does not say what was trained")
-    try:
-        config = _checked_config(entry["config"])
-        for group, option in checked("its choices", "dict[str, str]", entry["choices"]).items():
-            if not re.fullmatch(r"\w[\w-]*=[^=\n]+", f"{group}={option}"):
-                raise ValueError(f"{group!r}: {option!r} among its choices is not a group with its option")
-        description = _checked_description(entry["description"], config)
-        checkpoint = _typed(checkpoint, STATE | dict.fromkeys(WEIGHTS, "dict[str, Any]"))
-        for part in WEIGHTS:
-            if unfit := [name for name, weight in checkpoint.get(part, {}).items() if not isinstance(weight, Tensor)]:
-                raise ValueError(f"{unfit[0]!r} in {part} is not a tensor")
-        if min(checkpoint.get("epoch", 0), checkpoint.get("global_step", 0)) < 0:
-            raise ValueError("its epoch or its global_step is below 0")
-        if not re.fullmatch(r"[2-9](\.\w+)*", checkpoint.get("pytorch-lightning_version", "2")):
-            raise ValueError(f"it was written by Lightning {checkpoint['pytorch-lightning_version']!r}")
-    except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:  # the last of what lacks a part
-        for where, target in targets(entry["config"]):  # a package that Python does not find says more
-            if isinstance(target, str) and (missing := missing_package(target)):
-                trusted = f"with trust={target.partition('.')[0]}, unless --config-dir names the class"
-                where = f" as {where}" if where else ""
-                raise UserError(f"ckpt_path: {path} names {target!r}{where}, and {missing} ({trusted})") from error
-        raise UserError(f"ckpt_path: {path} is damaged, or of another version of holotrain: {first_line(error)}") from error
-    return checkpoint | {KEY: entry | {"config": config, "description": description}}
-
-
-def _typed(parts: dict[str, Any], kinds: dict[str, str]) -> dict[str, Any]:
-    """A mapping, with its values as these types take them."""
-    return parts | {key: checked(key, kind, parts[key]) for key, kind in kinds.items() if key in parts}
-
-
-def _checked_config(plain: Any) -> dict[str, Any]:
-    """The configuration of a file in plain containers, less what a file must not decide."""
-    json.dumps(checked("its options", "dict", plain))  # a TypeError of what is no plain value
-    values = {name: value for name, value in plain.items() if name not in NEVER_KEPT}
-    for group, each in values.items():
-        if isinstance(each, dict):
-            values[group] = {name: value for name, value in each.items() if f"{group}.{name}" not in REMOVED}
+def _checked(config: dict[str, Any], choices: dict[str, str], description: dict[str, Any]) -> dict[str, Any]:
+    """What :func:`run_metadata` returned, less what a file must not decide. Raises an error of any kind if it is not that."""
+    json.dumps([config, description["arguments"]])  # a TypeError of what is no plain value
+    values = {name: value for name, value in config.items() if name not in NEVER_KEPT}
+    for group, _, name in (option.partition(".") for option in REMOVED):
+        values[group] = {key: value for key, value in values[group].items() if key != name}
     config = _kept(structured("fit", values))
     for group, _, name in (option.partition(".") for option in COMMAND_LINE_ONLY):
         if (config.get(group) or {}).pop(name, None) is not None and name == "download":
             config[group][name] = False  # which is not its default
-    return config
+    described = {name: checked(name, kind, description[name]) for name, kind in DESCRIPTION.items() if name in description}
+    # Classes in a configuration are trusted or not, see below; the description names no others.
+    trained = [*targets(config["model"] or config["task"])]
+    for where, target in targets({TARGET: described["target"], **described["arguments"]}):
+        if (where, target) not in trained:
+            raise ValueError(f"its description names {target!r}, and its configuration does not")
+    return {"config": config, "choices": checked("its choices", "dict[str, str]", choices), "description": described}
 
 
-def _checked_description(plain: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """The description of the model that the configuration names."""
-    description = _typed(checked("its description", "dict", plain), DESCRIPTION)
-    trained, data, task = config["model"] or config["task"], config["data"][TARGET], config["task"][TARGET]
-    needed = ["target", "arguments", "facts"]
-    needed += ["tokenizer"] * is_a(data, TEXT) + ["statistics"] * is_a(data, IMAGES)
-    if is_a(data, TEXT, IMAGES) and is_a(task, CLASSIFIER):
-        needed.append("class_names")
-    for key in (*needed, *description):
-        if key not in description or key not in DESCRIPTION:
-            raise ValueError(f"{key!r} in its description is {'unknown' if key in description else 'missing'}")
-    arguments = description["arguments"]
-    json.dumps(arguments)
-    if description["target"] != trained[TARGET] or TARGET in arguments:
-        raise ValueError("its description is of another model than its configuration")
-    trusted = list(targets(trained))
-    if unlike := [target for where, target in targets(arguments) if (where, target) not in trusted]:
-        raise ValueError(f"its description names {unlike[0]!r}, and its configuration does not")
-    return description
-
-
-COMPUTING = {
-    "optimizer": ("holotrain.tasks.optimizer_functions.", "torch.optim.optimizer.Optimizer"),
-    "scheduler": ("holotrain.tasks.schedules.", "torch.optim.lr_scheduler.LRScheduler"),
-}
-"""What needs no further trust in these groups: the public functions of a module, and classes of ``torch.optim`` with a base."""
+COMPUTING = ("torch.optim", "holotrain.tasks.optimizer_functions", "holotrain.tasks.schedules")
+"""Modules whose classes and functions a file may name as its optimizer and its scheduler."""
 
 
 def require_trusted(
     config: dict[str, Any], path: Path, packages: Iterable[str], words: Iterable[str], config_dir: str | None
 ) -> None:
-    """Nothing is imported for this check.
-
+    """
     Args:
         config: the configuration in the checkpoint ``path``.
-        packages: packages that the user trusts.
+        packages: packages that the user trusts. Only their modules, and those that compute, are imported for this check.
         words: the overrides of the command line, which may name a class at the same place.
         config_dir: the user's YAML folder, whose files may do so too.
 
     Raises:
         UserError: it names a class that nobody vouches for.
     """
-    given = (word.lstrip("+").partition("=") for word in words)
-    named = {(key.removesuffix(f".{TARGET}"), name) for key, _, name in given if key.endswith(f".{TARGET}")}
-    named |= _named_in_files(config_dir)
+    named = _named(words, config_dir)
     for where, target in targets(config):
-        if not isinstance(target, str):
-            raise UserError(f"ckpt_path: {path} is damaged: the name of the class in {where} is not a string")
-        package = target.partition(".")[0]
-        if package == "holotrain" and target != PYTHON_OBJECT and not is_defined_in(target, [package]):
-            raise UserError(f"ckpt_path: {path} is of another version of holotrain: there is no {target!r}, its {where}")
-        trusted = _only_computes(where, target) or is_defined_in(target, packages)
-        if trusted or (where, target) in named:
+        computing = COMPUTING if where in ("optimizer", "scheduler") else ()
+        if (where, str(target)) in named or is_defined_in(str(target), [*packages, *computing]):
             continue
         if target == PYTHON_OBJECT:
             raise UserError(
@@ -231,39 +146,22 @@ def require_trusted(
             )
         raise UserError(
             f"ckpt_path: {path} names {target!r} as {where}, but neither the command line nor a file in conf or "
-            f"--config-dir does; if you trust it, add trust={package}"
+            f"--config-dir does; if you trust it, add trust={str(target).partition('.')[0]}"
         )
 
 
-def _only_computes(where: str, target: str) -> bool:
-    """Whether it is an optimizer or schedule of torch's or holotrain's, by the name that will be imported."""
-    if (where, target) == ("model.adapters", "peft.LoraConfig"):  # which only holds values
-        return True
-    if where not in COMPUTING:
-        return False
-    module, base = COMPUTING[where]
-    if target.startswith(module):
-        return re.fullmatch(r"[^_.][^.]*", target.removeprefix(module)) is not None
-    try:
-        return target.startswith("torch.optim.") and base in signature(target).bases
-    except ValueError:
-        return False
-
-
-OF_ANY_GROUP = ("experiment", "debug", "sweep", "task", "data")
-"""Groups whose files may change others."""
-
-
-def _named_in_files(config_dir: str | None) -> set[tuple[str, str]]:
-    """The classes that ``conf`` and the user's folder name, each with its place in a configuration."""
-    found = {("model", node[TARGET]) for node in models().values()}
-    for folder, group in itertools.product(filter(None, (config_folder(), config_dir)), {*GROUPS, *OF_ANY_GROUP}):
-        places = [group, ""] if group in OF_ANY_GROUP else [group]
-        for path in Path(folder, group).rglob("*.yaml"):
-            try:
-                node = OmegaConf.to_container(OmegaConf.load(path))
-            except (YAMLError, OmegaConfBaseException, OSError):
-                continue  # it vouches for nothing
-            for place in places:
-                found |= {(where, target) for where, target in targets(node, place) if isinstance(target, str)}
-    return found
+def _named(words: Iterable[str], config_dir: str | None) -> set[tuple[str, str]]:
+    """The classes that a file may name, each with its place in a configuration: those of the command line, of ``conf`` and of
+    the user's folder."""
+    named = {("model.adapters", "peft.LoraConfig"), *(("model", node[TARGET]) for node in models().values())}
+    for key, _, value in (word.lstrip("+").partition("=") for word in words):
+        if key.endswith(f".{TARGET}"):
+            named.add((key.removesuffix(f".{TARGET}"), value))
+    for group in {*GROUPS, "experiment", "debug", "sweep"}:
+        for folder in filter(None, (config_folder(), config_dir)):
+            for path in Path(folder, group).rglob("*.yaml"):
+                with suppress(YAMLError, OmegaConfBaseException, OSError):  # it vouches for nothing
+                    node = OmegaConf.to_container(OmegaConf.load(path))
+                    of_group, of_all = targets(node, group), targets(node)  # the files of some groups change others
+                    named |= {(where, str(target)) for where, target in [*of_group, *of_all]}
+    return named

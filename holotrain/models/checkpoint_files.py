@@ -240,8 +240,8 @@ def require_same(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) 
             raise ValueError(f"{name} is {there}, not {here}")
 
 
-def _kind(tensor: Tensor | None) -> str:
-    if tensor is None:
+def _kind(tensor: object) -> str:
+    if not isinstance(tensor, Tensor):
         return "missing"
     return f"{tuple(tensor.shape)}" if tensor.is_floating_point() else f"{tuple(tensor.shape)} {tensor.dtype}"
 

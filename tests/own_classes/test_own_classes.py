@@ -171,13 +171,3 @@ def test_an_option_with_the_name_of_another_is_refused(typed):
     shutil.copy("conf/optimizer/lion.yaml", "conf/optimizer/sgd.yaml")
     status, _, err = typed("fit", *OWN, "optimizer=sgd")
     assert (status, err.count("\n")) == (2, 1) and "conf/optimizer/sgd.yaml has the name of an option that holotrain has" in err
-
-
-def test_a_checkpoint_of_another_version_of_holotrain_is_one_line():
-    from holotrain import UserError
-    from holotrain.config.checkpointed import require_trusted
-
-    for name in ("holotrain.tasks.optimizers.adamw", "holotrain.tasks.optimizer_functions.gone"):
-        for packages in ((), ("holotrain",)):
-            with pytest.raises(UserError, match=f"another version of holotrain: there is no '{name}', its optimizer"):
-                require_trusted({"optimizer": {"_target_": name}}, Path("a.ckpt"), packages, (), None)
