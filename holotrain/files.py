@@ -1,10 +1,8 @@
 """Files: written so that they are complete whenever they can be seen, and read as data that anybody may have written."""
 
 import errno
-import glob
 import json
 import os
-import re
 import secrets
 import stat
 from collections.abc import Generator
@@ -16,14 +14,8 @@ from typing import Any, BinaryIO
 DEEPEST = 100
 """Levels of lists and mappings in each other."""
 
-MOST = 10_000_000
-"""Values in a file; a list that stands in it twice counts twice."""
-
 LARGEST = 2**26
 """Bytes of a file of text or of JSON."""
-
-WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
-WITHOUT_LINKS = getattr(os, "O_NOFOLLOW", 0)
 
 
 def open_regular(path: str | Path) -> BinaryIO:
@@ -32,16 +24,9 @@ def open_regular(path: str | Path) -> BinaryIO:
     Raises:
         OSError: it cannot be read, or is no regular file.
     """
-    return open(path, "rb", opener=_regular)
-
-
-def _regular(path: str, flags: int) -> int:
-    if stat.S_ISREG(os.stat(path).st_mode):  # before it is opened, which some devices notice
-        descriptor = os.open(path, flags | WITHOUT_WAITING)
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return descriptor
-        os.close(descriptor)
-    raise OSError(errno.EINVAL, "it is no regular file", path)
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return open(path, "rb")
 
 
 def read_bytes(path: str | Path, most: int = LARGEST) -> bytes:
@@ -84,25 +69,18 @@ def from_json(text: str | bytes) -> Any:
     return value
 
 
-def require_shallow(value: Any) -> None:
+def require_shallow(value: Any, levels: int = DEEPEST) -> None:
     """
     Raises:
-        ValueError: lists and mappings are nested too deep for functions that follow them, or hold too much, because one stands
-            in itself or in many places; or a text is not Unicode.
+        ValueError: lists and mappings are nested too deep for functions that follow them, or a text is not Unicode.
     """
-    within, seen = [iter([value])], 0
-    while within:
-        for each in within[-1]:
-            seen += 1
-            if isinstance(each, str) and not each.isascii():
-                each.encode()
-            if isinstance(each, dict | list | tuple):
-                within.append(iter(each) if not isinstance(each, dict) else chain(each, each.values()))
-                break
-        else:
-            within.pop()
-        if len(within) > DEEPEST or seen > MOST:
-            raise ValueError(f"it is nested more than {DEEPEST} levels deep, or holds more than {MOST} values")
+    if not levels:
+        raise ValueError(f"it is nested more than {DEEPEST} levels deep")
+    if isinstance(value, str):
+        value.encode()
+    if isinstance(value, dict | list | tuple):
+        for each in chain(value, value.values()) if isinstance(value, dict) else value:
+            require_shallow(each, levels - 1)
 
 
 def is_inside(folder: Path, path: Path) -> bool:
@@ -129,15 +107,13 @@ def require_inside(folder: Path, path: Path) -> None:
 def replacing(path: Path, alone: bool = False) -> Generator[Path]:
     """Yields an empty file beside ``path`` to write to. It is renamed to ``path`` at the end, or removed after an error.
 
-    Nobody can guess its name, and so nobody can have put a link there.
-
     Args:
-        alone: no other process writes to ``path`` meanwhile; files that killed ones have left are removed first.
+        alone: no other process writes to ``path`` meanwhile; the file that a killed one has left is replaced.
     """
+    temporary = path.with_name(f".{path.name}.{'new' if alone else secrets.token_hex(8)}")
     if alone:
-        remove_leftovers(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | WITHOUT_LINKS, 0o666))
+        temporary.unlink(missing_ok=True)
+    temporary.touch(exist_ok=False)  # nothing is written through a link that somebody has put there
     try:
         yield temporary
         temporary.replace(path)
@@ -145,14 +121,6 @@ def replacing(path: Path, alone: bool = False) -> Generator[Path]:
         with suppress(OSError):  # the folder may not exist any more
             temporary.unlink()
         raise
-
-
-def remove_leftovers(path: Path) -> None:
-    """Removes the files that killed processes have left beside ``path``, as :func:`replacing` calls them."""
-    ours = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{16}")
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
-        if ours.fullmatch(left.name) and not left.is_dir():
-            left.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import random
-import zipfile
 
 import pytest
 import torch
@@ -44,25 +43,6 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path, count):
     assert 8 * weight + 99 in refused
 
 
-def test_a_file_without_checksums_is_read(tmp_path):
-    torch.serialization.set_crc32_options(False)
-    try:
-        torch.save(HELD, tmp_path / "x.ckpt")
-    finally:
-        torch.serialization.set_crc32_options(True)
-    assert_equal(read(tmp_path / "x.ckpt")["state_dict"], HELD["state_dict"])
-
-
-def test_a_compressed_file_is_not_unpacked(tmp_path):
-    """A few bytes may be any number of gigabytes, and torch maps compressed records into memory as if they were not."""
-    torch.save(HELD, tmp_path / "sound.ckpt")
-    with zipfile.ZipFile(tmp_path / "sound.ckpt") as sound, zipfile.ZipFile(tmp_path / "x.ckpt", "w", 8) as file:
-        for record in sound.namelist():
-            file.writestr(record, sound.read(record))
-    with pytest.raises(ValueError, match=r"x.ckpt is not a readable checkpoint"):
-        read(tmp_path / "x.ckpt")
-
-
 def in_parts(folder, begins=([0, 0], [2, 0]), **changes):
     """A checkpoint as two processes write it, without them: a tensor of (4, 4), half of it each."""
     (folder / "tensors-1").mkdir()
@@ -95,7 +75,7 @@ FOLDERS = {
 DAMAGES = {
     "a part is cut": (lambda folder: cut(folder / "tensors-1/1.safetensors"), "does not have all tensors"),
     "the file is cut": (lambda folder: cut(folder / CHECKPOINT), "is not a readable checkpoint"),
-    "no file": (lambda folder: (folder / CHECKPOINT).unlink(), "is missing: the checkpoint is incomplete"),
+    "no file": (lambda folder: (folder / CHECKPOINT).unlink(), "is no file, so the checkpoint is incomplete"),
 }
 
 
@@ -125,14 +105,14 @@ HONEST = {
 } | {str(dtype): torch.zeros(3).to(dtype) for dtype in DTYPES}
 
 CRAFTED = {
-    "one number 10^13 times": (torch.zeros(1).expand(10**13), "claims 40000000000000 bytes and has 4"),
-    "one number 2^61 times": (torch.zeros(1, dtype=torch.float64).expand(2**61), f"claims {2**64} bytes and has 8"),
-    "numbers used twice": (torch.ones(4).as_strided((3, 2), (1, 1)), "claims 24 bytes and has 16"),
-    "sparse": (WHOLE.to_sparse(), "is not dense"),
-    "sparse rows": (WHOLE.to_sparse_csr(), "is not dense"),
-    "quantised": (torch.quantize_per_tensor(WHOLE, 0.1, 0, torch.qint8), "is not dense"),
-    "nested": (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "is not dense"),
-    "jagged": (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "is not dense"),
+    "one number 10^13 times": torch.zeros(1).expand(10**13),
+    "one number 2^61 times": torch.zeros(1, dtype=torch.float64).expand(2**61),
+    "numbers used twice": torch.ones(4).as_strided((3, 2), (1, 1)),
+    "sparse": WHOLE.to_sparse(),
+    "sparse rows": WHOLE.to_sparse_csr(),
+    "quantised": torch.quantize_per_tensor(WHOLE, 0.1, 0, torch.qint8),
+    "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
 }
 
 
@@ -147,11 +127,9 @@ def test_honest_tensors_are_read(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", CRAFTED)
 def test_crafted_tensors_are_refused(tmp_path, kind):
-    tensor, flaw = CRAFTED[kind]
-    path = tmp_path / "x.pt"
-    torch.save({"state_dict": {}, "list": [1, (2, {"w\n": tensor})]}, path)
-    with pytest.raises(ValueError, match=rf"x.pt is damaged, or of another program: the tensor 'list.1.1.w\\n' {flaw}$"):
-        read_weights(path)
+    torch.save({"state_dict": {}, "list": [1, (2, {"w": CRAFTED[kind]})]}, tmp_path / "x.pt")
+    with pytest.raises(ValueError, match="x.pt is damaged, or of another program: a tensor in it is not dense$"):
+        read_weights(tmp_path / "x.pt")
 
 
 @pytest.mark.parametrize("dtype", [torch.bits8, torch.float4_e2m1fn_x2])
