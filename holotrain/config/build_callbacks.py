@@ -72,8 +72,6 @@ def _known(
         known |= _metric(name, chosen, task)
     if "count_tokens" in parameters and isinstance(data, TextDataModule):
         known["count_tokens"] = tokens_of
-    if "unbucketed" in parameters and isinstance(data, TextDataModule):  # it reads the lengths of all documents
-        known["unbucketed"] = data.unbucketed_padding
     if "peak_flops" in parameters:
         found = peak_flops(device_name(config.trainer.accelerator), config.trainer.precision)
         known["peak_flops"] = chosen.arguments.get("peak_flops") or found

@@ -1,7 +1,6 @@
 """Loaders that leave the global random state alone and can be resumed in mid-epoch, and augmentation that is seeded."""
 
 import os
-import random
 import sys
 import traceback
 import warnings
@@ -12,7 +11,6 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -185,23 +183,6 @@ def digest(value: Any) -> str:
     from datasets.fingerprint import Hasher
 
     return Hasher.hash(value)[:12]
-
-
-def digest_of_samples(dataset: Any) -> str:
-    """A short hash of a few samples, of what in them is the same whenever they are read.
-
-    A data set may draw at random: from the global random state, which is put back, or from a generator of its own.
-    """
-    readings = []
-    with isolate_rng(include_cuda=False):
-        for _ in range(3):
-            random.seed(0)
-            np.random.seed(0)
-            torch.random.default_generator.manual_seed(0)
-            samples = [dataset[place] for place in in_places(len(dataset))]
-            parts = zip(*(each if isinstance(each, tuple | list) else (each,) for each in samples), strict=False)
-            readings.append([digest(part) for part in parts])
-    return digest([part[0] for part in zip(*readings, strict=False) if len({*part}) == 1])
 
 
 class StreamLoader:

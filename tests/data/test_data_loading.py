@@ -1,7 +1,6 @@
 """The order of epochs, seeded augmentation, taking up an epoch in its middle, and what each of several processes reads."""
 
 import json
-import random
 
 import lightning.pytorch as pl
 import numpy as np
@@ -10,13 +9,11 @@ import torch
 from compared import assert_equal
 from data_files import write_saved_images
 from lightning.pytorch.callbacks import ModelCheckpoint
-from PIL import Image
 from resumed_loaders import assert_resumes, same, stream
 from small_trainings import quiet_trainer
 
 from holotrain.data import Digits, HubImages, TextFiles
 from holotrain.data.images import ImageDataModule
-from holotrain.data.loader import digest, digest_of_samples
 from holotrain.data.sampler import EpochBatchSampler, FixedBatches, in_batches
 from holotrain.errors import UserError
 
@@ -106,44 +103,6 @@ def test_few_samples_make_one_batch_or_are_refused():
     for made in (lambda: EpochBatchSampler(2, 8, shard=(0, 3)), lambda: FixedBatches([np.arange(2)], (0, 3))):
         with pytest.raises(UserError, match="2 samples cannot be split among 3"):
             made()
-
-
-class Drawn:
-    """Samples with a picture that is drawn at random, and something that no two processes have alike."""
-
-    def __init__(self, draw, label=0):
-        self.draw, self.label = draw, label
-
-    def __len__(self):
-        return 9
-
-    def __getitem__(self, index):
-        return torch.full((2, 2), self.draw()), {"label": self.label, "name": "x", "other": object()}, np.array([object()])
-
-
-DRAWS = {
-    "torch": lambda: torch.rand(()).item(),
-    "numpy": lambda: np.random.rand(),
-    "random": random.random,
-    "its own": np.random.default_rng().random,
-    "nothing": lambda: 0.5,
-}
-
-
-@pytest.mark.parametrize("draw", DRAWS)
-def test_a_digest_is_of_what_is_always_the_same(draw):
-    state = torch.get_rng_state()
-    found = digest_of_samples(Drawn(DRAWS[draw]))
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.rand(7), np.random.rand(), random.random()
-    assert digest_of_samples(Drawn(DRAWS[draw])) == found != digest_of_samples(Drawn(DRAWS[draw], label=1))
-
-
-def test_other_pictures_have_another_digest():
-    assert digest_of_samples(Drawn(lambda: 0.5)) != digest_of_samples(Drawn(lambda: 0.25))
-    pictures = [Image.new("RGB", (2, 2), colour) for colour in ("red", "blue")]
-    assert digest(pictures[0]) != digest(pictures[1])
-    assert digest(torch.zeros(2, dtype=torch.bfloat16)) != digest(torch.ones(2, dtype=torch.bfloat16))
 
 
 class TwoParts(ImageDataModule):

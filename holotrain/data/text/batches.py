@@ -318,48 +318,29 @@ def padded_batch(samples: Sequence[Mapping[str, Any]], pad_id: int = 0, multiple
 
     Args:
         samples: each has ``input_ids``, its tokens, and may have ``labels``: one for each token, or one class. Lists, arrays
-            or tensors. All have labels, or none.
+            or tensors of whole numbers. All have labels, or none.
         pad_id: the token that fills up.
         multiple: T, the length of the longest sample, is rounded up to a multiple of this.
 
     Returns:
-        int64 tensors: ``input_ids`` (B, T); ``attention_mask`` (B, T), 1 for tokens and 0 for padding; ``lengths`` (B,); and
-        ``labels``, (B, T) with -100 for padding, or (B,) for classes.
+        ``input_ids`` (B, T); ``attention_mask`` (B, T), 1 for tokens and 0 for padding; ``lengths`` (B,); and ``labels``,
+        (B, T) with -100 for padding, or (B,) for classes.
 
     Raises:
-        ValueError: a sample has no ``input_ids``, some but not all have ``labels``, they are not whole numbers, or there is not
-            one label for each token or each sample.
+        ValueError: a sample has another number of labels than of tokens.
     """
     require_at_least(1, multiple=multiple)
-    if any("input_ids" not in sample for sample in samples):
-        raise ValueError("each sample must have input_ids, a list of tokens")
-    rows = [integers("input_ids", sample["input_ids"]) for sample in samples]
-    if any(row.ndim != 1 for row in rows):
-        raise ValueError("input_ids: each sample must have a flat list of tokens")
+    rows = [torch.as_tensor(sample["input_ids"]) for sample in samples]
     lengths = torch.tensor([len(row) for row in rows])
     width = -(-int(lengths.max()) // multiple) * multiple
     mask = (torch.arange(width) < lengths[:, None]).long()
     batch = {"input_ids": filled_up(rows, width, pad_id), "attention_mask": mask, "lengths": lengths}
     if any("labels" in sample for sample in samples):
-        if not all("labels" in sample for sample in samples):
-            raise ValueError("labels: some samples of the batch have none")
-        labels = [integers("labels", sample["labels"]) for sample in samples]
+        labels = [torch.as_tensor(sample["labels"]) for sample in samples]
         if any(each.ndim for each in labels) and any(a.shape != b.shape for a, b in zip(labels, rows, strict=True)):
             raise ValueError("labels: there must be one for each token, or in all samples one for the sample")
         batch["labels"] = filled_up(labels, width, IGNORED) if labels[0].ndim else torch.stack(labels)
     return batch
-
-
-def integers(name: str, values: Any) -> Tensor:
-    """A number, or lists of them, as int64. Raises a ValueError with the name unless they are whole numbers."""
-    try:
-        found = torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError) as error:  # such as text, None, or lists among numbers
-        raise ValueError(f"{name} must be whole numbers: {error}") from error
-    kind = found.dtype
-    if found.numel() and (kind.is_floating_point or kind.is_complex or kind == torch.bool):
-        raise ValueError(f"{name} must be whole numbers, not {kind}")
-    return found.long()
 
 
 def filled_up(rows: Sequence[Tensor], width: int, value: int) -> Tensor:
@@ -371,10 +352,3 @@ def filled_up(rows: Sequence[Tensor], width: int, value: int) -> Tensor:
 def padded(lengths: np.ndarray, multiple: int) -> np.ndarray:
     """Lengths rounded up to a multiple."""
     return -(-np.asarray(lengths, dtype=np.int64) // multiple) * multiple
-
-
-def padding(sampler: BucketBatchSampler, lengths: np.ndarray) -> float:
-    """The share of padding among the tokens of an epoch's batches. ``lengths`` (N,) are those before padding."""
-    batches = sampler.epoch_batches(0)
-    tokens = sum(int(sampler.lengths[batch].max()) * len(batch) for batch in batches)
-    return 1 - int(np.sum(lengths)) / tokens

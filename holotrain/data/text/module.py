@@ -22,7 +22,6 @@ from holotrain.data.text.batches import (
     Pieces,
     held_out_of,
     padded,
-    padding,
 )
 from holotrain.data.text.tokenise import PARTS, Batch, Corpus, DocumentRules, OnCPU, Rows, as_it_is
 from holotrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer, known_tokenizer, tokenizer_from_json
@@ -204,16 +203,6 @@ class TextDataModule(LoadingModule):
         """The tokens of ``train``, ``val`` or ``test``."""
         assert self._corpora is not None, "parts are there after setup"
         return self._corpora[name]
-
-    @property
-    def unbucketed_padding(self) -> float | None:
-        """The share of padding that batches of random documents would have in training; None for packed blocks."""
-        if self.layout == "packed":
-            return None
-        lengths = self._pieces("train").lengths
-        widths = padded(lengths, self.multiple)
-        sampler = BucketBatchSampler(widths, self.batch_size, self.max_tokens, bucketing=False, seed=self.seed, shard=(0, 1))
-        return padding(sampler, lengths)
 
     @property
     def longest(self) -> int:
