@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import median
 
 import torch
 
 from holotrain.numeric import in_words
 from holotrain.planning.probes import Probe, probe_of
 
-ROUNDS = 6
-"""A leak: in so many snapshots of a name in a row, each is larger than the one before it."""
+COMPARED = 16
+"""Snapshots of a name that a search for a leak compares, in four quarters."""
+
+EVENNESS = 0.5
+"""A leak goes on: each quarter adds at least so much of what another one adds. A warm-up fades."""
 
 LEAST_BYTES = {"cuda": 1, "cpu": 2**20}
 """By how much they must grow in total. The allocator of a GPU counts bytes; the process of a CPU also grows by itself."""
@@ -29,6 +32,42 @@ class Snapshot:
     change: int
 
 
+@dataclass
+class Place:
+    """What is known of a name: its first and last snapshot, and bytes in use in each ``stride``-th round after the first."""
+
+    first: Snapshot
+    last: Snapshot
+    rounds: int = 0
+    stride: int = 1
+    levels: list[int] = field(default_factory=list)
+    leak: str | None = None
+
+    def add(self, snapshot: Snapshot) -> list[int] | None:
+        """Adds a round. Returns all levels if there are enough to compare; then every other one is dropped, so that the next
+        search looks at twice as many rounds: the slower a leak, the later it is found."""
+        self.last, self.rounds = snapshot, self.rounds + 1
+        if self.rounds % self.stride == 0:
+            self.levels.append(snapshot.in_use)
+        if len(self.levels) < COMPARED:
+            return None
+        levels, self.levels, self.stride = self.levels, self.levels[1::2], 2 * self.stride
+        return levels
+
+
+def steady_growth(levels: list[int]) -> float:
+    """The bytes by which levels grow from the first quarter to the last; 0 if not each quarter adds as much as the others, and
+    more than levels vary within one.
+
+    Medians see a leak of every second round too, and no single peak.
+    """
+    size = len(levels) // 4
+    quarters = [levels[first : first + size] for first in range(0, 4 * size, size)]
+    rises = [after - before for before, after in pairwise(map(median, quarters))]
+    varies = median(max(quarter) - min(quarter) for quarter in quarters)
+    return sum(rises) if min(rises) > 0 and min(rises) >= max(varies, EVENNESS * max(rises)) else 0
+
+
 class MemoryTracker:
     """Notes the memory in use at named places of a script, such as ``"after forward"``.
 
@@ -38,9 +77,9 @@ class MemoryTracker:
     warned of. Each snapshot resets the peak of the device (on Linux of the process), which others, such as
     ``torch.cuda.max_memory_allocated``, then see.
 
-    Warns once for each name if it grows monotonically: each of the last 6 snapshots of the name is larger than the one before
-    it, on a CPU by 1 MiB in total. The first snapshot of a name does not count: what is only made in the first round, such as
-    optimizer states, is no leak.
+    Warns once for each name that goes on growing, on a CPU by at least 1 MiB. It looks for a leak after 17 rounds, and each
+    time that their number has doubled. The first snapshot of a name does not count: what is only made in the first round, such
+    as optimizer states, is no leak.
 
     Args:
         device: a device or its name; None: the current GPU if there is one, else the CPU.
@@ -53,53 +92,44 @@ class MemoryTracker:
 
     def clear(self) -> None:
         """Forgets all snapshots and warnings, and resets the peak."""
-        self._first: dict[str, Snapshot] = {}
-        self._recent: dict[str, deque[Snapshot]] = {}  # of each name the last ones, without the first
+        self._places: dict[str, Place] = {}
         self._before: int | None = None
-        self._warned: set[str] = set()
         self._probe.reset()
 
     def snapshot(self, name: str) -> Snapshot:
         """Notes the memory in use here, under a name: the same one in every round of a loop."""
         peak, in_use = self._probe.read()
-        made = Snapshot(name, in_use, peak, 0 if self._before is None else in_use - self._before)
+        snapshot = Snapshot(name, in_use, peak, 0 if self._before is None else in_use - self._before)
         self._before = in_use
-        if name in self._first:
-            self._recent[name].append(made)
-        else:
-            self._first[name], self._recent[name] = made, deque(maxlen=ROUNDS)
-        growth = self.growth(name)
-        if growth is not None and name not in self._warned:
-            self._warned.add(name)
-            warnings.warn(
-                f"memory {name!r} has grown in each of {ROUNDS - 1} rounds, by {in_words(growth)} in all: something keeps "
-                "tensors or objects of past rounds, for example a list of losses that are not detached",
-                stacklevel=2,
-            )
+        if name not in self._places:
+            self._places[name] = Place(snapshot, snapshot)
+        elif (levels := self._places[name].add(snapshot)) is not None:
+            self._look_for_a_leak(self._places[name], levels)
         self._probe.reset()
-        return made
+        return snapshot
 
-    def growth(self, name: str) -> int | None:
-        """The bytes by which a name has grown in its last rounds, if it grew in each of them; else None."""
-        if type(self._probe) is Probe:  # the highest memory so far never falls
-            return None
-        levels = [each.in_use for each in self._recent.get(name, ())]
-        rises = [after - before for before, after in pairwise(levels)]
-        least = LEAST_BYTES.get(self.device.type, LEAST_BYTES["cpu"])
-        return sum(rises) if len(levels) == ROUNDS and min(rises) > 0 and sum(rises) >= least else None
+    def _look_for_a_leak(self, place: Place, levels: list[int]) -> None:
+        growth = steady_growth(levels)
+        of_the_process = type(self._probe) is Probe  # the highest memory so far, which never falls
+        if of_the_process or place.leak or growth < LEAST_BYTES.get(self.device.type, LEAST_BYTES["cpu"]):
+            return
+        place.leak = f"grows steadily, by {in_words(round(growth))} in {place.rounds} rounds"
+        warnings.warn(
+            f"memory {place.first.name!r} {place.leak}: something keeps tensors or objects of past rounds, for example a list "
+            "of losses that are not detached",
+            stacklevel=3,
+        )
 
     def report(self) -> str:
         """A table of the last round: for each name what is in use, the change since the snapshot before it, the change since
         the first snapshot of the name, and the peak since the snapshot before. Then a line for each name that grows."""
-        width = max([len("snapshot"), *map(len, self._first)])
+        width = max([len("snapshot"), *map(len, self._places)])
         lines = [
             f"{'snapshot':<{width}}  {'in use':>10}  {'change':>10}  {'since first':>11}  {'peak':>10}  MiB on {self.device}"
         ]
-        for name, first in self._first.items():
-            last = self._recent[name][-1] if self._recent[name] else first
-            mib = [size / 2**20 for size in (last.in_use, last.change, last.in_use - first.in_use, last.peak)]
+        for name, place in self._places.items():
+            last = place.last
+            mib = [size / 2**20 for size in (last.in_use, last.change, last.in_use - place.first.in_use, last.peak)]
             lines.append(f"{name:<{width}}  " + "{:10.1f}  {:+10.1f}  {:+11.1f}  {:10.1f}".format(*mib))
-        for name in self._first:
-            if (growth := self.growth(name)) is not None:
-                lines.append(f"{name} grows: {in_words(growth)} in the last {ROUNDS - 1} rounds, in each of them")
+        lines += [f"{name} {place.leak}" for name, place in self._places.items() if place.leak]
         return "\n".join(lines)
