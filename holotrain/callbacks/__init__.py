@@ -1,10 +1,10 @@
 """Callbacks for any Lightning Trainer.
 
 monitor             Monitor: how often callbacks measure; how they log scalars, figures and texts
-memory              MemoryMonitor: memory of each phase, and leaks
+memory              MemoryMonitor: memory of each phase
 throughput          ThroughputMonitor: samples, tokens, MFU and HFU; FLOPs of a step, peak FLOP/s of known GPUs
-optimization        OptimizationMonitor: norms of gradients and updates; Histograms: distributions of weights and gradients
-model_monitors      DriftMonitor, ErrorDiffusionMonitor, PaddingMonitor: what only some models and data have
+optimization        OptimizationMonitor: the norm of the gradient, and the size of an update
+model_monitors      DriftMonitor, ErrorDiffusionMonitor: what only some models have
 synthesis_callback  SynthesisCallback: holographic weight synthesis before each optimizer step
 shown               ConfusionMatrix, Predictions and Samples: what people look at in TensorBoard
 trace               TraceProfiler: a few batches as a trace for Perfetto, with their memory
@@ -16,8 +16,8 @@ Those that save and resume are in :mod:`holotrain.checkpoints`.
 
 from holotrain.callbacks.epoch_log import progress
 from holotrain.callbacks.memory import MemoryMonitor
-from holotrain.callbacks.model_monitors import DriftMonitor, ErrorDiffusionMonitor, PaddingMonitor
-from holotrain.callbacks.optimization import Histograms, OptimizationMonitor
+from holotrain.callbacks.model_monitors import DriftMonitor, ErrorDiffusionMonitor
+from holotrain.callbacks.optimization import OptimizationMonitor
 from holotrain.callbacks.shown import ConfusionMatrix, Predictions, Samples
 from holotrain.callbacks.synthesis_callback import SynthesisCallback
 from holotrain.callbacks.throughput import ThroughputMonitor
@@ -28,10 +28,8 @@ __all__ = [
     "ConfusionMatrix",
     "DriftMonitor",
     "ErrorDiffusionMonitor",
-    "Histograms",
     "MemoryMonitor",
     "OptimizationMonitor",
-    "PaddingMonitor",
     "Predictions",
     "Samples",
     "SynthesisCallback",

@@ -1,11 +1,9 @@
-"""MemoryMonitor: logs the memory of each phase of training, and warns of a leak."""
+"""MemoryMonitor: logs the memory of each phase of training."""
 
-import warnings
 from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,15 +18,14 @@ from holotrain.planning.tracker import AllocationTracker
 from holotrain.planning.training_step import state_of
 from holotrain.reversible.reads import is_compiled
 
-PHASES = {"forward_backward": "forward and backward", "optimizer": "the optimizer step", "validation": "validation"}
-BETWEEN = "data loading and callbacks"
+PHASES = ("forward_backward", "optimizer", "validation")
 TRACKED_STEPS = 2
 """The first has what is only made in the first batch, the second the states of the optimizer."""
 MARKS = ("forward", "backward", "step", "validation")
 
 
 class MemoryMonitor(Monitor):
-    """Logs the memory over windows of optimizer steps, for any Lightning Trainer, and warns once if it grows step by step.
+    """Logs the memory over windows of optimizer steps, for any Lightning Trainer.
 
     On a GPU it reads the caching allocator, elsewhere the resident memory of the process. The peak is reset at each phase, so
     every phase has its own peak.
@@ -43,10 +40,6 @@ class MemoryMonitor(Monitor):
     ``memory/optimizer_peak_bytes`` and, after each validation, ``memory/validation_peak_bytes``. Also what is in use after the
     last forward, backward, optimizer step and validation: ``memory/forward``, ``memory/backward``, ``memory/step`` and
     ``memory/validation``.
-
-    The warning names the phase that keeps most of the growth: forward and backward, the optimizer step, validation, or data
-    loading and callbacks (callbacks in front of this one count as the phase before). The first check is after 24 steps; each
-    later one looks at a longer time: the slower a leak, the later it is found.
 
     Attributes:
         peak_bytes: the highest peak so far, of training and validation; None before the first window.
@@ -63,20 +56,16 @@ class MemoryMonitor(Monitor):
         self._tracked: ExitStack | None = None
         self._peaks: dict[str, int] = {}
         self._used: dict[str, int] = {}
-        self._warned = False
         self._logged_step = -1
         self._training = False
-        self._growth: Growth
         self._probe: Probe
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._probe = probe_of(pl_module.device)
-        self._growth = Growth()
         self._training = True
         self._logged_step = trainer.global_step
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        self._growth.mark("between", self._probe.current())
         self._probe.reset()
         if self._tracked is None and self._steps_begun < TRACKED_STEPS and pl_module.device.type == "cpu":
             self._steps_begun += 1
@@ -127,7 +116,6 @@ class MemoryMonitor(Monitor):
         else:
             self._close("optimizer", "step")
             self._end_tracking()
-            self._warn()
         if self.ends_window(trainer, trainer.global_step) and trainer.global_step != self._logged_step:
             self._logged_step = trainer.global_step
             self._log(trainer, pl_module.device)
@@ -135,7 +123,6 @@ class MemoryMonitor(Monitor):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._end_tracking()  # in the middle of an accumulation
         if self._training:
-            self._growth.mark("between", self._probe.current())
             self._probe.reset()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -151,19 +138,7 @@ class MemoryMonitor(Monitor):
     def _close(self, phase: str, mark: str) -> None:
         peak, self._used[mark] = self._probe.read()
         self._peaks[phase] = max(self._peaks.get(phase, 0), peak)
-        self._growth.mark(phase, self._used[mark])
         self._probe.reset()
-
-    def _warn(self) -> None:
-        found = self._growth.step()
-        if found is not None and not self._warned:
-            self._warned = True
-            phase, rate = found
-            warnings.warn(
-                f"memory grows by {rate / 2**20:.2g} MiB a step, most of it in {PHASES.get(phase, BETWEEN)}: something keeps "
-                "tensors or objects of past steps, for example a list of losses that are not detached",
-                stacklevel=2,
-            )
 
     def _log(self, trainer: pl.Trainer, device: torch.device) -> None:
         peaks = {f"memory/{phase}_peak_bytes": self._peaks.get(phase, 0) for phase in PHASES}
@@ -183,54 +158,3 @@ class MemoryMonitor(Monitor):
             scalars["memory/step_peak_bytes"] = self.step_peak_bytes
         if self.period(trainer):
             log_scalars(trainer, scalars, trainer.global_step)
-
-
-CAPACITY = 96
-CHECKED_AT = (CAPACITY // 4, CAPACITY // 2, CAPACITY)
-LEAST_BYTES = 16 * 2**20
-LEAST_SHARE = 1 / 16
-EVENNESS = 0.75
-
-
-class Growth:
-    """Memory by label over the steps of a training, in a bounded number of samples.
-
-    What an allocator keeps and what longer batches add comes early and fades. A leak goes on: over the last two thirds of the
-    run, each quarter adds as much as the others. When samples are full, every other one is dropped and the rest stand for twice
-    as many steps, so slow leaks are found later than fast ones. Medians of quarters do not see single peaks.
-    """
-
-    def __init__(self) -> None:
-        self.level: int | None = None
-        self._grown: dict[str, int] = {}
-        self._samples: list[tuple[int, dict[str, int]]] = []
-        self._steps, self._stride = 0, 1
-
-    def mark(self, label: str, level: int) -> None:
-        """Counts for ``label`` what the level in bytes has changed since the last mark."""
-        self._grown[label] = self._grown.get(label, 0) + level - (level if self.level is None else self.level)
-        self.level = level
-
-    def step(self) -> tuple[str, float] | None:
-        """Ends a step. Returns the label that grows and the bytes per step, if memory grows steadily."""
-        self._steps += 1
-        if self._steps % self._stride:
-            return None
-        self._samples.append((self.level or 0, dict(self._grown)))
-        if len(self._samples) not in CHECKED_AT:
-            return None
-        window = self._samples[len(self._samples) // 3 :]
-        steps = len(window) // 4 * self._stride  # in a quarter
-        levels = _by_quarter([level for level, _ in window])
-        rises = np.diff(levels)
-        if len(self._samples) == CAPACITY:
-            self._samples, self._stride = self._samples[1::2], 2 * self._stride
-        if rises.sum() < max(LEAST_BYTES, LEAST_SHARE * levels[0]) or rises.min() < EVENNESS * rises.max():
-            return None
-        changes = {label: _by_quarter([grown.get(label, 0) for _, grown in window]) for label in self._grown}
-        label = max(changes, key=lambda name: changes[name][-1] - changes[name][0])
-        return label, rises.mean() / steps
-
-
-def _by_quarter(values: list[int]) -> np.ndarray:
-    return np.median(np.reshape(values, (4, -1)), axis=1)

@@ -143,9 +143,9 @@ def _processes(config: RunConfig, process: ProcessRank, model: nn.Module) -> str
 
 
 def show_end(summary: Summary, folder: Path, expensive: Sequence[str] = (), **files: Path) -> None:
-    """Prints the results of summary.json, but no rate and no share of padding, the most expensive operators, and what else the
+    """Prints the results of summary.json, but no learning rate, the most expensive operators, and what else the
     command has written, by what it holds."""
-    results = {name: value for name, value in summary.metrics.items() if not name.startswith(("train/lr", "padding/"))}
+    results = {name: value for name, value in summary.metrics.items() if not name.startswith("train/lr")}
     rows: dict[str, object] = dict(results)
     for name, value in results.items():
         if isinstance(value, float):

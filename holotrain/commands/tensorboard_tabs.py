@@ -30,7 +30,6 @@ CHARTS = {
         "Throughput in tokens": ("throughput/tokens_per_second",),
         "Step time": ("throughput/step_seconds",),
         "FLOPs utilization": ("throughput/mfu", "throughput/hfu"),
-        "Padding": ("padding/fraction", "padding/unbucketed"),
     },
     "Drift": {"Error of recomputed activations": ("reversible/drift",)},
     "Synthesis": {
@@ -89,7 +88,6 @@ def _prefixes(config: FitConfig) -> set[str]:
         "reversible": config.backward.kind not in PLAIN,
         "synthesis": config.synthesis is not None,
         "error_diffusion": is_a(config.task, ERROR_DIFFUSION),
-        "padding": config.batch_option[0] == "data.max_tokens",
     }
     return {"train", "memory", "throughput", "optimization", *(name for name, logged in optional.items() if logged)}
 

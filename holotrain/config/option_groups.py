@@ -349,7 +349,7 @@ OF_THE_TASK = ("model", "optimizer", "scheduler")
 NAMED_GROUPS = {
     "callbacks": GroupSchema(
         (
-            *("dirpath", "count_samples", "count_tokens", "unbucketed"),
+            *("dirpath", "count_samples", "count_tokens"),
             *("model_flops_per_sample", "hardware_flops_per_sample"),
         ),
         null_if_known=("monitor", "mode", "peak_flops"),

@@ -62,8 +62,8 @@ def fit(module, folder, added, data=DATA["dictionary"]):
 
 
 MONITORS = (
-    *("MemoryMonitor", "DriftMonitor", "ErrorDiffusionMonitor", "OptimizationMonitor", "Histograms", "Predictions"),
-    *("ConfusionMatrix", "Samples", "ThroughputMonitor", "PaddingMonitor"),
+    *("MemoryMonitor", "DriftMonitor", "ErrorDiffusionMonitor", "OptimizationMonitor", "Predictions"),
+    *("ConfusionMatrix", "Samples", "ThroughputMonitor"),
 )
 
 
@@ -95,5 +95,5 @@ def test_of_equal_values_the_latest_is_kept_and_the_best(tmp_path, mode, save_to
 
 
 def test_what_looks_at_a_training_does_not_change_it(tmp_path):
-    names = ("Predictions", "ConfusionMatrix", "OptimizationMonitor", "Histograms")
+    names = ("Predictions", "ConfusionMatrix", "OptimizationMonitor")
     assert_trains_as_without([getattr(callbacks, name)() for name in names], tmp_path)

@@ -1,10 +1,6 @@
 """Memory, throughput and FLOPs as the monitors report them."""
 
-import gc
-import math
 import mmap
-import random
-import warnings
 
 import lightning.pytorch as pl
 import pytest
@@ -15,7 +11,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from holotrain.callbacks import DriftMonitor, MemoryMonitor, ThroughputMonitor
-from holotrain.callbacks.memory import Growth
 from holotrain.callbacks.throughput import peak_flops, training_flops
 from holotrain.models import RevViT
 from holotrain.planning.probes import CudaProbe, LinuxProbe
@@ -121,72 +116,6 @@ def test_tensors_without_storage_are_passed_over():
     monitor = MemoryMonitor()
     fit(Sparse(), monitor)
     assert monitor.step_peak_bytes > 0
-
-
-class Leak(pl.Callback):
-    """Keeps 8 MiB of every step, as a callback that collects outputs does."""
-
-    def __init__(self):
-        self.kept = []
-
-    def keep(self, mib):
-        self.kept.append(mmap.mmap(-1, mib * MIB))
-        torch.frombuffer(self.kept[-1], dtype=torch.uint8).fill_(1)
-
-    def on_train_batch_end(self, *_):
-        self.keep(8)
-
-
-@pytest.mark.parametrize(
-    ("made_with", "options", "phase"),
-    [
-        (lambda leak: [Module(lambda _: leak.keep(8))], {"samples": 100}, "forward and backward"),  # it goes on
-        (lambda leak: [Module(), leak], {"accumulate_grad_batches": 2, "samples": 96}, "data loading and callbacks"),
-        (lambda leak: [Module(None, lambda _: leak.keep(16))], {"validation": True, "val_check_interval": 1}, "validation"),
-        pytest.param(lambda _: [Module(lambda batch: eat(8 * (batch + 1)))], {}, None, marks=RESETTABLE),  # longer batches
-    ],
-)
-def test_a_leak_is_told_once_with_its_phase(made_with, options, phase):
-    module, *callbacks = made_with(Leak())
-    gc.collect()  # what tests before have left would go in the middle
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        fit(module, MemoryMonitor(), *callbacks, **{"samples": 48, **options})
-    leaks = [str(warning.message) for warning in told if "memory grows" in str(warning.message)]
-    assert len(leaks) == (phase is not None)
-    assert all(f"MiB a step, most of it in {phase}:" in leak for leak in leaks)
-
-
-def grown(curve, steps):
-    """What is found of a curve of MiB by step, over noise of 5 MiB, and after how many steps."""
-    growth, noise = Growth(), random.Random(0)
-    growth.mark("forward", 500 * MIB)
-    for step in range(steps):
-        growth.mark("forward", round((500 + curve(step) + noise.gauss(0, 5)) * MIB))
-        if found := growth.step():
-            return step, found[1] / MIB
-    return None
-
-
-@pytest.mark.parametrize(("rate", "before"), [(8.0, 30), (1.0, 200), (0.1, 2000), (0.01, 15000)])
-def test_a_leak_is_found_the_later_the_slower_it_is(rate, before):
-    step, found = grown(lambda step: rate * step, 20000)
-    assert before / 5 < step < before
-    assert found == pytest.approx(rate, rel=0.2)
-
-
-@pytest.mark.parametrize(
-    "curve",
-    [
-        lambda step: 0,
-        lambda step: 300 * (1 - math.exp(-step / 200)),  # an allocator's warm-up
-        lambda step: 100 * math.log1p(step),  # the longest batch so far
-        lambda step: 400 * (step > 1000),  # a table that is built once
-        lambda step: 200 * (step % 20) / 20,  # a buffer that is emptied when it is full
-    ],
-)
-def test_what_is_no_leak_is_not_told(curve):
-    assert grown(curve, 5000) is None
 
 
 @pytest.mark.cuda

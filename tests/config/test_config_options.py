@@ -367,10 +367,11 @@ def test_a_module_that_names_no_metric_has_no_best_checkpoint(tmp_path):
 
 def test_the_order_of_callbacks(tmp_path):
     """What looks at a validation comes before an average, and what measures gradients before a synthesis."""
-    more = "callbacks.more._target_=holotrain.callbacks.Histograms"
+    more = "callbacks.more._target_=holotrain.callbacks.DriftMonitor"
     names = [type(each).__name__ for each in built(tmp_path, configuration("fit", "callbacks=ema", "synthesis=shared", more))]
     assert names[0] == "ExactResume" and names[-1] == "SaveOnSignal"
-    assert names.index("Samples") < names.index("Histograms") < names.index("WeightAverage") < names.index("SynthesisCallback")
+    assert names.count("DriftMonitor") == 2
+    assert names.index("Samples") < names.index("WeightAverage") < names.index("SynthesisCallback")
     assert names.index("BestCheckpoint") < names.index("ExactCheckpoint")
 
 
