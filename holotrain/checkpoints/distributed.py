@@ -7,8 +7,7 @@ processes: an optimizer's state has the numbers of parameters, as in one process
 from __future__ import annotations
 
 import shutil
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -30,9 +29,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import KeyPath, tree_leaves_with_path, tree_map_only, tree_map_with_path
 
-from holotrain.errors import UserError, as_user_error
+from holotrain.errors import as_user_error
 from holotrain.files import replacing
-from holotrain.models.checkpoint_files import CHECKPOINT, TENSORS, cause, is_folder, load, named, numbered, read
+from holotrain.models.checkpoint_files import CHECKPOINT, TENSORS, is_folder, load, named, numbered, read
 from holotrain.optimizers.stepping import CombinedOptimizer
 from holotrain.synthesis.hook import EACH
 
@@ -44,10 +43,8 @@ class CheckpointFiles(TorchCheckpointIO):
     """Lightning's checkpoint I/O for all strategies, which also reads folders."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        path = Path(path)
-        with write_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write(checkpoint, path)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write(checkpoint, Path(path))
 
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
         with as_user_error("ckpt_path"):
@@ -156,19 +153,6 @@ def write(checkpoint: dict[str, Any], path: Path) -> None:
             shutil.rmtree(path)
 
 
-@contextmanager
-def write_errors(path: Path) -> Generator[None]:
-    """Raises a UserError if the checkpoint cannot be written, because of an OSError."""
-    try:
-        yield
-    except (OSError, RuntimeError, dcp.CheckpointException) as error:
-        failure = cause(error)
-        for reason in (failure, failure.__cause__, failure.__context__):  # torch's writer also raises RuntimeErrors
-            if isinstance(reason, OSError):
-                raise UserError(f"{path} cannot be written: {reason}") from error
-        raise failure  # noqa: B904  another process that died, or CUDA that is out of memory
-
-
 class Copies(dcp.DefaultSavePlanner):
     """Writes a copy of each tensor, because safetensors rejects tensors that share memory."""
 
@@ -195,15 +179,14 @@ def save_in_parts(checkpoint: dict[str, Any], path: Path) -> None:
         return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
 
     rest = checkpoint | tree_map_with_path(take, {key: checkpoint[key] for key in IN_PARTS if key in checkpoint})
-    with write_errors(path):
-        writer = dcp.HuggingFaceStorageWriter(str(folder / name), save_distributed=True)
-        dcp.save(tensors, storage_writer=writer, planner=Copies(flatten_state_dict=False, flatten_sharded_tensors=False))
-        if dist.get_rank() != 0:
-            return
-        write(rest | {TENSORS: name}, folder / CHECKPOINT)
-        for replaced in numbered(folder).values():
-            if replaced.name != name:
-                shutil.rmtree(replaced, ignore_errors=True)  # or the next save removes it
-        if folder != path:
-            path.unlink(missing_ok=True)
-            folder.rename(path)
+    writer = dcp.HuggingFaceStorageWriter(str(folder / name), save_distributed=True)
+    dcp.save(tensors, storage_writer=writer, planner=Copies(flatten_state_dict=False, flatten_sharded_tensors=False))
+    if dist.get_rank() != 0:
+        return
+    write(rest | {TENSORS: name}, folder / CHECKPOINT)
+    for replaced in numbered(folder).values():
+        if replaced.name != name:
+            shutil.rmtree(replaced, ignore_errors=True)  # or the next save removes it
+    if folder != path:
+        path.unlink(missing_ok=True)
+        folder.rename(path)

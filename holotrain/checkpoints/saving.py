@@ -1,6 +1,5 @@
 """ExactCheckpoint: a ModelCheckpoint from each of whose files training continues exactly. WeightAverage: what else is saved."""
 
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,6 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor
 
 from holotrain.checkpoints.exact_resume import gradients_pending, validation_follows, wait_for_whole_steps
-from holotrain.models.checkpoint_files import CHECKPOINT
 from holotrain.numeric import require_at_least, require_within
 
 
@@ -77,22 +75,10 @@ class ExactCheckpoint(ModelCheckpoint):
             self._waiting.pop(0)()
 
 
-def written(path: Path) -> int | None:
-    """When a checkpoint was completed; None: it does not exist. (A folder changes as soon as a save begins.)"""
-    file = path / CHECKPOINT if path.is_dir() else path
-    return file.stat().st_mtime_ns if file.exists() else None
-
-
-OF_THE_BEST = re.compile(r"best-epoch\d+-step\d+(-v\d+)?\.ckpt")
-
-
 class BestCheckpoint(ExactCheckpoint):
     """Keeps the checkpoints with the best values of a validation metric, as ``best-epoch<n>-step<n>.ckpt``: counted
     from 1, as on the screen, and the optimizer steps that were done. If values are equal, the latest
     checkpoint is kept.
-
-    A run that was killed may leave one that the checkpoint it is resumed from does not know. It is removed as soon as there are
-    ``save_top_k`` without it, or replaced when the training comes to its step again.
 
     Args:
         dirpath: folder of the files
@@ -122,8 +108,6 @@ class BestCheckpoint(ExactCheckpoint):
             save_top_k=save_top_k if monitor else 0,
         )
         self.last_every_n_steps = every_n_train_steps
-        self._loaded = False
-        self._left: list[str] = []
 
     def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
         if super().check_monitor_top_k(trainer, current):
@@ -135,40 +119,11 @@ class BestCheckpoint(ExactCheckpoint):
     def format_checkpoint_name(self, metrics: dict[str, Tensor], *rest: Any, **options: Any) -> str:
         return super().format_checkpoint_name(metrics | {"epoch": metrics["epoch"] + 1}, *rest, **options)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._loaded = state_dict.get("dirpath") == self.dirpath
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        self._left = trainer.strategy.broadcast(self._unknown(trainer))
-        self._remove_left(trainer)
-
-    def _unknown(self, trainer: pl.Trainer) -> list[str]:
-        """What a killed part of this run has left, oldest first; [] if it begins from a best one, where later ones stay."""
-        begun_from = Path(trainer.ckpt_path or "").name
-        if not self._loaded or self.dirpath is None or self.save_top_k < 1 or OF_THE_BEST.fullmatch(begun_from):
-            return []
-        callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-        known = {Path(path).name for callback in callbacks for path in callback.best_k_models}
-        found = {path: written(path) for path in Path(self.dirpath).iterdir() if OF_THE_BEST.fullmatch(path.name)}
-        return [str(path) for path in sorted(found, key=lambda path: found[path] or 0) if path.name not in known]
-
-    def _remove_left(self, trainer: pl.Trainer) -> None:
-        kept = sum(Path(path).exists() for path in self.best_k_models)
-        while self._left and kept + len(self._left) > self.save_top_k:
-            self._remove_checkpoint(trainer, self._left.pop(0))
-
-    def file_exists(self, filepath: str | Path, trainer: pl.Trainer) -> bool:
-        return super().file_exists(filepath, trainer) and not trainer.strategy.broadcast(str(filepath) in self._left)
-
     def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
         for path, score in self.best_k_models.items():  # first to last
             if score == self.best_model_score:
                 self.best_model_path = path
         super()._save_checkpoint(trainer, filepath)
-        self._left = [path for path in self._left if path != filepath]
-        self._remove_left(trainer)
 
 
 def last_checkpoint(path: Path, every_n_train_steps: int | None = None) -> ExactCheckpoint:

@@ -12,5 +12,4 @@ memory_limits     backward=auto and batch_size=auto, running out of memory, over
 planners          what planning needs to know of a configuration
 sweep             the table of a sweep
 tensorboard_tabs  options, results and charts in TensorBoard's HParams and Custom Scalars
-writing           writes files so that none is ever half written
 """

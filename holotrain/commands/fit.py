@@ -27,7 +27,6 @@ from holotrain.commands.planners import smallest_batch
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import FIGURES, SUMMARY, write_summary
 from holotrain.commands.tensorboard_tabs import finish, log_options
-from holotrain.commands.writing import write_whole
 from holotrain.config.build import build_task, description
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_trainer import build_trainer, check_division, check_training_device, device_kind, device_name
@@ -36,6 +35,7 @@ from holotrain.config.composition import MODES
 from holotrain.config.option_groups import TEXT, is_a
 from holotrain.config.structured import to_container
 from holotrain.errors import UserError, check_choice
+from holotrain.folders import write_whole
 from holotrain.tasks.task import model_of, monitored_by
 
 

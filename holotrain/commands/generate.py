@@ -15,13 +15,13 @@ from holotrain.commands.checkpoint import as_exported, described_model
 from holotrain.commands.console import plain
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import write_summary
-from holotrain.commands.writing import write_whole
 from holotrain.config.build_trainer import autocast_of, check_device, device_kind
 from holotrain.config.command_options import GenerateConfig
 from holotrain.data.text.answers import Message, chat_to_answer, chat_writer, messages_in
 from holotrain.data.tokenizers import Tokenizer, tokenizer_from_json
 from holotrain.errors import UserError, as_user_error
 from holotrain.files import from_json, read_text
+from holotrain.folders import write_whole
 from holotrain.models import generate
 from holotrain.models.generation import Sampling
 from holotrain.numeric import counted

@@ -15,11 +15,11 @@ from holotrain.commands.console import console, plain
 from holotrain.commands.memory_limits import chosen, described, proposals
 from holotrain.commands.planners import PlannedTraining, budget_of, smallest_batch
 from holotrain.commands.run_folder import Run
-from holotrain.commands.writing import write_whole
 from holotrain.config.annotations import read_fields
 from holotrain.config.build import build_data
 from holotrain.config.command_options import PlanConfig
 from holotrain.errors import UserError
+from holotrain.folders import write_whole
 from holotrain.numeric import in_words, unit_of
 from holotrain.planning.fake_tensors import Unplannable
 from holotrain.planning.memory_plan import Plan, make_plan

@@ -14,7 +14,6 @@ from holotrain.commands.checkpoint import as_exported, described_model, load_wei
 from holotrain.commands.evaluation import attention_for, lightning_refusals, prepared
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import write_summary
-from holotrain.commands.writing import write_table
 from holotrain.config.build import description, task_of
 from holotrain.config.build_trainer import build_trainer, check_device
 from holotrain.config.command_options import PredictConfig, RunConfig
@@ -24,6 +23,7 @@ from holotrain.data.loader import worker_count
 from holotrain.data.text.sources import text_files
 from holotrain.data.tokenizers import tokenizer_from_json
 from holotrain.errors import UserError
+from holotrain.folders import write_table
 from holotrain.tasks.task import model_of
 
 PREDICTIONS = "predictions.csv"

@@ -11,10 +11,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holotrain.commands.writing import write_whole
 from holotrain.config.annotations import read_fields
 from holotrain.config.command_line import readable
 from holotrain.config.option_groups import EARLY_STOPPING, is_a
+from holotrain.folders import write_whole
 from holotrain.numeric import counted
 
 if TYPE_CHECKING:  # reading a summary does not import torch and Lightning

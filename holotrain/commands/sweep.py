@@ -7,10 +7,10 @@ from rich.table import Table
 
 from holotrain.commands import plan, summary
 from holotrain.commands.console import console, plain
-from holotrain.commands.writing import write_table
 from holotrain.config.command_line import readable
 from holotrain.config.jobs import Job
 from holotrain.errors import UserError
+from holotrain.folders import write_table
 from holotrain.numeric import counted
 
 ALWAYS = ("job", "status", "name", "tags", "step_peak_bytes", "error")

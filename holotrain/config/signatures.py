@@ -20,8 +20,8 @@ from typing import Any
 
 import griffe
 
-from holotrain.arguments import descriptions
 from holotrain.errors import did_you_mean
+from holotrain.targets import descriptions
 
 REQUIRED, UNKNOWN = object(), object()
 """The default of an option that has none, and one that is no literal."""

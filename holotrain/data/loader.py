@@ -14,10 +14,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from holotrain.arguments import ShowsInherited
 from holotrain.data.sampler import EpochBatchSampler, FixedBatches, Key, ResumableBatchSampler, data_shard, in_batches
 from holotrain.errors import UserError
 from holotrain.numeric import counted, mixed_seed, require_at_least
+from holotrain.targets import ShowsInherited
 
 NAMED = 5
 """So many of the files or rows that are left out are named."""

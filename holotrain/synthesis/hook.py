@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from holotrain.arguments import show_arguments
 from holotrain.numeric import counted
 from holotrain.synthesis.delayed import Delayed
 from holotrain.synthesis.keys import Covers, Keys, Layer, layers_of, local, pairs, shares_of, working_dtype
 from holotrain.synthesis.options import SynthesisOptions
 from holotrain.synthesis.updates import Updates
+from holotrain.targets import show_arguments
 
 EACH = "of_each_process"
 """Key of tensors in a state that differ between processes; in a checkpoint it has a list, with those of each process."""

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from holotrain.arguments import ShowsInherited
 from holotrain.errors import check_choice
 from holotrain.optimizers import InBackward
 from holotrain.optimizers.stepping import refuse_in_backward
 from holotrain.reversible.graphs import GraphedStep
+from holotrain.targets import ShowsInherited
 from holotrain.tasks.schedules import continue_schedule
 
 FOLLOWED = "metric_of_plateau"

@@ -14,14 +14,11 @@ from gloo_pair import found_by_processes
 if not dist.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
 
-import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from holotrain.checkpoints import distributed as checkpoints
 from holotrain.checkpoints.distributed import CheckpointFiles, save_in_parts
-from holotrain.checkpoints.saving import written
-from holotrain.errors import UserError
 from holotrain.models.checkpoint_files import is_folder, read
 
 
@@ -66,32 +63,6 @@ def dying(*places, at=KeyboardInterrupt):
             yield
 
 
-@pytest.mark.parametrize(
-    ("sharded", "module", "name"),
-    [
-        (False, torch, "save"),
-        (True, dcp.HuggingFaceStorageWriter, "write_data"),
-        (True, Path, "unlink"),
-        (True, Path, "rename"),
-    ],
-)
-def test_a_checkpoint_that_cannot_be_written_is_one_line(alone, tmp_path, sharded, module, name):
-    path = tmp_path / "last.ckpt"
-    CheckpointFiles().save_checkpoint({"step": 1}, path)
-    full, said = OSError(28, "No space left on device"), r"last.ckpt cannot be written: .*No space left"
-    with patch.object(module, name, side_effect=full), pytest.raises(UserError, match=said):
-        save_in_parts(state(alone, 1.0), path) if sharded else CheckpointFiles().save_checkpoint({"step": 2}, path)
-    if name != "rename":  # before that the file has made room
-        assert torch.load(path, weights_only=True) == {"step": 1}
-
-
-@pytest.mark.parametrize("error", [RuntimeError("Connection closed by peer"), torch.OutOfMemoryError("CUDA out of memory")])
-@pytest.mark.parametrize("module, name", [(checkpoints.dcp, "save"), (dcp.HuggingFaceStorageWriter, "write_data")])
-def test_other_errors_of_a_save_stay_what_they_are(alone, tmp_path, error, module, name):
-    with patch.object(module, name, side_effect=error), pytest.raises(type(error), match=str(error)):
-        save_in_parts(state(alone, 1.0), tmp_path / "last.ckpt")
-
-
 def test_replaced_tensors_that_cannot_be_removed_are_removed_later(alone, tmp_path):
     path = tmp_path / "last.ckpt"
     save_in_parts(state(alone, 1.0), path)
@@ -104,7 +75,6 @@ def test_replaced_tensors_that_cannot_be_removed_are_removed_later(alone, tmp_pa
 
 @pytest.mark.parametrize("module", [checkpoints.dcp, checkpoints.torch])
 def test_a_save_that_dies_leaves_the_last_one_readable(alone, tmp_path, module):
-    """And counts as written when it is complete: a restart must not continue from the checkpoint of another run."""
     path, save = tmp_path / "last.ckpt", module.save
 
     def die(*arguments, **options):
@@ -116,12 +86,11 @@ def test_a_save_that_dies_leaves_the_last_one_readable(alone, tmp_path, module):
     assert not path.exists()
     save_in_parts(state(alone, 2.0), path)
     assert value_of(path) == 2
-    before = written(path)
     with dying((module, "save"), at=die):
         save_in_parts(state(alone, 3.0), path)
-    assert value_of(path) == 2 and written(path) == before and len(list(path.glob("tensors-*"))) == 2
+    assert value_of(path) == 2 and len(list(path.glob("tensors-*"))) == 2
     save_in_parts(state(alone, 4.0), path)
-    assert value_of(path) == 4 and written(path) not in (None, before)
+    assert value_of(path) == 4
     assert sorted(entry.name.split("-")[0] for entry in path.iterdir()) == ["checkpoint.pt", "tensors"]
     assert [entry.name for entry in tmp_path.glob("*.ckpt*")] == ["last.ckpt"]
 

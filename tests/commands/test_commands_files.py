@@ -14,8 +14,8 @@ from rich.status import Status
 from holotrain.commands import plan as command
 from holotrain.commands.measured import Measured
 from holotrain.commands.plan import PLAN
-from holotrain.commands.writing import write_table
 from holotrain.errors import UserError
+from holotrain.folders import write_table
 
 
 def test_a_spreadsheet_runs_nothing_in_a_table_whose_other_cells_are_as_they_were(tmp_path):

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from holotrain.arguments import show_arguments
 from holotrain.models.layers.attention import Attention
 from holotrain.numeric import require_at_least, require_within
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, checkpointed
@@ -21,6 +20,7 @@ from holotrain.reversible.backward_schedules import schedules_of
 from holotrain.reversible.context import in_trace
 from holotrain.reversible.sequence import AveragedStreams
 from holotrain.schedules import PLAIN
+from holotrain.targets import show_arguments
 
 
 class DropPath(nn.Module):

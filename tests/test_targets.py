@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from holotrain import data, models, synthesis, tasks
-from holotrain.arguments import show_arguments
+from holotrain.targets import show_arguments
 
 PUBLIC = [
     getattr(package, name)
