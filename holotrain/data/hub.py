@@ -119,7 +119,7 @@ def read_files(
         for path in paths:
             require_uncompressed(path)
         if kind in ("csv", "tsv"):
-            options |= csv_options(paths[0], "\t" if kind == "tsv" else ",")
+            options |= csv_options(paths, "\t" if kind == "tsv" else ",")
         if streaming and kind in ("json", "text"):
             options["chunksize"] = CHUNK
         named = {group: [escape(str(path.absolute())) for path in paths] for group, paths in files.items()}
@@ -131,13 +131,20 @@ def read_files(
         return builder.as_dataset()
 
 
-def csv_options(path: Path, separator: str) -> dict[str, Any]:
-    """Options of the library's builder of CSV files, which else reads ``007`` as 7 and takes ``NA`` for missing."""
+def csv_options(paths: Sequence[Path], separator: str) -> dict[str, Any]:
+    """Options of the library's builder of CSV files, which else reads ``007`` as 7 and takes ``NA`` for missing.
+
+    Raises:
+        UserError: a file has other columns than the first.
+    """
     import pandas
     from datasets import Features, Value
 
-    columns = pandas.read_csv(path, sep=separator, nrows=0).columns
-    texts = Features({name: Value("string") for name in columns})
+    columns = [{*pandas.read_csv(path, sep=separator, nrows=0).columns} for path in paths]
+    for path, names in zip(paths, columns, strict=True):
+        if names != columns[0]:
+            raise UserError(f"data: {path} has other columns than {paths[0]}")
+    texts = Features({name: Value("string") for name in sorted(columns[0])})
     return {"sep": separator, "features": texts, "keep_default_na": False, "na_values": [""]}
 
 
@@ -218,8 +225,8 @@ class FromHub:
         path = Path(self.name).expanduser()
         if path.is_dir():
             found = (path, *files_in(path, self.format, self.cache))
-        elif files := [path] if path.is_file() else [Path(each) for each in sorted(glob(str(path), recursive=True))]:
-            found = (files[0].parent, format_of(files, self.format), {"train": [each for each in files if each.is_file()]})
+        elif files := files_matching(path):
+            found = (files[0].parent, self.format or format_of(files), {"train": files})
         elif path.exists():
             raise UserError(f"data.name: {path} is neither a file nor a folder")
         else:
@@ -229,12 +236,19 @@ class FromHub:
         return found
 
 
-def format_of(files: Iterable[Path], chosen: Format | None) -> Format:
-    """The chosen format, or that of all the files by their suffix. Raises a UserError if they are of several."""
-    if chosen is not None:
-        return chosen
-    formats = sorted({OF_DATA.get(path.suffix.lower(), "text") for path in files if path.name not in METADATA})
-    if len(formats) != 1:
+def files_matching(path: Path) -> list[Path]:
+    """The file at a path, whose name may look like a pattern, such as ``a[1].jsonl``; else those that the pattern matches."""
+    if path.is_file():
+        return [path]
+    return [Path(name) for name in sorted(glob(str(path), recursive=True)) if Path(name).is_file()]
+
+
+def format_of(files: Iterable[Path]) -> Format:
+    """The format of all the files by their suffix. Raises a UserError if they are of several."""
+    formats = sorted({OF_DATA.get(path.suffix.lower(), "text") for path in files})
+    if "imagefolder" in formats and all(path.name in METADATA for path in files if path.suffix.lower() not in EXTENSIONS):
+        return "imagefolder"
+    if len(formats) > 1:
         raise UserError(f"data.format: the files are of several formats, {' and '.join(formats)}; choose one")
     return formats[0]
 
@@ -249,19 +263,18 @@ def files_in(folder: Path, chosen: Format | None, cache: Path) -> tuple[Format, 
         ValueError: one is a link that leads out of the folder.
     """
     root, own = folder.resolve(), cache.resolve()
-    splits: dict[str, list[Path]] = {}
-    for split, files in (saved_splits(root) or named_splits(root)).items():
-        splits[split] = [path for path in files if path.suffix.lower() in OF_DATA and not path.is_relative_to(own)]
-    every = [*chain(*splits.values())]
-    if not every:
-        raise UserError(f"data.name: {folder} has no files of {', '.join(sorted(OF_DATA))}")
-    kind = format_of(every, chosen)
-    for split, files in splits.items():
-        beside = METADATA if kind == "imagefolder" else ()
-        splits[split] = [path for path in files if OF_DATA[path.suffix.lower()] == kind or path.name in beside]
-        for path in splits[split]:
-            require_inside(root, path)
-    return kind, {split: files for split, files in splits.items() if files}
+    splits = saved_splits(root) or named_splits(root)
+    wanted = {suffix for suffix, kind in OF_DATA.items() if chosen in (None, kind)}
+    beside = METADATA if chosen == "imagefolder" else ()
+    files = [path for each in splits.values() for path in each if path.suffix.lower() in wanted or path.name in beside]
+    files = [path for path in files if not path.is_relative_to(own)]
+    if not files:
+        raise UserError(f"data.name: {folder} has no files of {', '.join(sorted(wanted))}")
+    for path in files:
+        require_inside(root, path)
+    kind = chosen or format_of(files)
+    parts = {split: [path for path in each if path in files] for split, each in splits.items()}
+    return kind, {split: each for split, each in parts.items() if each}
 
 
 def saved_splits(root: Path) -> dict[str, list[Path]]:

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import datasets
 import pytest
 import torch
-from data_files import documents_of, write_saved_images
+from data_files import documents_of, write_folder, write_saved_images
 from resumed_loaders import same, stream
 
 from holotrain.checkpoints.exact_resume import KEY, ExactResume
@@ -282,6 +282,18 @@ def test_a_folder_of_several_formats_is_read_as_the_one_that_is_chosen(tmp_path)
         hub.files_in(tmp_path / "in", None, tmp_path / "cache")
     kind, found = hub.files_in(tmp_path / "in", "text", tmp_path / "cache")
     assert (kind, found) == ("text", {"train": [tmp_path / "in/a.txt"]})
+    with pytest.raises(UserError, match=r"^data\.name: .*in has no files of \.parquet$"):
+        hub.files_in(tmp_path / "in", "parquet", tmp_path / "cache")
+    with pytest.raises(UserError, match=r"^data: cannot read .*\*\.nothing"):
+        HubText(str(tmp_path / "in/*.nothing"), cache_dir=str(tmp_path / "cache")).opened()
+
+
+def test_the_classes_of_images_may_stand_in_a_file_beside_them(tmp_path):
+    folder = write_folder(tmp_path / "in", parts=("train",), classes=("all",))
+    rows = [f"{path.name},{'odd' if path.suffix == '.jpg' else 'even'}" for path in sorted((folder / "train/all").iterdir())]
+    (folder / "train/all/metadata.csv").write_text("\n".join(["file_name,kind", *rows]) + "\n")
+    data = pictures(folder, label="kind", val_fraction=0.3)
+    assert data.class_names == ["even", "odd"] and len(data.split("train")) == 4
 
 
 @pytest.mark.parametrize("name", [".", "data", "data/*.txt"])

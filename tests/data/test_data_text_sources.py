@@ -77,6 +77,8 @@ def test_json_files_of_a_project_are_plain_text_and_a_missing_column_names_the_f
     assert sorted(chain(*(documents_of(found, part) for part in ("train", "val", "test")))) == ["more", "text", settings]
     write(tmp_path, "b.csv", b"n,m\n1,2\n")
     one_line(lambda: module(tmp_path, str(tmp_path / "*.*")), r"data\.text: the rows of .*b\.csv have no column 'text'; they")
+    write(tmp_path, "c.csv", b"text\na\n")
+    one_line(lambda: module(tmp_path, str(tmp_path / "*.csv")), r"data: \S*c\.csv has other columns than \S*b\.csv")
     write(tmp_path, "c.csv", b"n,m\n1,2\n")
     options = {"val_files": str(tmp_path / "a.txt"), "test_files": str(tmp_path / "b.txt")}
     one_line(lambda: module(tmp_path, str(tmp_path / "*.csv"), **options), r"rows of .*b\.csv and 1 other \.csv file have no")
@@ -121,6 +123,7 @@ def write(tmp_path, name, content) -> str:
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', {}, r"cannot read .*a\.jsonl .*row 1.*on_error=skip"),
         ("a.txt", b"ab\xff", {}, r"cannot read .*a\.txt .* 0xff in position 2.*on_error=skip"),
         ("a.parquet", b"PAR1 no", {}, r"cannot read .*a\.parquet .*on_error=skip"),
+        ("a.jsonl", b'{"text": "a", "n": %s1%s}\n' % (b"[" * 200, b"]" * 200), {}, r"cannot read .*a\.jsonl .*on_error=skip"),
         ("a.jsonl", b'{"txt": "a", "n": 1}\n', {}, r"data\.text: .* no column 'text'; they have txt, n"),
         ("a.jsonl", b'{"text": 5}\n', {}, r"data\.text: column 'text' holds no text, but"),
         ("a.jsonl", b'{"text": "a", "k": 1.5}\n', {"label": "k"}, r"data\.label: column 'k' holds no labels, but"),

@@ -147,11 +147,12 @@ def readable(files: Sequence[TextFile], cache: Path) -> list[TextFile]:
 def damage(file: TextFile, cache: Path) -> UserError | None:
     """Why a file cannot be read; None: it can."""
     try:
-        if file.kind != "text":
-            for _ in read_files(file.kind, {"a": [file.path]}, cache, streaming=True)["a"].with_format("arrow").iter(1000):
-                pass
-            return None
         with library_errors(str(file.path)):
+            if file.kind != "text":
+                rows: Any = read_files(file.kind, {"a": [file.path]}, cache, streaming=True)["a"]
+                for _ in rows.with_format("arrow").iter(1000):
+                    pass
+                return None
             require_uncompressed(file.path)
             with file.path.open(encoding="utf-8-sig") as text:
                 while text.read(2**24):
