@@ -4,7 +4,7 @@ The library runs no code that comes with a data set: it has no loading scripts s
 """
 
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from glob import escape, glob
 from itertools import chain
@@ -73,22 +73,6 @@ def library_errors(what: str) -> Generator[None]:
         datasets.logging.set_verbosity(verbosity)
         if without_bars:
             datasets.enable_progress_bars()
-
-
-def cached(rows: Callable[[], Iterable[dict[str, Any]]], features: dict[str, Any], cache: Path, *key: Any) -> "Dataset":
-    """The rows that a function returns, from the library's cache after the first time.
-
-    Args:
-        features: the type of each column.
-        key: everything that the rows depend on.
-    """
-    from datasets import Dataset, Features
-    from datasets.fingerprint import Hasher
-
-    with library_errors(f"the text or its cache; if {cache} is damaged, delete it"):
-        found = Dataset.from_generator(rows, Features(features), cache_dir=str(cache), fingerprint=Hasher.hash(key))
-        found.data.validate(full=True)  # else a damaged offset is followed out of the file
-    return found
 
 
 def read_files(

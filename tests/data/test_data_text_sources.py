@@ -14,7 +14,6 @@ import pytest
 from data_files import documents_of
 
 from holotrain.data import TextFiles, hub
-from holotrain.data.text import sources
 from holotrain.data.text.sources import TextFile, held_out_files, matches, readable, rows_of
 from holotrain.data.text.tokenise import DocumentRules
 from holotrain.errors import UserError
@@ -142,7 +141,7 @@ def test_what_is_left_out_is_said(tmp_path, streaming):
     write(tmp_path, "a.jsonl", b"\n".join(json.dumps(row).encode() for row in rows))
     b = write(tmp_path, "b.csv", b"n,text\n1,first\n2,\n3,third\n")
     bad = write(tmp_path, "c.txt", b"\xff")
-    for _ in range(2):  # the second time from what was noted
+    for _ in range(2):
         with pytest.warns(UserWarning, match="data: left out") as caught:
             data = module(
                 tmp_path, str(tmp_path / "*.*"), on_error="skip", val_fraction=0.3, test_fraction=0.3, streaming=streaming
@@ -155,22 +154,6 @@ def test_what_is_left_out_is_said(tmp_path, streaming):
     if not streaming:
         documents = [document for part in ("train", "val", "test") for document in documents_of(data, part)]
         assert sorted(documents) == sorted(["first", "third", *(row["text"] for row in rows if "text" in row)])
-
-
-def test_files_are_searched_for_damage_once_until_one_changes(tmp_path, monkeypatch):
-    paths = [Path(write(tmp_path, f"{number}.txt", b"good" if number else b"\xff")) for number in range(4)]
-    files, read = [TextFile(path, path.name) for path in paths], []
-    original = sources.damage
-    monkeypatch.setattr(sources, "damage", lambda file, *rest: read.append(file) or original(file, *rest))
-
-    def found() -> list[TextFile]:
-        return readable(files, tmp_path / "cache")
-
-    assert found() == found() == files[1:] and read == files
-    write(tmp_path, "0.txt", b"mended")
-    assert found() == files and read == 2 * files
-    paths[1].unlink()
-    assert found() == [files[0], *files[2:]]
 
 
 def test_a_failing_disk_is_not_a_damaged_file(tmp_path, monkeypatch):

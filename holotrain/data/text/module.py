@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from holotrain.data.hub import cached, in_order
+from holotrain.data.hub import in_order, library_errors
 from holotrain.data.loader import Loader, LoadingModule, ResumableLoader, StreamLoader, digest, in_places
 from holotrain.data.sampler import FixedBatches
 from holotrain.data.text.answers import Answers, warn_of_cut
@@ -262,7 +262,8 @@ class TextDataModule(LoadingModule):
 
     def _trained(self, rows: list[Rows]) -> Tokenizer:
         """A BPE trained on the training part, from the cache after the first time."""
-        from datasets import Value
+        from datasets import Dataset
+        from datasets.fingerprint import Hasher
 
         training = [each for each in rows if each.may_be_in("train")]
 
@@ -270,9 +271,11 @@ class TextDataModule(LoadingModule):
             texts = (text for each in training for batch in each.batches("train") for text in batch)
             yield {"json": SubwordTokenizer.trained(texts, self.trained_size).to_json()}
 
-        known = [(each.dataset._fingerprint, asdict(each.rules)) for each in training]
-        found = cached(trained, {"json": Value("string")}, self.cache, "bpe", known, self.trained_size)
-        return tokenizer_from_json(found[0]["json"])
+        key = Hasher.hash(["bpe", [(each.dataset._fingerprint, asdict(each.rules)) for each in training], self.trained_size])
+        with library_errors(f"the text or its cache; if {self.cache} is damaged, delete it"):
+            found = Dataset.from_generator(trained, cache_dir=str(self.cache), fingerprint=key)
+            found.data.validate(full=True)  # else a damaged offset is followed out of the file
+            return tokenizer_from_json(found[0]["json"])
 
 
 def _check(parts: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from holotrain.data.hub import FORMATS, FromHub, cached, library_errors, read_files, require_uncompressed
+from holotrain.data.hub import FORMATS, FromHub, library_errors, read_files, require_uncompressed
 from holotrain.data.loader import Loader, warn_of_left_out
 from holotrain.data.text.answers import AnswerRules
 from holotrain.data.text.module import TextDataModule
@@ -127,21 +127,19 @@ def held_out_files(names: Sequence[str], val_fraction: float, test_fraction: flo
 
 
 def readable(files: Sequence[TextFile], cache: Path) -> list[TextFile]:
-    """The files that can be read. They are read once to know it, until one changes."""
-    from datasets import Value
+    """The files that can be read; each is read once to know it.
 
-    accessible = [file for file in files if os.access(file.path, os.R_OK)]
-
-    def rows() -> Iterator[dict[str, bool]]:
-        for file in accessible:
-            error = damage(file, cache)
-            if error is not None and getattr(error.__cause__, "errno", None):
-                raise error  # not the file is damaged, but the disk or the network failed
-            yield {"readable": error is None}
-
-    times = [(str(file.path.absolute()), file.path.stat().st_mtime_ns) for file in accessible]
-    answers = cached(rows, {"readable": Value("bool")}, cache, "readable files", times)["readable"][:]
-    return [file for file, answer in zip(accessible, answers, strict=True) if answer]
+    Raises:
+        UserError: not a file is damaged, but the disk or the network failed.
+    """
+    found = []
+    for file in files:
+        error = damage(file, cache)
+        if error is None:
+            found.append(file)
+        elif getattr(error.__cause__, "errno", None) and os.access(file.path, os.R_OK):
+            raise error
+    return found
 
 
 def damage(file: TextFile, cache: Path) -> UserError | None:
