@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from bench_common import NOTHING_FITS, arguments, begin, last_line, save, those_that_work, verdict
 from bench_frontier import Auto, add_model_options, contestant, engines, make_step, shape_of
+from measured_memory import measured_peak
 from torch import nn
 
 from holotrain.models.block_schedules import schedule_blocks
-from holotrain.planning.training_step import measured_peak
 
 GIB = 2**30
 PRECISION = 16

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "tests"))  # for what tests and benches share
 
 from holotrain.files import write_json
 

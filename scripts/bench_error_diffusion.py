@@ -27,11 +27,11 @@ from pathlib import Path
 
 import torch
 from bench_common import DEVICE, alternating, arguments, begin, draw_to, median_ratio, plotter, save, timed, verdict
+from measured_memory import peak_of
 from torch import Tensor
 
 from holotrain.error_diffusion import ErrorDiffusionNetwork
 from holotrain.error_diffusion.rules import BACKPROPAGATION, contract, kaneko, slope
-from holotrain.planning.training_step import peak_of
 from holotrain.reversible.graphs import GraphedStep
 
 COLUMNS = ("forward", "update", "autograd", "contracted", "one by one", "materialised", "allocated", "floor")

@@ -45,14 +45,15 @@ from bench_common import (
     verdict,
     waited,
 )
+from measured_memory import measured_peak
 from torch import Tensor, nn
 
 from holotrain.models import RevGPT, RevRoBERTa, RevSwin, RevViT
 from holotrain.models.block_schedules import schedule_blocks, sequences
-from holotrain.planning.allocators import ALLOCATORS
+from holotrain.planning import TrainingStep, simulate_step
 from holotrain.planning.choice import choose, seconds, stage_of, visits_of
+from holotrain.planning.devices import ALLOCATORS
 from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
-from holotrain.planning.training_step import TrainingStep, measured_peak, simulate_step
 from holotrain.reversible.backward_schedules import KEEPABLE
 from holotrain.reversible.side_stream import assuming_a_side_stream
 

@@ -35,8 +35,6 @@ import torch
 import torch.distributed as dist
 from bench_common import alternating, arguments, begin, draw_to, plotter, save, verdict
 from bench_overlap_parts import StandIn, Undisturbed, errors_against_all_to_all, errors_against_plain
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from emulated_collectives import EmulatedCollectives
 
 from holotrain.overlap.collectives import Collectives

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import torch
 from bench_common import DEVICE, arguments, begin, save, sizes_of, verdict
+from measured_memory import measured_peak
 from torch import Tensor, nn
 
 from holotrain.models import RevGPT, RevMViT, RevRoBERTa, RevSwin, RevViT
-from holotrain.planning import Planner
+from holotrain.planning import Planner, TrainingStep
 from holotrain.planning.planner import Size
-from holotrain.planning.training_step import TrainingStep, measured_peak
 from holotrain.schedules import SCHEDULES
 
 FAMILIES = {"vit": RevViT, "swin": RevSwin, "mvit": RevMViT, "roberta": RevRoBERTa, "gpt": RevGPT}

@@ -30,11 +30,11 @@ from collections.abc import Callable
 import torch
 import torch._functorch.config
 from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, timed
+from measured_memory import peak_of as allocated_peak
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from holotrain.planning import training_step
 from holotrain.reversible import recompute
 
 SHAPES = {
@@ -154,7 +154,7 @@ def peak_of(method: str, depth: int, shape: dict, x: Tensor, amp: bool) -> int:
     step = step_of(method, net, x, amp)
     step()  # makes the gradients
     gc.collect()
-    return training_step.peak_of(step, x.device)
+    return allocated_peak(step, x.device)
 
 
 def measure(options: argparse.Namespace) -> dict:

@@ -20,10 +20,10 @@ from collections.abc import Callable
 
 import torch
 from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, timed
+from measured_memory import peak_of as allocated_peak
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from holotrain.planning import training_step
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 
@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace) -> dict:
     for name, step in steps.items():
         step()  # makes the gradients
         gc.collect()
-        peaks[name] = training_step.peak_of(step, x.device)
+        peaks[name] = allocated_peak(step, x.device)
     busy: dict[str, list[float]] = {name: [] for name in steps}
     seconds = alternating({name: watched(step, x.device.type, busy[name]) for name, step in steps.items()}, options.rounds)
     busy = {name: times[1:] for name, times in busy.items()}  # without the round to warm up

@@ -36,13 +36,13 @@ from typing import Any
 import torch
 from bench_common import DEVICE, alternating, arguments, begin, fine_tune, median_ratio, save, those_that_work, timed
 from bench_recompute import SHAPES, Block, Stack
+from measured_memory import peak_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from holotrain.planning import simulate_step
+from holotrain.planning import TrainingStep, simulate_step
 from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
 from holotrain.planning.tracker import AllocationTracker
-from holotrain.planning.training_step import TrainingStep, peak_of
 from holotrain.reversible import kept_inputs, recompute, undo
 from holotrain.schedules import PLAIN
 

@@ -35,11 +35,9 @@ from bench_common import DEVICE, alternating, arguments, begin, median_ratio, sa
 from bench_plan import peaks_of
 from torch import nn
 
-from holotrain.planning import simulate_step
-from holotrain.planning.allocators import ALLOCATORS
-from holotrain.planning.cuda_rules import cuda_rules
+from holotrain.planning import TrainingStep, simulate_step
+from holotrain.planning.devices import ALLOCATORS, cuda_rules
 from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
-from holotrain.planning.training_step import TrainingStep
 from holotrain.reversible import recompute
 from holotrain.reversible.side_stream import assuming_a_side_stream
 from holotrain.reversible.tiled_loss import tile_loss

@@ -5,10 +5,9 @@ from small_models import IMAGE
 
 from holotrain.models import RevViT
 from holotrain.models.block_schedules import sequences
-from holotrain.planning import Planner
+from holotrain.planning import Planner, TrainingStep
 from holotrain.planning.fake_tensors import fake_parameters
 from holotrain.planning.planner import Size
-from holotrain.planning.training_step import TrainingStep
 
 
 def made(make, fake):

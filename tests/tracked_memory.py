@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
+from measured_memory import measured_peak
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from holotrain.planning.allocators import ALLOCATORS
+from holotrain.planning.devices import ALLOCATORS
 from holotrain.planning.tracker import Footprint
-from holotrain.planning.training_step import TrainingStep, measured_peak
+from holotrain.planning.training_step import TrainingStep
 
 
 class TrackedMemory(TorchDispatchMode):

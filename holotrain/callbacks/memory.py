@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from holotrain.callbacks.monitor import Monitor, log_scalars
 from holotrain.checkpoints.exact_resume import has_peers
 from holotrain.optimizers.low_bit import parts_of
-from holotrain.planning.probes import Probe, probe_of
+from holotrain.planning.memory_tracker import Probe, probe_of
 from holotrain.planning.tracker import AllocationTracker
 from holotrain.planning.training_step import state_of
 from holotrain.reversible.reads import is_compiled

@@ -21,8 +21,8 @@ from holotrain.config.option_groups import ADAMW, AUTO, HUGGING_FACE, LOW_BIT, O
 from holotrain.data.example import batch_unit
 from holotrain.errors import UserError
 from holotrain.numeric import counted, in_words
-from holotrain.planning.allocators import ALLOCATORS
 from holotrain.planning.choice import Choice, TooSmall
+from holotrain.planning.devices import ALLOCATORS
 from holotrain.planning.fake_tensors import Unplannable
 from holotrain.planning.memory_plan import Limit, choose_batch, choose_tile, largest_batch, least_memory, rows_in_tiles
 from holotrain.targets import TARGET

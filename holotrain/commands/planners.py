@@ -25,11 +25,10 @@ from holotrain.errors import UserError
 from holotrain.models.block_schedules import listed_blocks, sequences, set_backward
 from holotrain.models.layers.blocks import ResidualSequence
 from holotrain.numeric import parse_bytes
-from holotrain.planning import Planner
+from holotrain.planning import Planner, TrainingStep
 from holotrain.planning.fake_tensors import Unplannable
 from holotrain.planning.memory_plan import Limit, largest, least_bytes, rows_in_tiles
 from holotrain.planning.planner import Backward, Size, free_memory
-from holotrain.planning.training_step import TrainingStep
 from holotrain.schedules import OF_REVERSIBLE, PLAIN, SCHEDULES
 from holotrain.tasks.task import model_of, optimizer_of, training_loss
 

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain.clock import Clock
 from holotrain.optimizers import InBackward
-from holotrain.planning.allocators import ALLOCATORS, Allocator
+from holotrain.planning.devices import ALLOCATORS, Allocator
 from holotrain.planning.tracker import AllocationTracker
 from holotrain.planning.training_step import TrainingStep
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from holotrain.numeric import counted
-from holotrain.planning.allocators import ALLOCATORS
 from holotrain.planning.choice import MARGIN, Choice, TooSmall, choose, flops, seconds, stage_of, visits_of
+from holotrain.planning.devices import ALLOCATORS
 from holotrain.planning.planner import Backward, Planner
 from holotrain.planning.tracker import Footprint
 from holotrain.reversible.backward_schedules import KEEPABLE

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holotrain.planning.allocators import ALLOCATORS
-from holotrain.planning.cuda_rules import cuda_rules
+from holotrain.planning.devices import ALLOCATORS, cuda_rules
 from holotrain.planning.fake_tensors import assume_mask_share, fake_parameters, fake_tensors
 from holotrain.planning.tracker import Footprint
 from holotrain.planning.training_step import TrainingStep, Update, simulate_step, simulate_update

@@ -1,8 +1,8 @@
 """Records all bytes that operations allocate and free, in order, on real or fake tensors.
 
 A storage counts from the operation that makes it until nothing refers to it. The tracker does not see what an operation
-allocates internally. The allocator gives the part that is known exactly (``within``, part of the peak) and the part that only
-has an upper bound (``scratch``, part of the bound). A :class:`Footprint` is what a tracker recorded of a training step.
+allocates internally. The allocator gives the part that is known exactly (``within``, part of the peak) and a bound of the rest
+(``scratch``). A :class:`Footprint` is what a tracker recorded of a training step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from holotrain.planning.allocators import ALLOCATORS, Allocator
+from holotrain.planning.devices import ALLOCATORS, Allocator
 from holotrain.planning.fake_tensors import is_wrapper_subclass
 
 PHASES = ("forward", "backward", "update")
@@ -63,7 +63,6 @@ class AllocationTracker:
     kind: str = "before"
     alive: int = 0
     events: list[Event] = field(default_factory=list)
-    _reached: dict[str, int] = field(default_factory=dict)
     _of_storage: dict[int, Allocation] = field(default_factory=dict)
 
     def enter(self, phase: str) -> None:
@@ -85,10 +84,6 @@ class AllocationTracker:
             allocation = Allocation(size, self.kind)
             self._note(allocation)
             self._note(allocation, freed=True)
-
-    def add_scratch(self, size: int) -> None:
-        """Notes that at most ``size`` bytes may be allocated for a moment, in addition to those alive."""
-        self._reached[self.phase] = max(self._reached.get(self.phase, 0), self.alive + size)
 
     def label(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Sets the kind of tensors, and counts those that are not known yet. Tensors without a storage are passed over."""
@@ -133,10 +128,6 @@ class AllocationTracker:
         """The most bytes alive at once; ``phase``: only within it."""
         return max((event.after for event in self.events if phase in (None, event.phase)), default=0)
 
-    def bound(self, phase: str | None = None) -> int:
-        """The most bytes that may be in use at once, with scratch; ``phase``: only within it."""
-        return max([self.peak(phase), *(size for of, size in self._reached.items() if phase in (None, of))])
-
     def parts(self, phase: str) -> dict[str, int]:
         """What the first moment of a phase's peak consists of, by kind."""
         peak, found = self.peak(phase), Counter[str]()
@@ -170,9 +161,7 @@ class _Tracking(TorchDispatchMode):
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
                 tracker.count(leaf)
-        within = tracker.allocator.within(func, args, result)
-        tracker.add_temporary(within)
-        tracker.add_scratch(within + tracker.allocator.scratch(func, args))
+        tracker.add_temporary(tracker.allocator.within(func, args, result))
         return result
 
 
@@ -210,8 +199,7 @@ class Footprint:
     """The memory of a step, in bytes.
 
     ``peak`` is the memory of the tensors: all storages, as the device's allocator rounds them, and the temporaries of PyTorch's
-    own kernels that are known exactly. :attr:`bound` adds the scratch that operations and libraries may hold inside themselves.
-    It depends on the device and on libraries, so only an upper bound of it is known: a step fits in ``bound`` bytes.
+    own kernels that are known exactly. A step fits in ``bound`` bytes, with what operations and libraries may hold inside.
 
     Args:
         peak: the most bytes that are alive at once.
@@ -220,7 +208,7 @@ class Footprint:
             after its last block: logits, the loss) and ``temporary``.
         by_phase: the peak of each phase.
         parts_by_phase: what the peak of each phase consists of.
-        scratch_by_phase: how much scratch may add to the peak of each phase.
+        scratch: the most that operations and libraries may hold in addition.
     """
 
     peak: int
@@ -228,28 +216,22 @@ class Footprint:
     parts: dict[str, int]
     by_phase: dict[str, int]
     parts_by_phase: dict[str, dict[str, int]]
-    scratch_by_phase: dict[str, int] = field(default_factory=dict)
+    scratch: int = 0
 
     @property
     def bound(self) -> int:
-        """The most bytes in use at once, with scratch: this must fit."""
-        return max(peak + self.scratch_by_phase.get(phase, 0) for phase, peak in self.by_phase.items())
+        """The most bytes in use at once: these must fit."""
+        return self.peak + self.scratch
 
     @property
     def lasting(self) -> int:
         """What any batch needs at least: parameters, optimizer state and the like."""
         return sum(self.parts[kind] for kind in LASTING if kind not in ("gradients", "batch"))
 
-    @property
-    def scratch(self) -> int:
-        """How much scratch may add to the peak."""
-        return self.bound - self.peak
-
     @classmethod
     def of(cls, tracker: AllocationTracker) -> Footprint:
         by_phase = {phase: tracker.peak(phase) for phase in PHASES}
         phase = max(by_phase, key=by_phase.__getitem__)
         parts = {phase: tracker.parts(phase) for phase in PHASES}
-        workspaces = tracker.allocator.workspaces
-        scratch = {phase: tracker.bound(phase) - peak + workspaces for phase, peak in by_phase.items()}
-        return cls(by_phase[phase], phase, parts[phase], by_phase, parts, scratch)
+        peak = by_phase[phase]
+        return cls(peak, phase, parts[phase], by_phase, parts, tracker.allocator.scratch(peak))

@@ -1,12 +1,10 @@
-"""One training step in the order of Lightning's automatic optimization: simulated on fake tensors, or measured on real ones."""
+"""One training step in the order of Lightning's automatic optimization, and its simulation on fake tensors."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from torch.optim import Optimizer
 from holotrain.optimizers import InBackward
 from holotrain.optimizers.low_bit import parts_of
 from holotrain.optimizers.stepping import refuse_in_backward
-from holotrain.planning.allocators import ALLOCATORS, Allocator
+from holotrain.planning.devices import ALLOCATORS, Allocator
 from holotrain.planning.fake_tensors import assume_ones
 from holotrain.planning.tracker import AllocationTracker, Footprint
 from holotrain.reversible.lists_of_blocks import is_list_of_blocks, outermost
@@ -117,12 +115,10 @@ class Update:
     Args:
         state: of the optimizer's state.
         beyond: the most that an update allocates in addition to what is alive when it begins.
-        bound: the same with the scratch of its operations.
     """
 
     state: int
     beyond: int
-    bound: int
 
 
 def simulate_update(step: TrainingStep, allocator: Allocator = CPU) -> Update:
@@ -135,12 +131,12 @@ def simulate_update(step: TrainingStep, allocator: Allocator = CPU) -> Update:
     tracker.label("optimizer", step.optimizer_state)
     state = tracker.alive
     if step.in_backward:
-        return Update(state, 0, 0)
+        return Update(state, 0)
     _label(tracker, step)
     before = tracker.alive
     with assume_ones(), tracker.tracking():
         step.update()
-    return Update(state, max(tracker.peak() - before, 0), max(tracker.bound() - before, 0))
+    return Update(state, max(tracker.peak() - before, 0))
 
 
 def simulate_step(step: TrainingStep, allocator: Allocator = CPU, update: Update | None = None) -> Footprint:
@@ -164,7 +160,6 @@ def simulate_step(step: TrainingStep, allocator: Allocator = CPU, update: Update
         step.differentiate(tracker.enter)
     tracker.label("gradients", _gradients(step.model.parameters()))
     tracker.enter("update")
-    tracker.add_scratch(update.bound)
     tracker.add("temporary", update.beyond)
     return Footprint.of(tracker)
 
@@ -198,42 +193,3 @@ def _label(tracker: AllocationTracker, step: TrainingStep) -> None:
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-
-def measured_peak(step: TrainingStep, device: torch.device) -> int:
-    """Returns the peak bytes of one step on real tensors; on a CPU as PyTorch's allocator reports them to the profiler."""
-
-    def begin() -> None:
-        step.begin()
-        step.update()
-
-    def one_step() -> None:
-        step.differentiate()
-        step.update()
-
-    if device.type == "cuda":
-        begin()
-        return torch.cuda.memory_allocated(device) + peak_of(one_step, device)
-    tensors = [*step.model.parameters(), *step.model.buffers(), *chain.from_iterable(step.held.values())]
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    # With the first update, because the profiler does not see that earlier allocations are freed.
-    return sum(storages.values()) + peak_of(lambda: (begin(), one_step()), device)
-
-
-def peak_of(work: Callable[[], object], device: torch.device) -> int:
-    """Returns the bytes at the peak of what ``work`` allocates, without what was allocated before."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        work()
-        return torch.cuda.max_memory_allocated(device) - before
-    gc.collect()  # what is freed within counts, also what was allocated before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        work()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    alive = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        alive += event.nbytes()
-        peak = max(peak, alive)
-    return peak

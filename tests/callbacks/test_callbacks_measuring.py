@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from holotrain.callbacks import DriftMonitor, MemoryMonitor, ThroughputMonitor
 from holotrain.callbacks.throughput import peak_flops, training_flops
 from holotrain.models import RevViT
-from holotrain.planning.probes import CudaProbe, LinuxProbe
+from holotrain.planning.memory_tracker import CudaProbe, LinuxProbe
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 MIB = 2**20

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from holotrain.planning.allocators import ALLOCATORS
-from holotrain.planning.cuda_rules import IN_FP32, TO_FP32, cuda_rules
+from holotrain.planning.devices import ALLOCATORS, IN_FP32, TO_FP32, cuda_rules
 from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
 from holotrain.planning.tracker import AllocationTracker
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from covering import slow
+from measured_memory import measured_peak
 from torch.nn import functional as F
 
-from holotrain.planning import simulate_step
+from holotrain.planning import TrainingStep, simulate_step
 from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
-from holotrain.planning.training_step import TrainingStep, measured_peak
 from holotrain.reversible import recompute
 
 transformers = pytest.importorskip("transformers")

@@ -8,9 +8,8 @@ from tracked_memory import check_plan
 
 from holotrain.models import RevGPT, RevViT
 from holotrain.optimizers import InBackward
-from holotrain.planning import simulate_step
+from holotrain.planning import TrainingStep, simulate_step
 from holotrain.planning.fake_tensors import fake_tensors
-from holotrain.planning.training_step import TrainingStep
 from holotrain.tasks.optimizer_functions import adafactor, adamw, adamw_low_bit, muon, sgd
 
 SIZES = {"image_size": 32, "patch_size": 4, "dim": 64, "heads": 2, "classes": 10}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from holotrain.planning import MemoryTracker, memory_tracker
-from holotrain.planning.probes import LinuxProbe, Probe
+from holotrain.planning.memory_tracker import LinuxProbe, Probe
 
 MIB = 2**20
 

@@ -7,32 +7,23 @@ import pytest
 from small_models import IMAGE
 from small_planners import planner
 
-from holotrain.planning.allocators import HALF
 from holotrain.planning.choice import TooSmall
 from holotrain.planning.memory_plan import choose_batch, choose_schedules, largest_batch, make_plan
 from holotrain.planning.planner import free_memory
 
 
-def test_what_must_fit_is_the_bound(monkeypatch):
-    def packs(answer):
-        """Whether this CPU gives half precision products to oneDNN."""
-        monkeypatch.setattr("holotrain.planning.allocators.goes_to_onednn", lambda dtype: answer and dtype in HALF)
-
-    packs(False)
-    large = {"sizes": IMAGE | {"dim": 96, "heads": 3, "depth": 1}, "batch": 128, "half": True, "schedules": ("reversible",)}
-    plain = planner(**large)
-    budget = plain.footprint("reversible").bound
-    assert largest_batch(plain, "reversible", budget, most=128).value == 128
-    assert make_plan(plain, budget).fits
-    packs(True)
-    packed = planner(**large)
-    plan = make_plan(packed, budget)
-    assert plan.configured.peak == plain.footprint("reversible").peak and plan.configured.bound > budget and not plan.fits
-    assert 0 < largest_batch(packed, "reversible", budget, most=128).value < 128
+def test_what_must_fit_is_the_bound():
+    planned = planner(sizes=IMAGE | {"dim": 96, "heads": 3, "depth": 1}, batch=128, schedules=("reversible",))
+    footprint = planned.footprint("reversible")
+    assert largest_batch(planned, "reversible", footprint.bound, most=128).value == 128
+    assert make_plan(planned, footprint.bound).fits
+    plan = make_plan(planned, footprint.bound - 1)
+    assert footprint.peak < plan.budget and not plan.fits
+    assert 0 < largest_batch(planned, "reversible", plan.budget, most=128).value < 128
     figures = plan.as_json()["footprints"]["reversible"]
     assert figures["bound"] == plan.configured.bound == figures["peak"] + figures["scratch"]
     with pytest.raises(TooSmall):
-        choose_schedules(packed, budget)
+        choose_schedules(planned, plan.budget)
 
 
 def test_a_batch_that_is_chosen_leaves_a_margin():

@@ -11,11 +11,10 @@ from tracked_memory import check_plan
 
 from holotrain.models import GPT
 from holotrain.models.block_schedules import schedule_blocks
-from holotrain.planning import simulate_step
+from holotrain.planning import TrainingStep, simulate_step
 from holotrain.planning.choice import MARGIN, TooSmall
 from holotrain.planning.fake_tensors import fake_tensors
 from holotrain.planning.memory_plan import choose_schedules, choose_tile, least_memory
-from holotrain.planning.training_step import TrainingStep
 from holotrain.schedules import PLAIN, SCHEDULES
 
 DEPTH = 8

@@ -1,4 +1,4 @@
-"""What operations do on CUDA, on fake tensors of a CPU.
+"""What a plan must know of a device: how its allocator counts storages, and what operations do on CUDA.
 
 A plan for a GPU runs on fake tensors of a CPU, because autograd's engine asks a driver about tensors of a GPU. They differ in
 
@@ -10,16 +10,91 @@ A plan for a GPU runs on fake tensors of a CPU, because autograd's engine asks a
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet, _dispatch_has_kernel_for_dispatch_key, _ExcludeDispatchKeyGuard
+from torch._ops import OpOverload
 from torch.library import fallthrough_kernel
 from torch.nn import functional
+
+aten = torch.ops.aten
+
+HALF = (torch.bfloat16, torch.float16)
+
+CPU_SHARE = 10
+"""Operations on a CPU may hold one byte in so many more than the tensors: copies for oneDNN's kernels, blocks of attention."""
+
+CUDA_WORKSPACES = 3 * 32 * 2**20
+"""Bytes that cuBLAS holds on a GPU of the Hopper generation: 32 MiB for each thread and stream, which are those of the forward
+and of the backward, and the second stream of ``pareprop``. Earlier GPUs have 8 MiB each."""
+
+CUDA_BLOCK = 512
+"""Bytes that PyTorch's caching allocator rounds up to (kMinBlockSize of c10/cuda/CUDACachingAllocator.cpp)."""
+
+MIXING = {getattr(aten, name).Tensor for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")}
+"""Operations that need operands of one dtype on a CPU: an operand of another dtype is copied first (TensorIterator)."""
+
+MEANS = {aten.mean.default, aten.mean.dim}
+
+
+@dataclass(frozen=True)
+class Allocator:
+    """
+    Args:
+        rounded: maps the bytes of a storage to the bytes that are allocated for it.
+        scratch: maps the peak of the tensors to the bytes that operations and libraries may hold in addition.
+        on_cpu: whether arithmetic on two dtypes copies an operand, and a mean in half precision its input, in fp32.
+    """
+
+    rounded: Callable[[int], int] = int
+    scratch: Callable[[int], int] = lambda peak: peak // CPU_SHARE
+    on_cpu: bool = True
+
+    def within(self, function: OpOverload, args: tuple, result: object) -> int:
+        """Bytes that an operation allocates and frees before it returns. Small temporaries are left out."""
+        if function is aten.logsumexp.default:
+            return self.rounded(args[0].nbytes)  # the exponentials before the sum
+        if function is aten._safe_softmax.default:
+            return self.rounded(args[0].numel())  # the mask
+        if not self.on_cpu:
+            return self.rounded(_gradient_of_queries(args[1])) if function is ATTENTION_BACKWARD else 0
+        if function in MEANS and args[0].dtype in HALF and isinstance(result, Tensor):
+            return self.rounded(4 * args[0].numel()) + self.rounded(4 * result.numel())  # the copy, and the mean in fp32
+        if function in MIXING and isinstance(result, Tensor):
+            operands = (arg for arg in args if isinstance(arg, Tensor) and arg.ndim and arg.dtype != result.dtype)
+            return sum(self.rounded(operand.numel() * result.element_size()) for operand in operands)
+        return 0
+
+
+ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+"""What a fake tensor of a CPU does for flash attention's backward."""
+
+
+def _gradient_of_queries(query: Tensor) -> int:
+    """Bytes of the fp32 gradient of the queries in the backward of CUDA's flash attention, whose rows and width are rounded up,
+    and of a sum for each row (mha_bwd of PyTorch's flash_api.cpp). Attention in fp32 has no such copy."""
+    if query.dtype not in HALF:
+        return 0
+    rows = math.prod(query.shape[:-2]) * _up(query.shape[-2], 128)
+    return 4 * rows * (_up(query.shape[-1], 32) + 1)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+ALLOCATORS = {
+    "cpu": Allocator(),
+    "cuda": Allocator(lambda size: _up(size, CUDA_BLOCK), lambda peak: CUDA_WORKSPACES, on_cpu=False),
+}
+"""By device type. They count as ``torch.cuda.memory_allocated`` does, and as the CPU allocator reports to the profiler."""
 
 IN_FP32 = (
     *("acos", "asin", "cosh", "cosine_similarity", "dist", "erfinv", "exp", "expm1", "group_norm", "layer_norm"),
@@ -33,7 +108,6 @@ IN_FP32 = (
 TO_FP32 = ("cumprod", "cumsum", "linalg_vector_norm", "log_softmax.int", "softmax.int", "sum", "sum.dim_IntList")
 """Operations that compute an fp32 result from arguments in half precision, without a copy of these."""
 
-HALF = (torch.bfloat16, torch.float16)
 AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU)
 
 
