@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
@@ -202,7 +203,7 @@ class Launch:
         if swept:
             job.write(folder)
             if self.arguments.command == "fit" and not job.exit_status:
-                from holotrain.commands.summary import best
+                from holotrain.commands.sweep import best
 
                 value = best(folder)
         else:
@@ -236,7 +237,7 @@ class Launch:
             print(f"holotrain: {error}", file=sys.stderr)
             job.exit_status, job.error = 2, str(error)
         except Exception as error:
-            log.exception("%s ended with an error that is no mistake of the command line", self.arguments.command)
+            log.error(traceback.format_exc().rstrip())
             job.exit_status, job.error = 1, f"{type(error).__name__}: {error}".splitlines()[0]
         except KeyboardInterrupt:
             log.warning(self._kept(folder, run))

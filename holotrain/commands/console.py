@@ -1,14 +1,17 @@
-"""What the commands print: names as they are, and no warnings of Lightning that do not matter."""
+"""What the commands print and log: names as they are, and no warnings that do not matter."""
 
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
 from rich.console import Console
+from rich.table import Table
+
+from holotrain.numeric import in_words
 
 plain = partial(Console, highlight=False, markup=False, emoji=False, force_jupyter=False)
 """A console that prints names of files and of options as they are, also those with ``[red]`` or ``:star:`` in them; to the
@@ -65,3 +68,24 @@ def quietly() -> Generator[None]:
             warnings.formatwarning = formatted
             for name, level in levels.items():
                 logging.getLogger(name).setLevel(level)
+
+
+def show(title: str, rows: Mapping[str, object], stderr: bool = False) -> None:
+    """Prints the entries that have a value as a table, and logs them."""
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")
+    lines = [title]
+    for name, value in rows.items():
+        if value is not None:
+            table.add_row(name, short(name, value))
+            lines.append(f"{name}: {short(name, value)}")
+    (plain(stderr=True) if stderr else console).print(table)
+    log.info("\n  ".join(lines))
+
+
+def short(name: str, value: object) -> str:
+    """A value for the eye: four digits of a number, bytes with their unit."""
+    if name.endswith("_bytes") and isinstance(value, int):
+        return in_words(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

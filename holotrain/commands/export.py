@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from holotrain.commands import screen
 from holotrain.commands.checkpoint import as_exported, described_model
-from holotrain.commands.console import console
+from holotrain.commands.console import show
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import write_summary
 from holotrain.config import checkpointed
@@ -66,7 +65,7 @@ def run(config: ExportConfig, run: Run) -> int:
         "weights": f"{weights / 2**20:.2f} MiB{share}",
         "written to": f"{folder}: {', '.join(file.name for file in written)}",
     }
-    console.print(screen.table(summary.status, rows))
+    show(summary.status, rows)
     return 0
 
 

@@ -21,11 +21,10 @@ from holotrain.commands import screen
 from holotrain.commands.checkpoint import KeepConfiguration, check_classes, check_continuable, check_same, chosen_before
 from holotrain.commands.console import console, log
 from holotrain.commands.evaluation import attention_for, check_not_empty, evaluate, lightning_refusals, shared_data
-from holotrain.commands.measured import HELPS, Measured
 from holotrain.commands.memory_limits import OutOfMemory, as_out_of_memory, chosen, explained, with_smaller_batch
 from holotrain.commands.planners import smallest_batch
 from holotrain.commands.run_folder import Run
-from holotrain.commands.summary import FIGURES, SUMMARY, write_summary
+from holotrain.commands.summary import FIGURES, HELPS, SUMMARY, Measured, write_summary
 from holotrain.commands.tensorboard_tabs import finish, log_options
 from holotrain.config.build import build_task, description
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers

@@ -10,9 +10,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from holotrain.commands import screen
 from holotrain.commands.checkpoint import as_exported, described_model
-from holotrain.commands.console import plain
+from holotrain.commands.console import show
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import write_summary
 from holotrain.config.build_trainer import autocast_of, check_device, device_kind
@@ -62,7 +61,7 @@ def run(config: GenerateConfig, run: Run) -> int:
         "ended": full and f"because the model's context of {full} tokens was full",
         "written to": run.folder / GENERATIONS,
     }
-    plain(stderr=True).print(screen.table(summary.status, lines))  # stdout has only the texts
+    show(summary.status, lines, stderr=True)  # stdout has only the texts
     return 0
 
 

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from holotrain.commands.console import console, quieten
-from holotrain.commands.run_folder import Run, continued, run_folder_made
-from holotrain.commands.summary import ended
+from holotrain.commands.run_folder import Run, run_folder_made
+from holotrain.commands.summary import continued, ended
 from holotrain.config.build_trainer import check_device, device_kind, model_parallel_size
 from holotrain.config.command_options import FitConfig, RunConfig
 from holotrain.config.objects import ObjectConfig

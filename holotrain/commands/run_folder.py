@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from holotrain.commands.summary import completed
 from holotrain.config.checkpointed import COMMAND_LINE_ONLY
 from holotrain.config.command_options import FitConfig, RunConfig
 from holotrain.config.composition import LOG, key_of
@@ -82,21 +79,6 @@ class Run:
     def is_main(self) -> bool:
         """Whether this process prints and writes files."""
         return self.process is None or self.process.is_main
-
-
-def continued(config: FitConfig, run: Run) -> FitConfig:
-    """The configuration, which continues the run if torchrun started its processes again. Raises a UserError if the folder
-    holds another run, or has a name that a checkpoint cannot hold."""
-    try:
-        str(folder := run.folder.absolute()).encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{folder}: its name is not text in UTF-8, and checkpoints hold it; train in another folder") from None
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and run.last_checkpoint.exists():
-        print(f"holotrain: torchrun started again, from {run.last_checkpoint}", file=sys.stderr)
-        return replace(config, resume=True, ckpt_path=None)
-    if not config.resume and (run.last_checkpoint.exists() or completed(run.folder) is not None):
-        raise UserError(f"{run.folder} already holds a run; give another folder, or continue that run with resume=true")
-    return config
 
 
 WRITTEN_IN_PLACE = (LOG, LAST_CHECKPOINT.parts[0], "tensorboard", "csv", "fit-profile.txt")

@@ -12,8 +12,8 @@ import torch
 from rich.status import Status
 
 from holotrain.commands import plan as command
-from holotrain.commands.measured import Measured
 from holotrain.commands.plan import PLAN
+from holotrain.commands.summary import Measured
 from holotrain.errors import UserError
 from holotrain.folders import write_table
 

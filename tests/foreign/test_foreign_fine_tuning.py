@@ -82,7 +82,7 @@ def test_the_first_screen_says_what_is_tuned(holotrain, tmp_path):
     status, out, err = holotrain("fit", *SHORT, *HERE, *TEXT, *CAUSAL, "data.val_fraction=0.2", "hydra.run.dir=run")
     assert status == 0 and "tensors of network" in err
     shown = " ".join(out.split())
-    assert "weights fine-tuning of network" in shown and "adamw, learning rate 0.0001" in shown
+    assert "weights fine-tuning of network" in shown and "adamw, lr 0.0001" in shown
     blocks = re.search(r"samples \d+ to train, (\d+) to val", shown)[1]
     assert f"warning only {blocks} samples to validate with" in shown
     out = holotrain.done("fit", *SHORT, *HERE, "model.dim=16", "model.depth=1", "model.heads=2", "hydra.run.dir=images")

@@ -15,6 +15,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import api_pb2, backend_context, get_experiment, plugin_data_pb2
 
 from holotrain.commands.tensorboard_tabs import CHARTS
+from holotrain.numeric import in_words
 
 
 def compared(folder: Path) -> tuple[list[str], list[str]]:
@@ -47,7 +48,7 @@ def layout(folder: Path) -> dict[str, list[str]]:
 def test_a_sweep_shows_what_it_varies_and_its_results_first(holotrain):
     words = ["optimizer=sgd", "optimizer.momentum=0", "output_dir=mine", "synthesis=none,associative", "trainer.max_epochs=1"]
     status, out, _ = holotrain("fit", "-m", *SMALL, *words, "optimizer.lr=1e-3,1e-4")
-    assert status == 0 and "synthesis" in out and "associative, fp32, not split" in out
+    assert status == 0 and "synthesis" in out and "associative, dtype fp32, split none" in out
     sweep = only(Path("mine/fit/sweeps"))
     named, results = compared(sweep)
     assert named[:2] == ["optimizer.lr", "synthesis"] and "output_dir" not in named and "model.depth" in named
@@ -58,7 +59,7 @@ def test_a_sweep_shows_what_it_varies_and_its_results_first(holotrain):
         logged = scalars(job)
         assert {*results} <= logged.keys() and options(job)["synthesis"].string_value == row["synthesis"]
         assert logged["memory/step_peak_bytes"][-1] == int(row["step_peak_bytes"]) == left["step_peak_bytes"] < 2**24
-        assert logged["seconds"] == [pytest.approx(left["seconds"])] and f"{left['step_peak_bytes'] / 2**20:.1f} MiB" in out
+        assert logged["seconds"] == [pytest.approx(left["seconds"])] and in_words(left["step_peak_bytes"]) in out
         # Custom Scalars: every curve that could have a chart is in one
         found = layout(job)
         for title, tags in ((title, tags) for group in CHARTS.values() for title, tags in group.items()):

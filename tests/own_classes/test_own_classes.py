@@ -34,7 +34,7 @@ def typed(holotrain, tmp_path, monkeypatch):
 
 def test_an_optimizer_a_schedule_and_a_callback_train(typed):
     status, out, err = typed("fit", *WORDS, "optimizer.weight_decay=0.1", "scheduler.times=3")
-    assert (status, err) == (0, "") and "lion, learning rate 0.001" in out
+    assert (status, err) == (0, "") and "lion, lr 0.001" in out
     folder = only(Path("runs/fit"))
     assert scalars(folder)["diary/count"] == [5, 10]
     rates = [round(1e-3 / rate) for rate in scalars(folder)["train/lr"]]
