@@ -43,7 +43,7 @@ from torch.nn import functional as F
 from holotrain.planning import TrainingStep, simulate_step
 from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
 from holotrain.planning.tracker import AllocationTracker
-from holotrain.reversible import kept_inputs, recompute, undo
+from holotrain.reversible import block_inputs, recompute, undo
 from holotrain.schedules import PLAIN
 
 WAYS: dict[str, Callable[..., nn.Module]] = {name: partial(recompute, backward=name) for name in PLAIN}
@@ -302,7 +302,7 @@ def reached(options: argparse.Namespace, begun: Gpt, tuned: Tensor, held_out: Te
     return bits_per_byte(undo(model), held_out, options)
 
 
-class Fewer(kept_inputs.Whole):
+class Fewer(block_inputs.InputAsIs):
     """The input in some bits, kept as numbers: what a rounding costs is looked at here, not what it keeps."""
 
     def __init__(self, bits: int, rotate: bool, apart: int, x: Tensor) -> None:
@@ -342,10 +342,10 @@ TRIED = {f"checkpoint{bits}": (bits, False, 2) for bits in (6, 4)}
 @contextmanager
 def rounded_as(how: tuple[int, bool, int] | None) -> Iterator[None]:
     """Inside, checkpoint8 rounds otherwise; None: as it is."""
-    own = kept_inputs.WAYS["checkpoint8"]
-    kept_inputs.WAYS["checkpoint8"] = partial(Fewer, *how) if how else own
+    own = block_inputs.WAYS["checkpoint8"]
+    block_inputs.WAYS["checkpoint8"] = partial(Fewer, *how) if how else own
     yield
-    kept_inputs.WAYS["checkpoint8"] = own
+    block_inputs.WAYS["checkpoint8"] = own
 
 
 def of_fewer_bits(options: argparse.Namespace, begun: Gpt, tuned: Tensor) -> dict[str, Any]:

@@ -9,12 +9,12 @@ tiles               the MLPs of another model, some tokens at a time
 tiled_loss          the head and the loss of another model, some tokens at a time
 backward_schedules  what each block stores and what it recomputes, and results that a recomputation reuses
 tokenwise           which modules work token by token, so that they can be taken in tiles
-kept_inputs         the ways to keep a block's input until the backward
+block_inputs        the ways to keep a block's input until the backward
 recomputation       a branch that runs again in the backward
 tape                records the branches of one forward, and rebuilds their inputs in the backward
 side_stream         a second CUDA stream
 checks              whether what is rebuilt is right, and what follows if not
-replay              autocast, attention kernels and the like, put back, and what earlier runs of a branch have shown
+settings            autocast, attention kernels and the like, put back, and what earlier runs of a branch have shown
 random_state        random number generators, also those of a captured CUDA graph
 context             whether a recomputation, a plan, a capture or a backward is running
 reads               parameters, buffers and arguments, which must be the same in the recomputation

@@ -53,7 +53,7 @@ def schedules_of(
 
 def _keeping(schedule: Schedule, results: Collection[str]) -> Schedule:
     if results:
-        Kept(results)  # which refuses unknown ones
+        KeptResults(results)  # which refuses unknown ones
     return replace(schedule, keep=(*schedule.keep, *results)) if schedule.kind == "rebuilt" else schedule
 
 
@@ -137,7 +137,7 @@ class _Result:
         return operator is self.operator and kinds and all(same)
 
 
-class Kept:
+class KeptResults:
     """The results that one run of a branch keeps for its recomputations, in the order in which they were computed.
 
     Raises:

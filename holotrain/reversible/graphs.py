@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from holotrain.reversible.random_state import GraphGenerators
-from holotrain.reversible.replay import Call
+from holotrain.reversible.settings import Call
 
 WARM_UPS = 3
 """Ordinary steps before the capture, in which libraries allocate workspaces and autograd sets up its streams."""

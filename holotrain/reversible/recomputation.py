@@ -24,12 +24,12 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from holotrain.numeric import counted
-from holotrain.reversible.backward_schedules import Casts, Kept
+from holotrain.reversible.backward_schedules import Casts, KeptResults
+from holotrain.reversible.block_inputs import WAYS, InputAsIs
 from holotrain.reversible.context import graph_is_retained, in_recomputation, in_trace
-from holotrain.reversible.kept_inputs import WAYS, Whole
 from holotrain.reversible.random_state import PYTHON_AND_NUMPY, next_pair, put_back, source_of
 from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, require_unwrapped
-from holotrain.reversible.replay import Call, history_of, one_convolution
+from holotrain.reversible.settings import Call, history_of, one_convolution
 
 _kind_of = attrgetter("shape", "dtype")
 
@@ -42,7 +42,7 @@ class Branch:
         module: f or g.
         keywords: its keyword arguments.
         call: what all branches of the forward share.
-        keep: results that are kept and not recomputed, as in :class:`~holotrain.reversible.backward_schedules.Kept`.
+        keep: results that are kept and not recomputed, as in :class:`~holotrain.reversible.backward_schedules.KeptResults`.
         forward: what to call instead of the module, without the module's hooks.
         tile: the tokens that it takes of a stream (B, T, ...); None: all.
         casts: shared with the other tiles.
@@ -77,7 +77,7 @@ class Branch:
         self._keywords, self._arguments = keywords, Arguments(keywords) if keywords else None
         self._reads, self.history = Reads(parts), history_of(module, parts)
         self._note_states(self._arguments.generators if self._arguments else [])
-        self._kept = Kept(keep) if keep else None
+        self._kept = KeptResults(keep) if keep else None
         self.kinds: list[tuple[torch.Size, torch.dtype]] = []
         # The parameters that are saved, and, by place, those of which views or casts are, by their address.
         self._parameters: list[int | None] = []
@@ -345,7 +345,7 @@ def checkpointed(
 
     Args:
         name: in a trace; None: the module's class.
-        backward: how ``x`` is kept, one of :data:`~holotrain.reversible.kept_inputs.WAYS`.
+        backward: how ``x`` is kept, one of :data:`~holotrain.reversible.block_inputs.WAYS`.
         forward: what to call instead of the module, without the module's hooks.
     """
     if torch.compiler.is_compiling():  # the compiler checkpoints by rules of its own
@@ -358,7 +358,7 @@ def from_stored(branch: Branch, source: Tensor, way: str = "checkpoint", part: T
     """The branch's output; the branch is recomputed in the backward from the source.
 
     Args:
-        way: how the source is kept, one of :data:`~holotrain.reversible.kept_inputs.WAYS`.
+        way: how the source is kept, one of :data:`~holotrain.reversible.block_inputs.WAYS`.
         part: what a tile takes of the source.
     """
     kept = WAYS[way](source)
@@ -367,6 +367,6 @@ def from_stored(branch: Branch, source: Tensor, way: str = "checkpoint", part: T
     return output
 
 
-def _supply_from(kept: Whole, branch: Branch) -> None:
+def _supply_from(kept: InputAsIs, branch: Branch) -> None:
     with torch.inference_mode(False), torch.no_grad():  # as a backward may be called
         branch.saved[:] = branch.run_again(kept.restore(), output=False)[1]

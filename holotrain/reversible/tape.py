@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from holotrain.reversible.backward_schedules import Casts
 from holotrain.reversible.block import Coupling
+from holotrain.reversible.block_inputs import SavedTensors
 from holotrain.reversible.checks import RebuildChecks, StreamCheck
 from holotrain.reversible.context import backward_id, graph_is_retained, has_no_data
-from holotrain.reversible.kept_inputs import Saved
 from holotrain.reversible.random_state import in_graphed_step
 from holotrain.reversible.reads import is_sharded, is_tensor_parallel
 from holotrain.reversible.recomputation import Branch, from_stored
-from holotrain.reversible.replay import Call
+from holotrain.reversible.settings import Call
 from holotrain.reversible.side_stream import SameStream, SideStream, side_of
 from holotrain.reversible.tokenwise import drops_samples, tiles_of
 from holotrain.schedules import Schedule
@@ -196,14 +196,14 @@ class Tape:
         self._streams: tuple[Tensor, ...] = ()
         self._target: Tensor | None = None  # that of the branch, as far as its tiles have been undone
         self._position = -1
-        self._end: Saved | None = None
+        self._end: SavedTensors | None = None
         self._task = -1
         self._current: tuple[RebuiltBranch, Tensor] | None = None
         self._early: tuple[RebuiltBranch, list[Tensor], tuple[Tensor, ...], Any] | None = None
 
     def complete(self, target: Tensor, source: Tensor) -> None:
         """At the end of the forward, with the streams of the last branch."""
-        self._end = Saved(target, source)
+        self._end = SavedTensors(target, source)
 
     def supply(self, branch: RebuiltBranch) -> None:
         """Has ``branch.saved`` filled: rebuilds the streams down to the branch."""

@@ -18,7 +18,7 @@ from holotrain.reversible.backward_schedules import noting_mixtures
 from holotrain.reversible.context import has_no_data
 from holotrain.reversible.random_state import PYTHON_AND_NUMPY, generators_among, generators_unmoved, have_drawn
 from holotrain.reversible.reads import is_compiled, is_tensor_parallel, parts_of
-from holotrain.reversible.replay import Call
+from holotrain.reversible.settings import Call
 
 PROBED = 8
 """Tokens of each part on which is tried, once, whether a module works token by token."""

@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn import functional as F
 from tracked_memory import TrackedMemory
 
-from holotrain.reversible import ReversibleBlock, kept_inputs, recompute, undo
+from holotrain.reversible import ReversibleBlock, block_inputs, recompute, undo
+from holotrain.reversible.block_inputs import rounded, unrounded
 from holotrain.reversible.context import recomputing
 from holotrain.reversible.in_place import RecomputedForward
-from holotrain.reversible.kept_inputs import rounded, unrounded
 from holotrain.reversible.sequence import AveragedStreams
 from holotrain.reversible.side_stream import SameStream
 from holotrain.schedules import PLAIN, SCHEDULES
@@ -358,7 +358,7 @@ def test_offloading_on_a_gpu_on_paper(monkeypatch, late):
         model.to("cuda")
         recompute(model, backward="offload")
         made = []
-        monkeypatch.setattr(kept_inputs, "Offloaded", lambda *given: made.append(kind(*given)) or made[-1])
+        monkeypatch.setattr(block_inputs, "OffloadedInput", lambda *given: made.append(kind(*given)) or made[-1])
         found = gradients(model, {"x": inputs["x"].to("cuda")})
         assert machine.waits == []  # the host has waited for nothing
         found = [gradient.cpu() for gradient in found]
@@ -366,7 +366,7 @@ def test_offloading_on_a_gpu_on_paper(monkeypatch, late):
     assert_close(found, true, rtol=1e-12, atol=1e-14)
 
 
-kind = kept_inputs.Offloaded
+kind = block_inputs.OffloadedInput
 
 
 @pytest.mark.parametrize(
@@ -391,8 +391,8 @@ def test_where_memory_cannot_be_pinned_the_input_stays(monkeypatch):
         asked.append(given)
         raise RuntimeError("out of pinned memory")
 
-    monkeypatch.setattr(kept_inputs, "side_of", lambda x: SameStream())
-    monkeypatch.setattr(kept_inputs, "Offloaded", refuse)
+    monkeypatch.setattr(block_inputs, "side_of", lambda x: SameStream())
+    monkeypatch.setattr(block_inputs, "OffloadedInput", refuse)
     with pytest.warns(UserWarning, match="offload keeps inputs on the device: out of pinned memory"):
         assert_equal(gradients(recompute(model, backward="offload"), inputs), true)
     assert len(asked) == 4

@@ -25,7 +25,7 @@ class _Saver(torch.autograd.Function):
         return anchor.new_empty(0)
 
 
-class Saved:
+class SavedTensors:
     """Some tensors, saved as autograd saves them: an outer recomputation, in whose branch this one runs, recomputes them.
 
     Reading them raises a RuntimeError if one was changed in place.
@@ -39,11 +39,11 @@ class Saved:
         return self._result.grad_fn.saved_tensors
 
 
-class Whole:
-    """The input as it is."""
+class InputAsIs:
+    """The input, which is not copied. Other ways to keep it are subclasses."""
 
     def __init__(self, x: Tensor) -> None:
-        self._saved = Saved(x)
+        self._saved = SavedTensors(x)
 
     def settle(self) -> None:
         """After the block's forward: what follows may change the input, as far as plain autograd allows it."""
@@ -57,12 +57,12 @@ GROUP = 64
 """The most elements that share a scale."""
 
 
-class Rounded(Whole):
+class Int8Input(InputAsIs):
     """The input in 8 bits; see :func:`rounded`."""
 
     def __init__(self, x: Tensor) -> None:
         self._dtype, self._layout = x.dtype, (x.size(), x.stride())
-        self._saved = Saved(*rounded(x.detach()))
+        self._saved = SavedTensors(*rounded(x.detach()))
 
     def restore(self) -> Tensor:
         x = unrounded(*self._saved.tensors(), self._dtype)[..., : self._layout[0][-1]]
@@ -90,7 +90,7 @@ def unrounded(multiples: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
     return (multiples * steps.to(torch.promote_types(dtype, torch.float32))).flatten(-2).to(dtype)
 
 
-class Offloaded(Whole):
+class OffloadedInput(InputAsIs):
     """A copy in pinned main memory.
 
     A second stream copies the input while its block computes. In the backward it fetches it while the block behind computes,
@@ -134,23 +134,23 @@ def _copy(source: Tensor, target: Tensor) -> Tensor:
     return target.copy_(source.detach(), non_blocking=True)
 
 
-_latest: dict[torch.device, Callable[[], Offloaded | None]] = {}
+_latest: dict[torch.device, Callable[[], OffloadedInput | None]] = {}
 """The input of each device that was copied last, if it is alive."""
 
 
-def _rounded(x: Tensor) -> Whole:
-    return Rounded(x) if x.is_floating_point() and x.dim() and x.numel() and not _is_repeated(x) else Whole(x)
+def _int8_input(x: Tensor) -> InputAsIs:
+    return Int8Input(x) if x.is_floating_point() and x.dim() and x.numel() and not _is_repeated(x) else InputAsIs(x)
 
 
-def _offloaded(x: Tensor) -> Whole:
+def _offloaded_input(x: Tensor) -> InputAsIs:
     side = side_of(x)
     if side is None or is_captured(x.device) or _is_repeated(x):
-        return Whole(x)
+        return InputAsIs(x)
     try:
-        return Offloaded(x, side)
+        return OffloadedInput(x, side)
     except RuntimeError as error:  # this system pins no memory, or no more
         warnings.warn(f"offload keeps inputs on the device: {str(error).partition(chr(10))[0]}", stacklevel=2)
-        return Whole(x)
+        return InputAsIs(x)
 
 
 def _is_repeated(x: Tensor) -> bool:
@@ -158,6 +158,10 @@ def _is_repeated(x: Tensor) -> bool:
     return any(stride == 0 and size > 1 for size, stride in zip(x.size(), x.stride(), strict=True))
 
 
-WAYS: dict[str, Callable[[Tensor], Whole]] = {"checkpoint": Whole, "checkpoint8": _rounded, "offload": _offloaded}
+WAYS: dict[str, Callable[[Tensor], InputAsIs]] = {
+    "checkpoint": InputAsIs,
+    "checkpoint8": _int8_input,
+    "offload": _offloaded_input,
+}
 """How the input of a block is kept, by the name of the schedule. On a device without memory of its own, and in a CUDA graph,
 ``offload`` keeps it as it is."""
