@@ -7,7 +7,7 @@ optimization        OptimizationMonitor: the norm of the gradient, and the size 
 model_monitors      DriftMonitor, ErrorDiffusionMonitor: what only some models have
 synthesis_callback  SynthesisCallback: holographic weight synthesis before each optimizer step
 shown               ConfusionMatrix, Predictions and Samples: what people look at in TensorBoard
-trace               TraceProfiler: a few batches as a trace for Perfetto, with their memory
+trace               TraceProfiler: a few batches as a trace for Perfetto
 interrupt           SaveOnSignal: saves a checkpoint before a signal ends the training, in all processes at the same batch
 epoch_log           EpochLog: one line per epoch; progress: bar or lines
 

@@ -143,11 +143,13 @@ class Samples(pl.Callback):
     For a model that can generate, in ``pl_module.model`` and not sharded, and a data module with a ``tokenizer``.
 
     Args:
-        prompts: texts to go on with; of a long one as much as fills half of the context. An empty one begins a document.
+        prompts: texts to go on with; of a long one as much as fills half of the context. An empty one
+            begins a document; None: two empty ones.
         tokens: number of tokens to add to each.
     """
 
-    def __init__(self, prompts: Sequence[str] = ("", ""), tokens: int = 64) -> None:
+    def __init__(self, prompts: Sequence[str] | None = None, tokens: int = 64) -> None:
+        prompts = ["", ""] if prompts is None else prompts
         if isinstance(prompts, str) or not prompts:
             raise ValueError("prompts must be a list of at least one text")
         require_at_least(1, tokens=tokens)

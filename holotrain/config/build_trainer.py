@@ -201,6 +201,6 @@ def _batches_until_the_end(config: ObjectConfig, batches: int) -> tuple[int | No
 
 
 def _profiler(name: str, folder: Path) -> Profiler:
-    if name in ("trace", "trace_stacks"):
-        return TraceProfiler(folder, stacks=name == "trace_stacks")
+    if name == "trace":
+        return TraceProfiler(folder)
     return {"simple": SimpleProfiler, "advanced": AdvancedProfiler}[name](dirpath=folder, filename="profile")

@@ -38,7 +38,12 @@ COMMAND_LINE_ONLY = (
 )
 """Options that decide what is run, what is written, and where: a file does not set them."""
 
-REMOVED = ("trainer.max_restarts", "data.max_megapixels", "data.max_expansion")
+REMOVED = (
+    *("trainer.max_restarts", "data.max_megapixels", "data.max_expansion"),
+    *("callbacks.padding", "callbacks.histograms", "callbacks.optimization.per_block"),
+    *("callbacks.confusion_matrix.class_names", "callbacks.predictions.class_names", "callbacks.predictions.statistics"),
+    *(f"callbacks.samples.{name}" for name in ("count", "seed", "temperature", "tokenizer")),
+)
 """Options that only checkpoints of older versions have."""
 
 DESCRIPTION = {
@@ -102,8 +107,11 @@ def _checked(config: dict[str, Any], choices: dict[str, str], description: dict[
     """What :func:`run_metadata` returned, less what a file must not decide. Raises an error of any kind if it is not that."""
     json.dumps([config, description["arguments"]])  # a TypeError of what is no plain value
     values = {name: value for name, value in config.items() if name not in NEVER_KEPT}
-    for group, _, name in (option.partition(".") for option in REMOVED):
-        values[group] = {key: value for key, value in values[group].items() if key != name}
+    for *groups, name in (option.split(".") for option in REMOVED):
+        node = values
+        for group in groups:
+            node = node.get(group) or {}
+        node.pop(name, None)
     config = _kept(structured("fit", values))
     for group, _, name in (option.partition(".") for option in COMMAND_LINE_ONLY):
         if (config.get(group) or {}).pop(name, None) is not None and name == "download":

@@ -164,8 +164,8 @@ class FitConfig(RunConfig):
     objective: str | None = None
     """what a sweep optimises, such as test/accuracy or step_seconds; null: the metric that selects the best checkpoint"""
 
-    profiler: Literal["simple", "advanced", "trace", "trace_stacks"] | None = None
-    """simple, advanced: write fit-profile.txt; trace: trace.json (ui.perfetto.dev), tables; trace_stacks: with Python stacks"""
+    profiler: Literal["simple", "advanced", "trace"] | None = None
+    """simple, advanced: write fit-profile.txt; trace: trace.json.gz (for ui.perfetto.dev) and a table of operators"""
 
 
 class ValidateConfig(CheckpointConfig):

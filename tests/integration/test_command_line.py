@@ -53,13 +53,12 @@ def test_a_run_shows_and_leaves_what_it_should(holotrain):
 
 
 def test_the_last_screen_names_the_most_expensive_operators(holotrain):
-    # torch writes to stderr that memory from before the trace is not known
     status, out, _ = holotrain("fit", *QUICK, "profiler=trace", "trainer.max_epochs=1", "trainer.limit_train_batches=3")
     folder = only(Path("runs/fit"))
     assert status == 0
     assert re.search(r"most expensive +\S+: [\d.]+%, [\d.]+ ms in \d+ calls?", out)
     assert len(re.findall(r"%, [\d.]+ ms in", out)) == 5
-    assert {"trace-operators.txt", "trace.json"} <= {path.name for path in folder.iterdir()}
+    assert {"trace-operators.txt", "trace.json.gz"} <= {path.name for path in folder.iterdir()}
 
 
 def test_the_same_losses_from_every_schedule(holotrain):
