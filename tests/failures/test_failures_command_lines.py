@@ -1,29 +1,73 @@
 """Wrong command lines are answered in a line or two: a smoke test, for refusals are tested where they are raised."""
 
-import os
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
 import yaml
-from failures.wrong_command_lines import WRONG
 from small_run import SMALL
 
-OWN = Path(__file__).parents[1] / "own_classes"
+TABLES = {
+    "": [
+        # commands and flags
+        ("fitt", "Did you mean 'fit'?"),
+        ("report runs/fit", "report is gone: tensorboard --logdir runs compares runs"),
+        ("fit optimizer.lr = 1", "'optimizer.lr' is not an override; write group=option or key=value, without spaces"),
+        ("fit --lr 3", "'--lr' is not a flag; options are written key=value. Did you mean 'optimizer.lr=3'?"),
+        ("fit callbacks=ema +callbacks=ema", "callbacks: it is given twice, as callbacks=ema and"),
+        # names of options and groups
+        ("fit lr=1", "Did you mean 'optimizer.lr'?"),
+        ("fit model=rev_vit_tinny", "of model. Did you mean 'rev_vit_tiny'?"),
+        ("fit data=digits,cifar10", "add -m"),
+        ("fit callbacks.memory=3", "callbacks.memory: 3 names no class; to leave memory out, give callbacks.memory=null"),
+        # several values
+        ("fit sweep=optuna", "sweep=optuna: it is about a sweep; add -m to run one"),
+        ("fit -m 'seed=range(0)'", "-m: the sweep has no job"),
+        # what does something else here
+        (
+            "fit callbacks.find._target_=lightning.pytorch.callbacks.LearningRateFinder",
+            "callbacks.find: LearningRateFinder does not work here; -m sweep=learning_rate tries several rates",
+        ),
+        ("fit scheduler.monitor=val/loss", "scheduler.monitor: cosine follows no metric; leave it out"),
+        # types and ranges
+        ("fit optimizer.lr=nan", "optimizer.lr: nan is not a number"),
+        ("fit memory=lots", "memory: 'lots' is not an amount of memory; write a number and its unit"),
+        ("fit model.dim=4611686018427387904", "model: its weights do not fit into memory"),
+        ("fit task=causal_lm trainer.max_steps=-1", "trainer.max_epochs=-1: needs a limit; set trainer.max_steps or"),
+        ("fit seed='${nope}'", "seed: Interpolation key 'nope' not found"),
+        # files and folders
+        ("fit resume=true hydra.run.dir=empty", "empty has no checkpoint, because the run ended before it saved one"),
+        ("fit resume=true", "no run with a checkpoint in runs/fit"),
+        ("fit ckpt_path=nowhere.ckpt", "no file nowhere.ckpt"),
+        ("fit data.val_fraction=0", "data: no image is left for val; raise data.val_fraction, or set"),
+        ("fit output_dir=/proc/nothing", "cannot write to /proc/nothing"),
+        ("fit output_dir=a\udcffb", "output_dir=a\\udcffb' is not text in UTF-8"),
+        ("predict ckpt_path=run texts=text.ckpt", "texts: the checkpoint learned from images; give images=..."),
+        ("init full", "full exists already"),
+    ],
+    "fit trainer.accelerator=cpu": [
+        ("task=error_diffusion compile=true", "compile: an error diffusion network has no blocks"),
+        ("task=error_diffusion task.clamp_signs=true", "task.clamp_signs: model.rule=kaneko never changes a sign"),
+        ("trainer.devices=2", "trainer=default uses one process"),
+        ("trainer=ddp trainer.num_nodes=2", "start it with torchrun"),
+        ("trainer=fsdp synthesis=bind", "synthesis: needs whole gradients, and trainer=fsdp shards them"),
+        ("backward=auto backward.store=2", "backward=auto: it chooses what to store"),
+        ("trainer=tp callbacks=ema", "callbacks.ema: needs whole weights"),
+    ],
+}
+"""What is typed after ``holotrain``, by what it begins with, and what the answer must say."""
+
+WRONG = [(f"{begin} {line}".strip(), message) for begin, table in TABLES.items() for line, message in table]
 
 
 @pytest.fixture
-def typed(holotrain, image_run, monkeypatch):
-    """Runs a command line in this process, in the folder that ``wrong_command_lines`` describes."""
+def typed(holotrain, image_run):
+    """Types a line in a folder with a finished training ``run``, a text ``text.ckpt``, and folders ``empty`` and ``full``."""
     Path("run").symlink_to(image_run)
     Path("text.ckpt").write_text("no checkpoint")
     Path("empty").mkdir()
-    os.mkfifo("pipe.ckpt")
     Path("full").mkdir()
     Path("full/mine").write_text("a file")
-    shutil.copytree(OWN / "conf", "mine")
-    monkeypatch.syspath_prepend(OWN)
     return lambda line: holotrain(*shlex.split(line))
 
 

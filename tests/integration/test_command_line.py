@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from small_run import SMALL
 from holotrain.data.loader import worker_count
 from holotrain.schedules import OF_REVERSIBLE
 
+ROOT = Path(__file__).parents[2]
 QUICK = [*SMALL, "test=false", "logger=none", "callbacks.progress=null"]
 
 COMMON_KEYS = {
@@ -335,3 +337,18 @@ def test_error_diffusion_learns_ten_digits(holotrain, depth, epochs, accuracy):
     assert set(found["error_diffusion/sign_violations"]) == {0.0}
     assert all(-1 <= value <= 1 for value in found["error_diffusion/alignment"])
     assert len(found["error_diffusion/dead_cells"]) == len(found["error_diffusion/alignment"]) == 40 * epochs // 20
+
+
+@pytest.mark.slow
+def test_a_folder_with_a_space_and_an_umlaut_in_its_name(tmp_path):
+    """The source, a part of the tests with their files, and a run."""
+    here = tmp_path / "zum Üben"
+    for name in ("holotrain", "conf", "tests"):
+        shutil.copytree(ROOT / name, here / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", here)
+    part = ["tests/checkpoints/test_checkpoints_reading.py", "tests/test_targets.py"]
+    environment = os.environ | {"PYTHONPATH": str(here)}
+    for words in (["pytest", "-n", "0", f"--basetemp={here / 'tmp'}", *part], ["holotrain", "fit", *SMALL]):
+        ended = subprocess.run([sys.executable, "-m", *words], cwd=here, env=environment, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+    assert (only(here / "runs/fit") / "summary.json").exists()

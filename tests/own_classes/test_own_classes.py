@@ -15,6 +15,8 @@ from forked import Forked
 from left_by_runs import assert_same_weights, only, scalars, summary
 from small_run import SMALL, fit_and_kill
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 WORDS = [*SMALL, "--config-dir", "conf", "experiment=guest", "callbacks.progress=null", "trainer.limit_train_batches=5"]
 OWN = ["--config-dir", "conf", "trainer.accelerator=cpu", "trainer.max_epochs=2", "callbacks.progress=null"]
@@ -83,7 +85,6 @@ def journal(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
 def test_a_task_without_model_and_optimizer(typed, tmp_path):
     """The class has everything; what the command line would bring along is left out."""
     words = [*OWN, "task=denoising", "task.noise=0.1", "logger=journal", "logger.journal.digits=3"]

@@ -41,14 +41,14 @@ TOGETHER = {words: line for words, line in OURS.items() if made_small(line).proc
 ALONE = {words: line for words, line in OURS.items() if words not in ELSEWHERE | TOGETHER}
 
 
-def named(lines: Iterable[Line], default: Collection[Line] | None = None, slowly: Collection[Line] = ()) -> list:
-    """As pytest's parameters: those that are run by default (None: all), those that are slow, and the long ones."""
-    return [
-        (pytest.param if default is None or line in default else slow if line in slowly else long)(
-            line, id=f"{line.where} {line}"
-        )
-        for line in lines
-    ]
+def named(lines: Iterable[Line], slowly: Collection[Line] | None = None, default: bool = True) -> list:
+    """As pytest's parameters: those of the first README are run by default, others are slow (None: all) or long."""
+    found = []
+    for line in lines:
+        by_default = default and line.readme == "README.md"
+        kind = pytest.param if by_default else slow if slowly is None or line in slowly else long
+        found.append(kind(line, id=f"{line.where} {line}"))
+    return found
 
 
 def first_of(lines: Iterable[Line], count: int, key: Callable[[Line], str]) -> list[Line]:
@@ -222,31 +222,21 @@ def test_commands_that_are_not_run_here_are_composed_and_checked(line):
     structured(arguments.command, OmegaConf.to_container(config, resolve=True))
 
 
-QUICK = [line for line in ALONE.values() if line.readme == "README.md" or made_small(line).shows]
-
-
-@pytest.mark.parametrize("line", named(ALONE.values(), QUICK, first_of(ALONE.values(), 2, lambda line: line.readme)))
+@pytest.mark.parametrize("line", named(ALONE.values(), first_of(ALONE.values(), 2, lambda line: line.readme)))
 def test_commands_run(line, prepared, run):
     run(prepared(line, run))
 
 
-@pytest.mark.parametrize("line", named(TOGETHER.values(), (), first_of(TOGETHER.values(), 1, lambda line: line.readme)))
+@pytest.mark.parametrize(
+    "line", named(TOGETHER.values(), first_of(TOGETHER.values(), 1, lambda line: line.readme), default=False)
+)
 def test_commands_in_two_processes(line, prepared, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     said = tmp_path / "said"
 
     def run(small: Small) -> None:
         if small.torchrun:
-            torchrun = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                "2",
-                "-m",
-                "holotrain",
-            ]
+            torchrun = [sys.executable, *TORCHRUN]
             with said.open("w") as file:
                 started = subprocess.run([*torchrun, *small.words], cwd=tmp_path, env=environment, stderr=file, timeout=300)
             status = started.returncode
@@ -317,7 +307,7 @@ BENCH_LINES = bench_lines()
 SMALLEST = first_of((line for line in BENCH_LINES if "--measured" not in line.words), 1, lambda line: line.words[1])
 
 
-@pytest.mark.parametrize("line", named(BENCH_LINES, (), SMALLEST))
+@pytest.mark.parametrize("line", named(BENCH_LINES, SMALLEST, default=False))
 def test_benches_run_at_their_smallest(line, tmp_path):
     words = list(line.words[2:])
     for option in ("--minrev", "--picture"):  # a checkout and a library that tests do without
