@@ -227,9 +227,11 @@ def test_commands_run(line, prepared, run):
     run(prepared(line, run))
 
 
-@pytest.mark.parametrize(
-    "line", named(TOGETHER.values(), first_of(TOGETHER.values(), 1, lambda line: line.readme), default=False)
-)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "holotrain")
+EACH_ONCE = first_of(TOGETHER.values(), 1, lambda line: line.readme)
+
+
+@pytest.mark.parametrize("line", named(TOGETHER.values(), EACH_ONCE, default=False))
 def test_commands_in_two_processes(line, prepared, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     said = tmp_path / "said"
