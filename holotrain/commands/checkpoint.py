@@ -18,9 +18,8 @@ from holotrain.config.option_groups import HUGGING_FACE, TEXT, is_a
 from holotrain.config.structured import to_container
 from holotrain.data.tokenizers import tokenizer_text, with_template_of
 from holotrain.errors import UserError, as_user_error
-from holotrain.models import building, checkpoint_files, saved
+from holotrain.models import checkpoint_files, saved
 from holotrain.models.adapters import merge_peft
-from holotrain.models.building import allocated
 from holotrain.models.huggingface_files import folder_of, tokenizer_of
 from holotrain.models.quantised import bits_of, dequantise, quantise
 from holotrain.numeric import bits_in, counted
@@ -150,8 +149,8 @@ def described_model(
     weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
     if model is None:
         try:
-            model = building.build_for(weights, description["target"], description["arguments"], trust or (), vouched)
-            with allocated():
+            model = saved.build(description["target"], description["arguments"], trust or (), vouched)
+            with saved.allocated():
                 _add_trained_part(model, trained or {})
         except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise UserError(f"ckpt_path: {path} describes no model that can be built: {first_line(error)}") from error
@@ -161,7 +160,7 @@ def described_model(
 
 
 def _add_trained_part(model: nn.Module, trained: dict[str, Any]) -> None:
-    """Adds adapters and quantises, as the options of the trained model say. It is frozen only where it is quantised."""
+    """Adds layers of peft and quantises, as the options of the trained model say. It is frozen only where it is quantised."""
     quantised = trained.get("quantised")
     train_part(model, trained["trained"] if quantised else "all", trained.get("adapters", 0), quantised)
 

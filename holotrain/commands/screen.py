@@ -18,9 +18,9 @@ from holotrain.config.fine_tuning import loads_weights
 from holotrain.config.objects import ObjectConfig
 from holotrain.data.images import ImageDataModule
 from holotrain.data.text.module import TextDataModule
-from holotrain.models.division import division
 from holotrain.models.quantised import parameter_count, quantised_counts
 from holotrain.numeric import counted
+from holotrain.parallel.strategies import division
 
 PARTS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
 """The parts of the data that a command reads while this screen is shown."""

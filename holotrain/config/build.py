@@ -21,13 +21,13 @@ from holotrain.config.signatures import REQUIRED, signature
 from holotrain.data.text.module import TextDataModule
 from holotrain.data.tokenizers import ByteTokenizer, tokenizer_from_json
 from holotrain.errors import UserError, as_user_error
-from holotrain.models.adapters import PEFT, add_adapters, add_peft, freeze
+from holotrain.models.adapters import PEFT, add_peft, train_head_alone
 from holotrain.models.block_schedules import compile_blocks, schedule_blocks, set_backward, set_tile
-from holotrain.models.building import allocated
 from holotrain.models.checkpoint_files import read_weights
 from holotrain.models.external import ExternalModel
 from holotrain.models.pretrained import load_pretrained
 from holotrain.models.quantised import quantise
+from holotrain.models.saved import allocated
 from holotrain.numeric import bits_in, require_at_least
 from holotrain.optimizers.stepping import InBackward
 from holotrain.reversible.sequence import checks_in
@@ -343,17 +343,15 @@ def prepare_weights(model: nn.Module, config: ObjectConfig, read: bool) -> None:
 def train_part(
     model: nn.Module, trained: str = "all", adapters: int | dict[str, Any] = 0, quantised: str | None = None
 ) -> None:
-    """Adds adapters, freezes what is not trained and quantises it, in place, as the options of the model say.
+    """Adds layers of peft, freezes what is not trained and quantises it, in place, as the options of the model say.
 
     Raises:
-        ValueError: the model has no place for adapters, or nothing to train or to quantise.
+        ValueError: the model has no layer that peft is to stand beside, or nothing to train or to quantise.
     """
     if isinstance(adapters, dict):
         needed(*PEFT)  # before `instantiate` imports it by name, which names no extra
         add_peft(model, instantiate(adapters))
-    elif adapters:
-        add_adapters(model, adapters)
-    if trained != "all" and not isinstance(adapters, dict):  # peft has frozen the others
-        freeze(model, trained)
+    elif trained == "head":
+        train_head_alone(model)
     if quantised is not None:
         quantise(model, bits_in(quantised))

@@ -25,12 +25,11 @@ from holotrain.config.command_options import RunConfig
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import LOW_BIT, TRAINER_OPTIONS
 from holotrain.errors import UserError, as_user_error
-from holotrain.models.division import TensorParallelError, division
 from holotrain.numeric import counted
 from holotrain.overlap.tuner import Tuner
 from holotrain.parallel.rank import ProcessRank
 from holotrain.parallel.stages import Pipeline, check_stages
-from holotrain.parallel.strategies import DataParallel, Sharding, overlapped
+from holotrain.parallel.strategies import DataParallel, Sharding, TensorParallelError, division, overlapped
 from holotrain.targets import TARGET, first_line, instantiate
 
 

@@ -48,7 +48,7 @@ def _check_task(config: RunConfig) -> None:
     if is_a(task, groups.SEQUENCE_CLASSIFIER) and getattr(data, "label", "given") is None:
         raise UserError("data.label: give the field or column of the class as data.label=..., or data.label=folder")
     if getattr(model, "trained", "all") == "head" and is_a(task, groups.CAUSAL_LM, groups.MASKED_LM):
-        raise UserError(f"model.trained=head: {task.name} shares its head with the embedding; use all or adapters")
+        raise UserError(f"model.trained=head: {task.name} shares its head with the embedding; use trained=all, or LoRA")
     ours = next((each for each in groups.COMPATIBLE if is_a(task, each)), None)
     if ours is None:
         return

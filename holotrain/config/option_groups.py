@@ -118,7 +118,7 @@ _ROBERTA = "holotrain.models.roberta.RoBERTa"
 _IMAGES = ("holotrain.models.vit.ViT", "holotrain.models.swin.Swin", "holotrain.models.mvit.MViT")
 COMPATIBLE = {
     # An image classifier too, so first.
-    ERROR_DIFFUSION: (("holotrain.models.image_error_diffusion.ImageErrorDiffusion",), IMAGES),
+    ERROR_DIFFUSION: (("holotrain.error_diffusion.cells.ImageErrorDiffusion",), IMAGES),
     IMAGE_CLASSIFIER: ((*_IMAGES, TIMM, HUGGING_FACE), IMAGES),
     SEQUENCE_CLASSIFIER: ((_ROBERTA, HUGGING_FACE), TEXT),
     CAUSAL_LM: (("holotrain.models.gpt.GPT", HUGGING_FACE), TEXT),
@@ -197,6 +197,7 @@ SCHEDULER_OPTIONS = tuple(inspect.signature(scheduler_options).parameters)
 GONE = {
     "report": "tensorboard --logdir runs compares runs, under HParams and Custom Scalars",
     "format": "export writes safetensors; torch.export and torch.onnx take the model that holotrain.load returns",
+    "model.norm": "RoBERTa normalises before each branch; model=huggingface takes the published one",
     "model.reversible": "backward=checkpoint8 keeps the inputs of blocks in 8 bits, also with backward.tile=512",
     "model.blocks": "backward=checkpoint and the like are for all lists of equal blocks",
 }
@@ -211,28 +212,27 @@ def require_not_gone(name: str) -> None:
 
 def model_options(
     pretrained: str | None = None,
-    trained: Literal["all", "head", "adapters"] = "all",
+    trained: Literal["all", "head"] = "all",
     adapters: int | dict = 0,
     quantised: Literal["8bit", "4bit"] | None = None,
 ) -> None:
     """How the training of a model begins.
 
     Args:
-        pretrained: initial weights: a local file or folder from timm, Hugging Face or holotrain; null: random
-        trained: what to train: all, head (only the classifier) or adapters (with norms and head); the rest is frozen
-        adapters: width of the adapter after each branch of each block; 0: no adapters; or a configuration of peft, such as
-            {_target_: peft.LoraConfig, r: 8, target_modules: [query_key_value]}, which trains its layers and the head
+        pretrained: initial weights: a local file or folder, of holotrain or, for a model of timm or Hugging Face, of its
+            library; null: random
+        trained: what to train: all, or head (only the classifier), with the rest frozen
+        adapters: a configuration of peft, such as {_target_: peft.LoraConfig, r: 8, target_modules: [query_key_value]}, which
+            trains its layers and the head; 0: none
         quantised: store the weights that are not trained in few bits (torchao), 8bit or 4bit, as QLoRA does; null: as they are
     """
     if isinstance(adapters, dict):
         if TARGET not in adapters:
-            raise UserError(f"model.adapters: give a width, or model.adapters.{TARGET}=peft.LoraConfig")
+            raise UserError(f"model.adapters: give model.adapters.{TARGET}=peft.LoraConfig, too")
         if trained == "head":
-            raise UserError("model.trained=head: the layers of model.adapters would not be trained; use trained=adapters")
-    else:
-        require_at_least(0, adapters=adapters)
-    if trained == "adapters" and not adapters:
-        raise UserError("model.trained=adapters: the model has no adapters; give their width, such as model.adapters=64")
+            raise UserError("model.trained=head: the layers of model.adapters would not be trained; leave it out")
+    elif adapters:
+        raise UserError(f"model.adapters={adapters}: these are gone; give model.adapters.{TARGET}=peft.LoraConfig")
     if quantised is not None and trained == "all" and not isinstance(adapters, dict):
         raise UserError(
             f"model.quantised: few bits cannot be trained; give model.adapters.{TARGET}=peft.LoraConfig, or model.trained, too"

@@ -174,7 +174,7 @@ def _checked_options(group: str, options: dict[str, Option], plain: dict[str, An
     for name, value in plain.items():
         key = f"{group}.{name}" if group else str(name)
         if name not in options:
-            if value is None and key in GONE:  # of an older checkpoint
+            if key in GONE and value in (None, "pre"):  # their defaults, in an older checkpoint
                 continue
             require_not_gone(key)
             where = f"in {group}" if group else "among the options"

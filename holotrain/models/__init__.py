@@ -4,29 +4,27 @@ on configuration or training.
 Families, each plain and reversible, with the published sizes:
 vit, swin, mvit, gpt, roberta
 
-Without a backward pass: image_error_diffusion
+Without a backward pass: ImageErrorDiffusion, of :mod:`holotrain.error_diffusion`
 
 Of other libraries: external (the base class, and timm), huggingface (huggingface_files: its files, read as data)
 
 Parts of the models: layers
 
 What can be done with a model:
-building          make one by the name of its class
-pretrained        load published weights: a table of names for each family
+pretrained        start from weights: of a checkpoint or an export, and of other libraries for their models
 checkpoint_files  read a checkpoint or weights, a file or a folder of several processes, and find whether it is damaged
-saved             save a model in a folder and load it
+saved             make a model by the name of its class, save it in a folder and load it
 generation        generate text with a causal model, and how the next token is drawn
-adapters          fine-tune a part: bottleneck adapters, peft, freezing
+adapters          fine-tune a part: peft, freezing
 quantised         frozen weights in 8 or 4 bits
 block_schedules   set the backward schedule of each block; torch.compile, block by block
-division          which layers tensor parallelism splits, and the part that one rank has
 """
 
+from holotrain.error_diffusion import ImageErrorDiffusion
 from holotrain.models.external import Timm
 from holotrain.models.generation import generate
 from holotrain.models.gpt import GPT, RevGPT
 from holotrain.models.huggingface import HuggingFace
-from holotrain.models.image_error_diffusion import ImageErrorDiffusion
 from holotrain.models.mvit import MViT, RevMViT
 from holotrain.models.pretrained import load_pretrained
 from holotrain.models.roberta import RevRoBERTa, RoBERTa

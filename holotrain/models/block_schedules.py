@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from holotrain.models.layers.blocks import PostNormBlock, ResidualBlock, ResidualSequence, stored_by_stage
+from holotrain.models.layers.blocks import ResidualBlock, ResidualSequence, stored_by_stage
 from holotrain.models.mvit import Transition
 from holotrain.numeric import counted
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
@@ -111,8 +111,6 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
             what a recomputation has saved; use :class:`~holotrain.reversible.graphs.GraphedStep`.
     """
     for module in model.modules():
-        if isinstance(module, PostNormBlock):  # which calls parts of its branches
-            module.compile(**options)
-        elif isinstance(module, ReversibleBlock | ResidualBlock | Transition):
+        if isinstance(module, ReversibleBlock | ResidualBlock | Transition):
             module.f.compile(**options)
             module.g.compile(**options)

@@ -12,8 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from holotrain.models.layers.attention import KVCache, RotaryPositions
-from holotrain.models.layers.blocks import AveragedStreams, ResidualSequence, Reversible, make_sequences, transformer_branches
-from holotrain.models.layers.divisible import Divisible
+from holotrain.models.layers.blocks import (
+    AveragedStreams,
+    Divisible,
+    ResidualSequence,
+    Reversible,
+    make_sequences,
+    transformer_branches,
+)
 from holotrain.models.layers.text_layers import TokenEmbedding, initialise, linear_cross_entropy
 from holotrain.numeric import require_one_of
 

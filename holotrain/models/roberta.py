@@ -1,13 +1,13 @@
 """RoBERTa (Liu et al., 2019), a text encoder, and Rev-RoBERTa, with a head for masked words or for classes.
 
 The published model is post-norm: a block normalises after the addition. A reversible block needs pre-norm branches, because
-normalised streams cannot be rebuilt. So Rev-RoBERTa and its twin are pre-norm, and ``norm="post"`` is the published form, for
-published weights. Both have the same number of parameters: post-norm normalises the embedding, pre-norm the final output.
+normalised streams cannot be rebuilt. So Rev-RoBERTa and its twin are pre-norm. The number of parameters is the published one:
+post-norm normalises the embedding, pre-norm the final output.
 Shapes: B batch, T tokens, C channels, V words.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +15,15 @@ from torch.nn import functional as F
 
 from holotrain.models.layers.blocks import (
     AveragedStreams,
-    PostNormBlock,
-    ResidualBlock,
+    Divisible,
     ResidualSequence,
     Reversible,
+    as_streams,
     make_sequences,
     transformer_branches,
 )
-from holotrain.models.layers.divisible import Divisible, as_streams
 from holotrain.models.layers.packing import padding_context
 from holotrain.models.layers.text_layers import IGNORED, TokenEmbedding, initialise, linear_cross_entropy
-from holotrain.numeric import require_one_of
 
 
 class RoBERTa(Divisible, nn.Module):
@@ -39,7 +37,6 @@ class RoBERTa(Divisible, nn.Module):
         depth: number of blocks
         heads: number of attention heads; must divide dim
         mlp_ratio: width of the MLP's hidden layer divided by dim
-        norm: LayerNorm before (pre) or after (post, as published) each branch; post cannot be reversible
         dropout: dropout of the embedding, the attention output, the MLP and the head for classes
         attention_dropout: dropout of the attention weights; above 0, training on a CPU has no fused attention and is slower
         drop_path: stochastic depth rate of the last block; it rises linearly from 0 at the first block
@@ -63,7 +60,6 @@ class RoBERTa(Divisible, nn.Module):
         depth: int = 12,
         heads: int = 12,
         mlp_ratio: float = 4.0,
-        norm: Literal["pre", "post"] = "pre",
         dropout: float = 0.1,
         attention_dropout: float = 0.1,
         drop_path: float = 0.0,
@@ -71,15 +67,10 @@ class RoBERTa(Divisible, nn.Module):
     ) -> None:
         super().__init__()
         branches = transformer_branches(dim, depth, heads, mlp_ratio, dropout, attention_dropout, drop_path, eps=1e-5)
-        require_one_of(("pre", "post"), norm=norm)
-        if norm == "post" and isinstance(self, Reversible):
-            raise ValueError("a reversible RoBERTa is pre-norm: normalised streams cannot be rebuilt")
-        first, last = (nn.LayerNorm(dim, eps=1e-5), None) if norm == "post" else (None, nn.LayerNorm(dim, eps=1e-5))
         self.attention_dropout, self.drop_path, self.head_width = attention_dropout, drop_path, dim // heads
-        self.embedding = TokenEmbedding(vocab, context, dim, norm=first, dropout=dropout)
-        block = PostNormBlock if norm == "post" else ResidualBlock
-        (self.blocks,) = make_sequences(self, [branches], backward, block, AveragedStreams, exchange=True)
-        self.norm = last or nn.Identity()
+        self.embedding = TokenEmbedding(vocab, context, dim, dropout=dropout)
+        (self.blocks,) = make_sequences(self, [branches], backward, AveragedStreams, exchange=True)
+        self.norm = nn.LayerNorm(dim, eps=1e-5)
         self.head = MaskedWordHead(dim, vocab) if classes is None else ClassHead(dim, classes, dropout)
         initialise(self, depth)
 
@@ -140,10 +131,7 @@ class RoBERTa(Divisible, nn.Module):
 class RevRoBERTa(Reversible, RoBERTa):
     """The reversible RoBERTa: both streams start as the embedding, swap after every block, and their mean is the output.
 
-    Its parameters have the same names as those of its twin, the ``RoBERTa`` with the same arguments and ``norm="pre"``.
-
-    Raises:
-        ValueError: ``norm="post"``: normalised streams cannot be rebuilt.
+    Its parameters have the same names and shapes as those of its twin, the ``RoBERTa`` with the same arguments.
     """
 
 

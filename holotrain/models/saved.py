@@ -8,29 +8,87 @@ model of text. A model of another library is in that library's files, and ``holo
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
-from contextlib import ExitStack
+from collections.abc import Collection, Generator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from holotrain.files import read_json, replacing, write_json
-from holotrain.models.adapters import adapter_width, add_adapters, has_peft
-from holotrain.models.building import build_for
+from holotrain.models.adapters import has_peft
 from holotrain.models.checkpoint_files import CONFIG, WEIGHTS, read_weights, require_same, save_tensors
 from holotrain.models.external import ExternalModel
 from holotrain.models.quantised import bits_of, quantise
-from holotrain.targets import first_line
+from holotrain.targets import TARGET, first_line, instantiate, is_defined_in, missing_package, targets
 
 FORMAT = 3
-PARTS = {"target": str, "arguments": dict, "quantised": int | None, "adapters": int | None}
+PARTS = {"target": str, "arguments": dict, "quantised": int | None}
 """What ``config.json`` holds of every model, with the types."""
 
 BESIDE = "holotrain.json"
 """What says this of a model of another library, whose own ``config.json`` is beside it."""
 
 TOKENIZER = "tokenizer.json"
+
+GONE = ("reversible", "blocks", "norm")
+"""Arguments of models in files of older versions. Where they mattered, the weights have other names."""
+
+
+@contextmanager
+def allocated() -> Generator[None]:
+    """
+    Raises:
+        ValueError: an allocation within it failed on the CPU.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(words in str(error) for words in ("can't allocate memory", "size calculation overflowed")):
+            raise
+        refused = str(error).strip().splitlines()[-1]
+        raise ValueError(f"its weights do not fit into memory; holotrain plan shows their size ({refused})") from error
+
+
+def build(
+    target: str, arguments: dict[str, Any], trust: Collection[str] = (), vouched: Collection[tuple[str, str]] = ()
+) -> nn.Module:
+    """A newly initialised model.
+
+    Args:
+        target: full name of the class, such as ``holotrain.models.RevViT``.
+        arguments: those of the class; a mapping with ``_target_`` among them stands for what it names.
+        trust: packages whose own classes and functions may be called, in addition to holotrain's models.
+        vouched: pairs of a place, as :func:`~holotrain.targets.targets` gives it, and a name that may be called there.
+
+    Raises:
+        ValueError: a class that is not trusted or does not exist, invalid arguments, or a model that is too large.
+    """
+    if _is_model(target):
+        arguments = {name: value for name, value in arguments.items() if name not in GONE}
+    description = {TARGET: target, **arguments}
+    for where, name in targets(description):
+        if not isinstance(name, str):
+            raise ValueError("the name of a class in it is not a string")
+        if missing := missing_package(name):
+            raise ValueError(f"{name} is needed, and {missing}")
+        if (where, name) not in vouched and not _is_model(name) and not is_defined_in(name, trust):
+            raise ValueError(f"{name} is not a model of holotrain; to trust its package, pass trust={name.partition('.')[0]!r}")
+    with allocated():
+        model = instantiate(description)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{target} is not a torch.nn.Module; calling it gives {type(model).__name__}")
+    return model
+
+
+def _is_model(target: Any) -> bool:
+    """Whether this is the public name of a model of holotrain, or of its wrapper of one of another library."""
+    from holotrain import models  # here, because it names all models
+
+    package, _, name = str(target).rpartition(".")
+    listed = package == models.__name__ and name in models.__all__
+    kind = getattr(models, name) if listed else None
+    return isinstance(kind, type) and issubclass(kind, nn.Module)
 
 
 def save(
@@ -45,8 +103,8 @@ def save(
 
     Args:
         folder: made if it does not exist; what it holds of another saved model is replaced.
-        target, arguments: as :func:`~holotrain.models.building.build` takes them; what JSON can hold.
-        model: built so; with adapters or quantised, where that was done to it.
+        target, arguments: as :func:`build` takes them; what JSON can hold.
+        model: built so, and perhaps quantised.
         extra: what else ``config.json`` says, such as names of classes and how images were normalised.
         tokenizer: the content of ``tokenizer.json``.
 
@@ -100,7 +158,7 @@ def _config(target: str, arguments: dict[str, Any], model: nn.Module, extra: dic
             "the model has layers of peft; merge_peft(model) of holotrain.models.adapters adds them to its weights"
         )
     config = (extra or {}) | {"format": FORMAT, "target": target, "arguments": arguments}
-    return config | {"quantised": bits_of(model), "adapters": adapter_width(model)}
+    return config | {"quantised": bits_of(model)}
 
 
 def load(folder: str | Path, trust: Collection[str] = (), vouched: Collection[tuple[str, str]] = ()) -> nn.Module:
@@ -108,7 +166,7 @@ def load(folder: str | Path, trust: Collection[str] = (), vouched: Collection[tu
     saved with.
 
     Args:
-        trust, vouched: as :func:`~holotrain.models.building.build` takes them.
+        trust, vouched: as :func:`build` takes them.
 
     Raises:
         ValueError: a file is missing or damaged, or was written by another version; quantised weights and no torchao.
@@ -117,9 +175,7 @@ def load(folder: str | Path, trust: Collection[str] = (), vouched: Collection[tu
     config, path = read_config(folder), config_path(folder)
     weights = read_weights(folder if path.name == BESIDE else folder / WEIGHTS)
     try:
-        model = build_for(weights, config["target"], config["arguments"], trust, vouched)
-        if config["adapters"] is not None:
-            add_adapters(model, config["adapters"])
+        model = build(config["target"], config["arguments"], trust, vouched)
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"{path} describes no model that can be built: {first_line(error)}") from error
     try:
@@ -150,8 +206,8 @@ def config_path(folder: str | Path) -> Path:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """What :func:`config_path` says: ``format``, ``target``, ``arguments``, ``quantised`` (bits or None), ``adapters`` (width
-    or None), and the extra. Raises a ValueError if it is missing or damaged, or was written by another version or program."""
+    """What :func:`config_path` says: ``format``, ``target``, ``arguments``, ``quantised`` (bits or None), and the extra.
+    Raises a ValueError if it is missing or damaged, or was written by another version or program."""
     path = config_path(folder)
     if not path.is_file():
         raise ValueError(f"{folder} holds no saved model: there is no {CONFIG} in it")

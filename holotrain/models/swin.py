@@ -18,15 +18,16 @@ from holotrain.models.layers.attention import head_width, with_one_kernel
 from holotrain.models.layers.blocks import (
     AttentionBranch,
     Branches,
+    Divisible,
     LearnedFusion,
     MLPBranch,
     MLPFusion,
     Reversible,
     TwoStreamFusion,
+    as_streams,
     drop_path_rates,
     make_sequences,
 )
-from holotrain.models.layers.divisible import Divisible, as_streams
 from holotrain.models.layers.patches import PatchMap, PatchMerging, initialise
 from holotrain.numeric import require_at_least, require_one_of, require_within
 

@@ -11,8 +11,15 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from holotrain.models.layers.blocks import LayerScale, Reversible, TwoStreamFusion, make_sequences, transformer_branches
-from holotrain.models.layers.divisible import Divisible, as_streams
+from holotrain.models.layers.blocks import (
+    Divisible,
+    LayerScale,
+    Reversible,
+    TwoStreamFusion,
+    as_streams,
+    make_sequences,
+    transformer_branches,
+)
 from holotrain.models.layers.patches import PatchEmbedding, initialise
 from holotrain.numeric import require_at_least, require_one_of
 

@@ -24,7 +24,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.optim import Optimizer
 from torch.utils._pytree import KeyPath, MappingKey, tree_leaves_with_path
 
-from holotrain.models.layers.divisible import Divisible
+from holotrain.models.layers.blocks import Divisible
 from holotrain.numeric import counted, mixed_seed
 from holotrain.optimizers.stepping import CombinedOptimizer
 from holotrain.parallel.strategies import TaskWithModel, average, clip, gradients_of, parameters_of, set_timeouts

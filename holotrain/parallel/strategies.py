@@ -7,6 +7,7 @@ section 3): the first matrix is sharded by columns (attention: heads), the secon
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -25,11 +26,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from holotrain.checkpoints.distributed import ShardedCheckpoints
-from holotrain.models.division import division
+from holotrain.models.block_schedules import sequences
 from holotrain.models.layers.attention import Attention
-from holotrain.models.layers.blocks import ResidualBlock
+from holotrain.models.layers.blocks import MLPBranch, ResidualBlock
 from holotrain.models.mvit import Transition
 from holotrain.models.quantised import Quantised
+from holotrain.numeric import counted
 from holotrain.overlap.groups import Grouping
 from holotrain.overlap.styles import OverlappedColwise, OverlappedRowwise
 from holotrain.reversible import ReversibleBlock
@@ -81,9 +83,53 @@ def overlapped(groups: Grouping, signals: bool = False) -> Styles:
     return OverlappedColwise(groups=groups, signals=signals), OverlappedRowwise(groups=groups, signals=signals)
 
 
+class TensorParallelError(ValueError):
+    """No layer of the model can be split among that number of processes."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """
+    Args:
+        layers: that are split: attention by its heads, an MLP by its hidden width.
+        whole: a phrase for each kind of layer that every process computes whole, saying why.
+    """
+
+    layers: list[Attention | MLPBranch]
+    whole: list[str]
+
+
+def division(model: nn.Module, ranks: int) -> Division:
+    """The layers of a model that tensor parallelism splits. Nothing is changed.
+
+    Args:
+        ranks: number of tensor parallel processes.
+
+    Raises:
+        TensorParallelError: no layer can be split; says why.
+    """
+    layers: list[Attention | MLPBranch] = []
+    whole: dict[str, None] = {}  # a set, in order
+    for block in (block for sequence in sequences(model) for block in sequence.blocks):
+        if not any(isinstance(part, Attention) for part in block.modules()):
+            whole["attention in windows, or pooled"] = None
+    for part in model.modules():
+        if not isinstance(part, Attention | MLPBranch):
+            continue
+        count = part.heads if isinstance(part, Attention) else part.widen.out_features
+        if count % ranks == 0:
+            layers.append(part)
+        else:
+            named = counted(count, "head") if isinstance(part, Attention) else f"MLPs of width {count}"
+            whole[f"{named} (not divisible by {ranks})"] = None
+    if not layers:
+        raise TensorParallelError("; ".join(whole) or "it has no such layers")
+    return Division(layers, list(whole))
+
+
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Styles | None = None) -> None:
-    """Shards the matrices of a model's branches over ``mesh``, in place, where possible
-    (:func:`~holotrain.models.division.division`). The others stay replicated.
+    """Shards the matrices of a model's branches over ``mesh``, in place, where possible (:func:`division`). The others stay
+    replicated.
 
     Args:
         mesh: one-dimensional. All its processes have the same weights and receive the same batches.

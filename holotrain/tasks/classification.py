@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from holotrain.models.image_error_diffusion import ImageErrorDiffusion
+from holotrain.error_diffusion import ImageErrorDiffusion
 from holotrain.numeric import require_within
 from holotrain.tasks.language import attended
 from holotrain.tasks.metrics import direction, named_metrics

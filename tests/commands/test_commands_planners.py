@@ -19,7 +19,7 @@ CASES = {
     "in double precision": [*SMALL, "trainer.precision=64-true"],
     "with an average": [*SMALL, "callbacks=ema", "data.mixup_alpha=0"],
     "with a hologram": [*SMALL, "synthesis=associative"],
-    "adapters alone": [*SMALL, "model.adapters=8", "model.trained=adapters", "model.patch_size=2"],
+    "a head alone": [*SMALL, "model.trained=head", "model.patch_size=2"],
     "causal_lm, in tiles": ["task=causal_lm", *SMALL, "data.context=128", "data.batch_size=8", "backward.tile=48"],
     "gradients that add up": [*SMALL, "trainer.accumulate_grad_batches=4"],
     "a schedule a block": [*SMALL, "backward=auto", "backward.blocks=[reversible+attention,checkpoint]"],

@@ -19,9 +19,8 @@ from holotrain.config import checkpointed
 from holotrain.config.start import compose
 from holotrain.data.tokenizers import SubwordTokenizer, known_tokenizer
 from holotrain.errors import UserError
-from holotrain.models.building import build
 from holotrain.models.huggingface_files import network_of
-from holotrain.models.saved import load, save
+from holotrain.models.saved import build, load, save
 
 VIT = "holotrain.models.ViT"
 SIZES = IMAGE | {"dim": 4, "depth": 1}

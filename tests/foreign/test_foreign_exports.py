@@ -174,7 +174,6 @@ def lora(layers):
         slow(["model=vit_tiny"], lora("query_key_value")),
         long(["model=vit_tiny"], [*lora("query_key_value"), "model.quantised=4bit"]),
         slow(["model=vit_tiny"], ["model.trained=head", "model.quantised=8bit"]),
-        long(["model=vit_tiny"], ["model.adapters=4", "model.trained=adapters", "model.quantised=4bit"]),
     ],
 )
 def test_an_export_of_a_trained_part_is_measured(holotrain, words, part):

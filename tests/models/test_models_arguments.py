@@ -7,8 +7,8 @@ import torch
 from small_models import TEXT
 from torch import nn
 
-from holotrain.models import GPT, MViT, RevMViT, RevRoBERTa, RevSwin, RevViT, RoBERTa, Swin, ViT
-from holotrain.models.image_error_diffusion import ImageErrorDiffusion
+from holotrain.error_diffusion import ImageErrorDiffusion
+from holotrain.models import GPT, MViT, RevMViT, RevSwin, RevViT, Swin, ViT
 from holotrain.models.layers.blocks import Reversible
 
 REFUSED = {
@@ -39,7 +39,6 @@ REFUSED = {
         ({**TEXT, "positions": "none"}, "positions must be rotary or learned"),
         ({**TEXT, "gelu": "fast"}, "gelu must be none or tanh, not 'fast'"),
     ],
-    RoBERTa: [({**TEXT, "norm": "no"}, "norm must be pre or post")],
     RevViT: [({"backward": "forward"}, "backward must be one of autograd"), ({"store": 13}, "blocks up to 12")],
     RevSwin: [
         ({"store": 13}, "blocks up to 12"),
@@ -47,7 +46,6 @@ REFUSED = {
         ({"exact": -1}, "exact must be False, True or a number"),
     ],
     RevMViT: [({"store": 14}, "blocks up to 13"), ({"keep": "dropout"}, "keep takes attention, matmul or")],
-    RevRoBERTa: [({**TEXT, "norm": "post"}, "cannot be rebuilt")],
     ImageErrorDiffusion: [({"image_size": 8, "width": 0}, "width must be at least 1, not 0")],
 }
 

@@ -46,7 +46,7 @@ def spied(monkeypatch):
     ("model_class", "options"),
     [
         (RoBERTa, {}),
-        (RoBERTa, {"norm": "post", "backward": "checkpoint"}),
+        (RoBERTa, {"backward": "checkpoint"}),
         (RevRoBERTa, {"classes": 5}),
         (RevRoBERTa, {"keep": "attention"}),
         (RevRoBERTa, {"exact": True, "store": 1}),

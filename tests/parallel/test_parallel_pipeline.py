@@ -11,7 +11,7 @@ from gloo_pair import find_as_one_of_them, found_by_processes
 from small_models import IMAGE, POOLED, TEXT, WINDOWS
 
 from holotrain.models.gpt import GPT, RevGPT
-from holotrain.models.layers.divisible import Divisible
+from holotrain.models.layers.blocks import Divisible
 from holotrain.models.mvit import MViT
 from holotrain.models.roberta import RevRoBERTa, RoBERTa
 from holotrain.models.swin import RevSwin, Swin
@@ -29,7 +29,7 @@ MODELS = {
     "RevViT": lambda: RevViT(**IMAGE | DEPTH, backward="pareprop"),
     "GPT": lambda: GPT(**TEXT | DEPTH, backward="checkpoint", positions="learned"),
     "RevGPT": lambda: RevGPT(**TEXT | DEPTH, backward="reversible"),
-    "RoBERTa": lambda: RoBERTa(**TEXT | DEPTH | DRY, norm="post"),
+    "RoBERTa": lambda: RoBERTa(**TEXT | DEPTH | DRY),
     "RevRoBERTa": lambda: RevRoBERTa(**TEXT | DEPTH | DRY),
     "RevRoBERTa, classes": lambda: RevRoBERTa(**TEXT | DEPTH | DRY, classes=5),
     "Swin": lambda: Swin(**MAPS, backward="checkpoint"),

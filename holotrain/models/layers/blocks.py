@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ class LayerScale(nn.Module):
 
 
 class Branch(nn.Module):
-    """A residual branch: ``update(norm(x))``, with keyword arguments for ``update``, which some blocks call by itself."""
+    """A residual branch: ``update(norm(x))``, with keyword arguments for ``update``."""
 
     norm: nn.Module
     update: Callable[..., Tensor]
@@ -98,7 +98,7 @@ class MLPBranch(Branch):
 
     Args:
         dim, hidden: C, and the width between the two layers.
-        eps: of the norm; published weights need the value they were trained with.
+        eps: of the norm.
         gelu: ``"none"`` for the exact function, ``"tanh"`` for the approximation that GPT-2 was trained with.
     """
 
@@ -170,15 +170,6 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None) -> Tensor:
         x = x + self.f(x, **(f_kwargs or {}))
         return x + self.g(x, **(g_kwargs or {}))
-
-
-class PostNormBlock(ResidualBlock):
-    """``x = f.norm(x + f.update(x))``, then ``x = g.norm(x + g.update(x))``: the same branches, normalised after the sum."""
-
-    def forward(self, x: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None) -> Tensor:
-        f, g = cast(Any, self.f), cast(Any, self.g)
-        x = f.norm(x + f.update(x, **(f_kwargs or {})))
-        return g.norm(x + g.update(x, **(g_kwargs or {})))
 
 
 class ResidualSequence(nn.Module):
@@ -323,24 +314,87 @@ class Reversible:
         show_arguments(cls, last=Reversible)
 
 
+class Divisible:
+    """Base class of models that a pipeline can divide between blocks (:mod:`holotrain.parallel.stages`).
+
+    ``leave(run(part(0, depth), enter(x), x))`` is the model.
+
+    Streams are what one block passes to the next: two tensors in a reversible model, otherwise one.
+    """
+
+    blocks: Any
+
+    leave: Callable[..., Tensor]
+    """The model's output, from the streams that the last block returns and the arguments of the model after the first."""
+
+    @property
+    def depth(self) -> int:
+        """The number of blocks."""
+        return len(self.blocks.blocks)
+
+    def require_divisible(self) -> None:
+        """
+        Raises:
+            ValueError: the blocks depend on each other beside their streams.
+        """
+        if getattr(self.blocks, "grid", None) is not None:
+            raise ValueError("exact streams have one grid for all blocks; use backward.exact=false")
+
+    def outside(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The modules that :meth:`enter` and :meth:`leave` use."""
+        raise NotImplementedError
+
+    def enter(self, batch: Tensor, /) -> tuple[Tensor, ...]:
+        """The streams that the first block reads."""
+        raise NotImplementedError
+
+    def stream_shape(self, batch: Tensor, block: int, /) -> tuple[int, ...]:
+        """The shape of each stream that a block reads."""
+        raise NotImplementedError
+
+    def part(self, start: int, stop: int) -> nn.Module:
+        """Some of the blocks, which are shared, for :meth:`run`."""
+        return self.blocks.part(start, stop)
+
+    def context_of(self, batch: Tensor, /) -> dict[str, Any]:
+        """The keyword arguments of attention."""
+        return {}
+
+    def run(self, part: nn.Module, streams: tuple[Tensor, ...], batch: Tensor, /, *others: Tensor | None) -> tuple[Tensor, ...]:
+        """The streams that a part of the blocks returns.
+
+        Args:
+            others: the arguments of the model after the first; there may be more.
+        """
+        return as_streams(part(*streams, self.context_of(batch)))
+
+    @property
+    def streams(self) -> int:
+        """The number of streams between blocks."""
+        return 2 if isinstance(self, Reversible) else 1
+
+
+def as_streams(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The streams that a sequence of blocks returns, as a tuple also where there is one."""
+    return output if isinstance(output, tuple) else (output,)
+
+
 def make_sequences(
     model: nn.Module,
     stages: Sequence[Branches],
     backward: str | Sequence[str],
-    block: type[ResidualBlock] = ResidualBlock,
     streams: type[ReversibleSequence] = ReversibleSequence,
     exchange: bool = False,
 ) -> list[Any]:
     """The sequences of blocks of a model, one for each stage: reversible if the model is :class:`Reversible`, else residual.
 
     Args:
-        block: of a plain model.
         streams: the sequence in a reversible model, whose ``store`` counts over all stages.
         exchange: of a reversible model: swap the streams after every block, so that attention reads what attention wrote.
             Without this, a model for text needs far more steps than its plain twin.
     """
     if not isinstance(model, Reversible):
-        return [ResidualSequence((block(f, g) for f, g in branches), backward) for branches in stages]
+        return [ResidualSequence((ResidualBlock(f, g) for f, g in branches), backward) for branches in stages]
     store = model._engine["store"]
     stored: list[Any] = [store] if len(stages) == 1 else stored_by_stage(store, [len(branches) for branches in stages])
     return [

@@ -15,20 +15,16 @@ class TokenEmbedding(nn.Module):
         vocab: number of words.
         context: the longest sequence, in tokens.
         positions: learn them; False if attention gets positions in another way.
-        norm: applied to the sum, if given.
 
     Raises:
         ValueError: a longer sequence, at the call.
     """
 
-    def __init__(
-        self, vocab: int, context: int, dim: int, positions: bool = True, norm: nn.Module | None = None, dropout: float = 0.0
-    ) -> None:
+    def __init__(self, vocab: int, context: int, dim: int, positions: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
         self.context = context
         self.word = nn.Embedding(vocab, dim)
         self.position = nn.Parameter(torch.zeros(context, dim)) if positions else None
-        self.norm = norm or nn.Identity()
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -41,7 +37,7 @@ class TokenEmbedding(nn.Module):
         x = self.word(tokens)
         if self.position is not None:
             x = x + (self.position[: tokens.shape[1]] if positions is None else self.position[positions])
-        return self.dropout(self.norm(x))
+        return self.dropout(x)
 
 
 def initialise(model: nn.Module, depth: int) -> None:

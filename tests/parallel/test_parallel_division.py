@@ -4,7 +4,7 @@ import pytest
 from small_models import IMAGE, POOLED, TEXT, WINDOWS
 
 from holotrain.models import MViT, RevGPT, Swin, ViT
-from holotrain.models.division import division
+from holotrain.parallel.strategies import division
 
 
 @pytest.mark.parametrize(
