@@ -149,7 +149,7 @@ def described_model(
     weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
     if model is None:
         try:
-            model = saved.build(description["target"], description["arguments"], trust or (), vouched)
+            model = saved.build(description["target"], description["arguments"], trust or (), vouched, weights)
             with saved.allocated():
                 _add_trained_part(model, trained or {})
         except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:

@@ -1,6 +1,6 @@
 """GPT, causal and pre-norm (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019), and RevGPT.
 
-The head is tied to the embedding. Positions are rotary, or learned for GPT-2's own weights.
+The head is tied to the embedding. Positions are rotary, or learned as in GPT-2.
 Shapes: B batch, T tokens, C channels, V words.
 """
 

@@ -8,12 +8,13 @@ model of text. A model of another library is in that library's files, and ``holo
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from holotrain.files import read_json, replacing, write_json
 from holotrain.models.adapters import has_peft
@@ -51,7 +52,11 @@ def allocated() -> Generator[None]:
 
 
 def build(
-    target: str, arguments: dict[str, Any], trust: Collection[str] = (), vouched: Collection[tuple[str, str]] = ()
+    target: str,
+    arguments: dict[str, Any],
+    trust: Collection[str] = (),
+    vouched: Collection[tuple[str, str]] = (),
+    weights: Mapping[str, Tensor] | None = None,
 ) -> nn.Module:
     """A newly initialised model.
 
@@ -60,19 +65,23 @@ def build(
         arguments: those of the class; a mapping with ``_target_`` among them stands for what it names.
         trust: packages whose own classes and functions may be called, in addition to holotrain's models.
         vouched: pairs of a place, as :func:`~holotrain.targets.targets` gives it, and a name that may be called there.
+        weights: that it is to take over; None: none.
 
     Raises:
         ValueError: a class that is not trusted or does not exist, invalid arguments, or a model that is too large.
     """
-    if _is_model(target):
+    kind = _our_class(target)
+    if kind is not None:
         arguments = {name: value for name, value in arguments.items() if name not in GONE}
+        if weights is not None and not issubclass(kind, ExternalModel):
+            _require_possible(arguments, weights)
     description = {TARGET: target, **arguments}
     for where, name in targets(description):
         if not isinstance(name, str):
             raise ValueError("the name of a class in it is not a string")
         if missing := missing_package(name):
             raise ValueError(f"{name} is needed, and {missing}")
-        if (where, name) not in vouched and not _is_model(name) and not is_defined_in(name, trust):
+        if (where, name) not in vouched and _our_class(name) is None and not is_defined_in(name, trust):
             raise ValueError(f"{name} is not a model of holotrain; to trust its package, pass trust={name.partition('.')[0]!r}")
     with allocated():
         model = instantiate(description)
@@ -81,14 +90,22 @@ def build(
     return model
 
 
-def _is_model(target: Any) -> bool:
-    """Whether this is the public name of a model of holotrain, or of its wrapper of one of another library."""
+def _our_class(target: Any) -> type[nn.Module] | None:
+    """The model of holotrain, or its wrapper of one of another library, of this public name; None: it is no such name."""
     from holotrain import models  # here, because it names all models
 
     package, _, name = str(target).rpartition(".")
     listed = package == models.__name__ and name in models.__all__
     kind = getattr(models, name) if listed else None
-    return isinstance(kind, type) and issubclass(kind, nn.Module)
+    return kind if isinstance(kind, type) and issubclass(kind, nn.Module) else None
+
+
+def _require_possible(arguments: dict[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Raises a ValueError for a damaged size: no model is deeper or wider than all its weights."""
+    most = sum(tensor.numel() for tensor in weights.values())
+    for size in tree_leaves(arguments):
+        if isinstance(size, int) and size > most:
+            raise ValueError(f"one of its sizes is {size}, and it has {most} weights")
 
 
 def save(
@@ -175,7 +192,7 @@ def load(folder: str | Path, trust: Collection[str] = (), vouched: Collection[tu
     config, path = read_config(folder), config_path(folder)
     weights = read_weights(folder if path.name == BESIDE else folder / WEIGHTS)
     try:
-        model = build(config["target"], config["arguments"], trust, vouched)
+        model = build(config["target"], config["arguments"], trust, vouched, weights)
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"{path} describes no model that can be built: {first_line(error)}") from error
     try:
