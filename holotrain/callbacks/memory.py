@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from holotrain.callbacks.monitor import Monitor, log_scalars
+from holotrain.callbacks.monitors import Monitor, log_scalars
 from holotrain.checkpoints.exact_resume import has_peers
 from holotrain.optimizers.low_bit import parts_of
 from holotrain.planning.memory_tracker import Probe, probe_of

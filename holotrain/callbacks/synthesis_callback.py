@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from holotrain.callbacks.monitor import Monitor, log_scalars
+from holotrain.callbacks.monitors import Monitor, log_scalars
 from holotrain.clock import Clock
 from holotrain.errors import as_user_error
 from holotrain.optimizers import InBackward

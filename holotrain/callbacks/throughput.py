@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from holotrain.callbacks.monitor import Monitor, log_scalars
+from holotrain.callbacks.monitors import Monitor, log_scalars
 from holotrain.checkpoints.exact_resume import shard_of
 from holotrain.clock import Clock
 

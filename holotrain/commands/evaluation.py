@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.attention import sdpa_kernel
 
-from holotrain.callbacks.monitor import log_figure
+from holotrain.callbacks.monitors import log_figure
 from holotrain.checkpoints.exact_resume import ExactResume
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import check_classes, check_same, load_weights, tokenizer_for

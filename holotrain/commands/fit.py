@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from holotrain.callbacks.interrupt import Interrupted
-from holotrain.callbacks.monitor import log_text
+from holotrain.callbacks.monitors import log_text
 from holotrain.callbacks.trace import TraceProfiler
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import KeepConfiguration, check_classes, check_continuable, check_same, chosen_before

@@ -12,8 +12,8 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from holotrain.callbacks import BestCheckpoint, ConfusionMatrix
-from holotrain.callbacks.epoch_log import EpochLog
 from holotrain.callbacks.interrupt import SaveOnSignal
+from holotrain.callbacks.shown import EpochLog
 from holotrain.callbacks.throughput import peak_flops, training_flops
 from holotrain.checkpoints.exact_resume import ExactResume
 from holotrain.checkpoints.saving import last_checkpoint

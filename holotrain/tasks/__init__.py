@@ -2,10 +2,8 @@
 
 task                 the base class of all tasks, and what commands ask of any LightningModule
 classification       ImageClassifier, SequenceClassifier; ErrorDiffusionClassifier, which is trained without a backward pass
-metrics              metrics of torchmetrics that a configuration names
 language             CausalLM, MaskedLM; which tokens are masked, and which are padding
-optimizer_functions  AdamW, SGD, Muon and others over parameters with and without weight decay
-sharded_optimizers   Adafactor and Muon for parameters that are sharded among processes
+optimizer_functions  AdamW, SGD, Muon and others over parameters with and without weight decay, also sharded ones
 schedules            cosine, multi-step and constant, after a warm-up
 """
 

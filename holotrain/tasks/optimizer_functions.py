@@ -1,17 +1,20 @@
-"""Optimizers with two parameter groups: with weight decay and without."""
+"""Optimizers with two parameter groups, with weight decay and without; Adafactor and Muon for sharded parameters too."""
 
-from typing import Literal
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, Literal
 
+import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, AdamW, Optimizer
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holotrain.models.layers.blocks import ResidualBlock
 from holotrain.numeric import require_at_least, require_within
 from holotrain.optimizers.low_bit import low_bit
-from holotrain.optimizers.stepping import CombinedOptimizer
+from holotrain.optimizers.stepping import CombinedOptimizer, loss_of, swapped_parameters
 from holotrain.reversible import ReversibleBlock
-from holotrain.tasks.sharded_optimizers import ShardedAdafactor, ShardedMuon
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
@@ -140,3 +143,60 @@ def sgd(model: nn.Module, lr: float = 0.1, momentum: float = 0.9, nesterov: bool
         weight_decay: weight decay of matrices and kernels; norms, biases and position embeddings have none
     """
     return SGD(decay_groups(model, weight_decay), lr=lr, momentum=momentum, nesterov=nesterov)
+
+
+class _EachWhole(Optimizer):
+    """Steps each sharded parameter with ``_step_whole``, and all the others as the next class does."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # ty: ignore[incompatible-method-override]
+        loss = loss_of(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if isinstance(parameter, DTensor) and parameter.grad is not None:
+                    self._step_whole(parameter, parameter.grad, group)
+        unsharded = [(group, {p: p for p in group["params"] if not isinstance(p, DTensor)}) for group in self.param_groups]
+        with swapped_parameters(self, unsharded):
+            super().step()
+        return loss
+
+    @abstractmethod
+    def _step_whole(self, parameter: DTensor, grad: DTensor, group: dict[str, Any]) -> None: ...
+
+
+class ShardedAdafactor(_EachWhole, Adafactor):
+    """torch's Adafactor, which also steps sharded parameters (FSDP2, tensor parallel), each as a whole.
+
+    Its update depends on means over rows and columns and on norms of the whole parameter, which torch (2.15) cannot compute in
+    place on shards. Here every process gathers one parameter and its gradient at a time and computes what a single process
+    would. Its state is small and stays whole.
+    """
+
+    def _step_whole(self, parameter: DTensor, grad: DTensor, group: dict[str, Any]) -> None:
+        whole = parameter.full_tensor()
+        whole.grad = grad.full_tensor()
+        with swapped_parameters(self, [(group, {parameter: whole})]):
+            Adafactor.step(self)
+        parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))
+
+
+class ShardedMuon(_EachWhole, Muon):
+    """torch's Muon, which also orthogonalises sharded matrices (FSDP2, tensor parallel) as a whole.
+
+    On shards, each of its ten matrix products would be a collective in half precision, and the result would depend on how many
+    there are. Here every process gathers an update once and computes what a single process would. Momentum stays sharded.
+    """
+
+    def _step_whole(self, parameter: DTensor, grad: DTensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(grad)
+        momentum = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
+        update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        matrix = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device))
+        matrix.grad = update.full_tensor()  # ty: ignore[missing-union-attribute]
+        options = {name: group[name] for name in ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
+        Muon([matrix], weight_decay=0, momentum=0, nesterov=False, **options).step()
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        own = distribute_tensor(matrix.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.add_(own)

@@ -11,7 +11,7 @@ from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader
 
 from holotrain.callbacks import OptimizationMonitor
-from holotrain.callbacks.optimization import SAMPLED, norm_of, sample
+from holotrain.callbacks.monitors import SAMPLED, norm_of, sample
 
 NORM, RATIO = "optimization/gradient_norm", "optimization/update_ratio"
 

@@ -18,7 +18,7 @@ from holotrain.optimizers.low_bit import low_bit
 from holotrain.optimizers.stepping import CombinedOptimizer
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, recomputation, tape
 from holotrain.schedules import OF_REVERSIBLE
-from holotrain.tasks.sharded_optimizers import ShardedAdafactor
+from holotrain.tasks.optimizer_functions import ShardedAdafactor
 
 WIDTH = 8
 
