@@ -18,7 +18,7 @@ from holotrain.config.build import description, task_of
 from holotrain.config.build_trainer import build_trainer, check_device
 from holotrain.config.command_options import PredictConfig, RunConfig
 from holotrain.config.option_groups import CAUSAL_LM, IMAGES, TEXT, is_a
-from holotrain.data.image_folder import NamedImageFiles, image_files
+from holotrain.data.image_files import NamedImageFiles, image_files
 from holotrain.data.loader import worker_count
 from holotrain.data.text.sources import text_files
 from holotrain.data.tokenizers import tokenizer_from_json

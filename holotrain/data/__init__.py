@@ -1,9 +1,7 @@
 """Data: one LightningDataModule for each data set, and the loaders and transforms that they share.
 
 image_sets    Digits, MNIST, CIFAR10, CIFAR100, Fake
-image_folder  ImageFolder; image files, and what to do with one that cannot be read: it is skipped or ends the run
-hub_images    HubImages
-decoding      decodes images that anybody may have made
+image_files   ImageFolder, HubImages; decodes images that anybody may have made; what to do with one that cannot be read
 images        what image data sets share: transforms, normalisation, a choice of classes
 hub           what Hugging Face's datasets library reads
 text          text: tokenised data sets, packed blocks and documents, batches by length for token lists of your own
@@ -13,8 +11,7 @@ loader        loaders that can resume in the middle of an epoch, and augmentatio
 example       batches of zeros, for a plan
 """
 
-from holotrain.data.hub_images import HubImages
-from holotrain.data.image_folder import ImageFolder
+from holotrain.data.image_files import HubImages, ImageFolder
 from holotrain.data.image_sets import CIFAR10, CIFAR100, MNIST, Digits, Fake
 from holotrain.data.text.batches import BucketBatchSampler, padded_batch
 from holotrain.data.text.sources import HubText, StdlibText, TextFiles

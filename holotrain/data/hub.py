@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from zipfile import BadZipFile
 from zlib import error as ZlibError
 
-from holotrain.data.decoding import EXTENSIONS
 from holotrain.errors import UserError, check_choice, did_you_mean
 from holotrain.files import open_regular, require_inside
 from holotrain.numeric import require_one_of
@@ -27,6 +26,9 @@ Format = Literal["json", "csv", "tsv", "parquet", "text", "arrow", "imagefolder"
 
 FORMATS: dict[str, Format] = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv"}
 """The builder for files of rows, by their suffix. All others are plain text: of a project, ``.json`` are mostly settings."""
+
+EXTENSIONS = {".jpg", ".jpeg", ".jfif", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif", ".avif"}
+"""Of the files in a folder that are read as images; the first frame of an animation."""
 
 OF_DATA: dict[str, Format] = FORMATS | {".json": "json", ".txt": "text", ".arrow": "arrow"}
 OF_DATA |= dict.fromkeys(EXTENSIONS, "imagefolder")

@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 
 from holotrain.data import CIFAR10, CIFAR100, MNIST, Digits, ImageFolder
 from holotrain.data import images as image_data
-from holotrain.data.image_folder import image_files
+from holotrain.data.image_files import image_files
 from holotrain.errors import UserError
 
 

@@ -25,7 +25,7 @@ from small_run import SMALL
 from watched import watched
 
 from holotrain.data import HubImages, HubText, ImageFolder, TextFiles
-from holotrain.data.image_folder import image_files
+from holotrain.data.image_files import image_files
 from holotrain.data.images import IMAGENET
 from holotrain.errors import UserError
 
