@@ -4,7 +4,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -16,12 +16,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holotrain.data.sampler import EpochBatchSampler, FixedBatches, Key, ResumableBatchSampler, data_shard, in_batches
 from holotrain.errors import UserError
-from holotrain.numeric import counted, mixed_seed, require_at_least
+from holotrain.numeric import mixed_seed, require_at_least
 from holotrain.targets import ShowsInherited
-
-NAMED = 5
-"""So many of the files or rows that are left out are named."""
-
 
 class OwnGenerator(DataLoader):
     """A DataLoader with its own generator and persistent workers, which re-raises a worker's UserError as one line."""
@@ -164,13 +160,6 @@ class LoadingModule(ShowsInherited, pl.LightningDataModule):
     def fingerprint(self) -> dict[str, Any]:
         """What must be equal in all processes after ``setup``, by names for messages, in plain values."""
         return {}
-
-
-def warn_of_left_out(noun: str, which: str, names: Sequence[str]) -> None:
-    """Says what is left out of the data, and names the first ``NAMED`` of it."""
-    if names:
-        others = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        warnings.warn(f"data: left out {counted(len(names), noun)} {which}: {', '.join(names[:NAMED])}{others}", stacklevel=2)
 
 
 def in_places(size: int) -> list[int]:

@@ -2,8 +2,8 @@
 
 import json
 import shutil
+import warnings
 from collections import Counter
-from errno import EIO
 from itertools import chain
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import pytest
 from data_files import documents_of
 
 from holotrain.data import TextFiles, hub
-from holotrain.data.text.sources import TextFile, held_out_files, matches, readable, rows_of
+from holotrain.data.text.sources import TextFile, held_out_files, matches, rows_of
 from holotrain.data.text.tokenise import DocumentRules
 from holotrain.errors import UserError
 
@@ -119,10 +119,10 @@ def write(tmp_path, name, content) -> str:
 @pytest.mark.parametrize(
     ("name", "content", "options", "message"),
     [
-        ("a.jsonl", b'{"text": "a"}\n{"text": \n', {}, r"cannot read .*a\.jsonl .*row 1.*on_error=skip"),
-        ("a.txt", b"ab\xff", {}, r"cannot read .*a\.txt .* 0xff in position 2.*on_error=skip"),
-        ("a.parquet", b"PAR1 no", {}, r"cannot read .*a\.parquet .*on_error=skip"),
-        ("a.jsonl", b'{"text": "a", "n": %s1%s}\n' % (b"[" * 200, b"]" * 200), {}, r"cannot read .*a\.jsonl .*on_error=skip"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', {}, r"cannot read .*a\.jsonl .*row 1"),
+        ("a.txt", b"ab\xff", {}, r"cannot read .*a\.txt .* 0xff in position 2"),
+        ("a.parquet", b"PAR1 no", {}, r"cannot read .*a\.parquet "),
+        ("a.jsonl", b'{"text": "a", "n": %s1%s}\n' % (b"[" * 200, b"]" * 200), {}, r"cannot read .*a\.jsonl "),
         ("a.jsonl", b'{"txt": "a", "n": 1}\n', {}, r"data\.text: .* no column 'text'; they have txt, n"),
         ("a.jsonl", b'{"text": 5}\n', {}, r"data\.text: column 'text' holds no text, but"),
         ("a.jsonl", b'{"text": "a", "k": 1.5}\n', {"label": "k"}, r"data\.label: column 'k' holds no labels, but"),
@@ -140,28 +140,20 @@ def test_what_is_left_out_is_said(tmp_path, streaming):
     rows = [{"text": f"row {number}"} if number % 300 else {"n": number} for number in range(1200)]
     write(tmp_path, "a.jsonl", b"\n".join(json.dumps(row).encode() for row in rows))
     b = write(tmp_path, "b.csv", b"n,text\n1,first\n2,\n3,third\n")
-    bad = write(tmp_path, "c.txt", b"\xff")
+    write(tmp_path, "c.txt", b"caf\xe9")
     for _ in range(2):
-        with pytest.warns(UserWarning, match="data: left out") as caught:
+        with warnings.catch_warnings(record=True, action="always") as caught:
             data = module(
                 tmp_path, str(tmp_path / "*.*"), on_error="skip", val_fraction=0.3, test_fraction=0.3, streaming=streaming
             )
-        assert [str(warning.message) for warning in caught] == [f"data: left out 1 file that cannot be read: {bad}"] + [
+        assert [str(warning.message) for warning in caught] == [
             f"data: left out {rows} of {path} without text, class or answer"
             for rows, path in (("4 rows", tmp_path / "a.jsonl"), ("1 row", b))
             if not streaming
         ]
     if not streaming:
         documents = [document for part in ("train", "val", "test") for document in documents_of(data, part)]
-        assert sorted(documents) == sorted(["first", "third", *(row["text"] for row in rows if "text" in row)])
-
-
-def test_a_failing_disk_is_not_a_damaged_file(tmp_path, monkeypatch):
-    file = TextFile(Path(write(tmp_path, "a.txt", b"good")), "a.txt")
-    with monkeypatch.context() as patched, pytest.raises(UserError, match=r"cannot read .*a\.txt \(.*Input/output error\)"):
-        patched.setattr(Path, "open", lambda *_, **__: (_ for _ in ()).throw(OSError(EIO, "Input/output error")))
-        readable([file], tmp_path / "cache")
-    assert readable([file], tmp_path / "cache") == [file]
+        assert sorted(documents) == sorted(["first", "third", "caf\ufffd", *(row["text"] for row in rows if "text" in row)])
 
 
 def test_held_out_files_do_not_depend_on_order_and_no_part_is_left_without_one():

@@ -4,9 +4,9 @@ Which files match, which are held out, and the rows in them.
 """
 
 import glob
-import os
 import re
 import sysconfig
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from holotrain.data.hub import FORMATS, FromHub, library_errors, read_files, require_uncompressed
-from holotrain.data.loader import Loader, warn_of_left_out
+from holotrain.data.loader import Loader
 from holotrain.data.text.answers import AnswerRules
 from holotrain.data.text.module import TextDataModule
 from holotrain.data.text.tokenise import BETWEEN, Batch, DocumentRules, Rows, fraction_of
@@ -30,6 +30,13 @@ from holotrain.numeric import counted, require_at_least, require_one_of
 
 FEW = 20
 """With fewer files than this, documents are held out instead, if files hold several."""
+
+STRICT = {"encoding": "utf-8-sig"}
+LENIENT = STRICT | {"encoding_errors": "replace"}
+"""How plain text is read."""
+
+NAMED = 5
+"""So many of the rows that are left out are named."""
 
 SAMPLES = {"file": "document", "paragraph": "paragraph", "line": "line"}
 """What the library calls the units of plain text."""
@@ -98,14 +105,13 @@ def rows_of(
         groups[file.kind][file.part, file.label].append(file.path)
     rows = []
     for kind, members in groups.items():
-        options = {"sample_by": SAMPLES[rules.unit], "encoding": "utf-8-sig"} if kind == "text" else {}
+        options = {"sample_by": SAMPLES[rules.unit], **(LENIENT if rules.skip else STRICT)} if kind == "text" else {}
         names = {f"group_{number}": paths for number, paths in enumerate(members.values())}
         try:
             read = read_files(kind, names, cache, streaming, num_proc, **options)
         except UserError:
-            for error in (damage(file, cache) for file in files):
-                if error is not None:
-                    raise UserError(f"{error}; data.on_error=skip leaves it out") from None
+            for file in files:
+                require_sound(file, cache)
             raise
         for dataset, ((part, label), paths) in zip(read.values(), members.items(), strict=True):
             others = f" and {counted(len(paths) - 1, f'other {paths[0].suffix} file')}" if len(paths) > 1 else ""
@@ -126,38 +132,13 @@ def held_out_files(names: Sequence[str], val_fraction: float, test_fraction: flo
     return dict.fromkeys(names, "train") | held
 
 
-def readable(files: Sequence[TextFile], cache: Path) -> list[TextFile]:
-    """The files that can be read; each is read once to know it.
-
-    Raises:
-        UserError: not a file is damaged, but the disk or the network failed.
-    """
-    found = []
-    for file in files:
-        error = damage(file, cache)
-        if error is None:
-            found.append(file)
-        elif getattr(error.__cause__, "errno", None) and os.access(file.path, os.R_OK):
-            raise error
-    return found
-
-
-def damage(file: TextFile, cache: Path) -> UserError | None:
-    """Why a file cannot be read; None: it can."""
-    try:
-        with library_errors(str(file.path)):
-            if file.kind != "text":
-                rows: Any = read_files(file.kind, {"a": [file.path]}, cache, streaming=True)["a"]
-                for _ in rows.with_format("arrow").iter(1000):
-                    pass
-                return None
-            require_uncompressed(file.path)
-            with file.path.open(encoding="utf-8-sig") as text:
-                while text.read(2**24):
-                    pass
-    except UserError as error:
-        return error
-    return None
+def require_sound(file: TextFile, cache: Path) -> None:
+    """Reads a file alone. Raises a UserError that names it if it cannot be read: of several, the library does not say which."""
+    options = STRICT if file.kind == "text" else {}
+    with library_errors(str(file.path)):
+        rows: Any = read_files(file.kind, {"a": [file.path]}, cache, streaming=True, **options)["a"]
+        for _ in rows.with_format("arrow").iter(1000):
+            pass
 
 
 class StdlibText(TextDataModule):
@@ -188,8 +169,8 @@ class StdlibText(TextDataModule):
         return [TextFile(path, "/".join(parts), label=labels.get(parts[0])) for path, parts in found.items()]
 
     def rows(self) -> list[Rows]:
-        files = readable(self.files(), self.cache)  # some modules are tests of other encodings
-        return rows_of(files, self.rules(), self.cache, self.streaming, self.num_proc)
+        rules = self.rules(skip=True)  # some modules are tests of other encodings
+        return rows_of(self.files(), rules, self.cache, self.streaming, self.num_proc)
 
 
 class TextInColumns(TextDataModule):
@@ -203,7 +184,8 @@ class TextInColumns(TextDataModule):
         completion: column of what is to follow a prompt: each row is a sequence, and its completion alone is learned; for
             task=causal_lm
         prompt: column of the prompt, beside a completion
-        on_error: what to do with an unreadable file, or a row without text or class: error (end the run) or skip (leave it out)
+        on_error: what to do with a row without text or class: error (end the run) or skip (leave it out; in plain text, what is
+            no UTF-8 becomes U+FFFD)
     """
 
     def __init__(
@@ -276,12 +258,8 @@ class TextFiles(TextInColumns):
         return list(found.values())
 
     def rows(self) -> list[Rows]:
-        label, files = None if self.label == "folder" else self.label, self.files()
-        if self.skip:
-            sound = readable(files, self.cache)
-            warn_of_left_out("file", "that cannot be read", sorted(str(file.path) for file in {*files}.difference(sound)))
-            files = sound
-        return rows_of(files, self.rules(label=label), self.cache, self.streaming, self.num_proc)
+        rules = self.rules(label=None if self.label == "folder" else self.label)
+        return rows_of(self.files(), rules, self.cache, self.streaming, self.num_proc)
 
 
 class HubText(FromHub, TextInColumns):
@@ -329,7 +307,9 @@ def texts_at(path: Path, text: str, unit: str = "file") -> list[tuple[str, str]]
         found += [(name, written) for name, written in texts if written.strip()]
         if each.suffix.lower() in FORMATS:
             blank += [name for name, written in texts if not written.strip()]
-    warn_of_left_out("row", "without text", blank)
+    if blank:
+        names = ", ".join(blank[:NAMED]) + f" and {len(blank) - NAMED} more" * (len(blank) > NAMED)
+        warnings.warn(f"data: left out {counted(len(blank), 'row')} without text: {names}", stacklevel=2)
     if not found:
         raise UserError(f"texts: there is no text in {path}")
     return found
