@@ -199,6 +199,7 @@ GONE = {
     "format": "export writes safetensors; torch.export and torch.onnx take the model that holotrain.load returns",
     "model.norm": "RoBERTa normalises before each branch; model=huggingface takes the published one",
     "model.reversible": "backward=checkpoint8 keeps the inputs of blocks in 8 bits, also with backward.tile=512",
+    "data.channels_last": "a model whose convolutions prefer it can take model.to(memory_format=torch.channels_last)",
     "model.blocks": "backward=checkpoint and the like are for all lists of equal blocks",
 }
 """Commands and options of earlier versions, and what there is instead."""

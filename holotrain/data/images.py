@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, default_collate
+from torch.utils.data import Dataset, Subset
 from torchvision.transforms import v2
 
 from holotrain.data.loader import (
@@ -70,33 +70,32 @@ def statistics_of(processor: str) -> Statistics:
         UserError: there is no such folder or name, or its file does not say it.
     """
     folder = Path(processor).expanduser()
-    found = _of_folder(folder) if folder.is_dir() else _of_timm(processor)
-    both: list[Any] = [found.get(name) or found.get(f"image_{name}") for name in ("mean", "std")]
-    with suppress(TypeError, ValueError, OverflowError, RuntimeError):
-        single = torch.tensor(both, dtype=torch.float32)
-        if single.shape == (2, 3) and single.isfinite().all() and (single[1] > 0).all():
-            return tuple(map(float, both[0])), tuple(map(float, both[1]))
-    raise UserError(f"data.processor: {processor} does not say a mean and a deviation above 0 for three channels")
-
-
-def _of_folder(folder: Path) -> dict[str, Any]:
-    names = ("preprocessor_config.json", "config.json")  # of Hugging Face, and of timm
-    path = next((folder / name for name in names if (folder / name).is_file()), None)
-    if path is None:
-        raise UserError(f"data.processor: {folder} holds neither {' nor '.join(names)}")
-    try:
-        found = read_json(path)
-        return dict(found.get("pretrained_cfg", found))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"data.processor: {path} cannot be read: it is damaged") from error
-
-
-def _of_timm(name: str) -> dict[str, Any]:
     with as_user_error("data.processor"):
-        timm = needed("timm", f"there is no folder {name}; for a name of timm's", "timm")
+        settings = _settings_in(folder) if folder.is_dir() else _settings_of_timm(processor)
+        mean, std = (settings.get(name) or settings.get(f"image_{name}") for name in ("mean", "std"))
+        with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+            both = torch.tensor([mean, std], dtype=torch.float32)
+            if both.shape == (2, 3) and both.isfinite().all() and (both[1] > 0).all():
+                return tuple(map(float, mean)), tuple(map(float, std))
+        raise ValueError(f"{processor} does not say a mean and a deviation above 0 for three channels")
+
+
+def _settings_in(folder: Path) -> dict[str, Any]:
+    for path in (folder / "preprocessor_config.json", folder / "config.json"):
+        if path.is_file():
+            try:
+                settings = read_json(path)
+                return dict(settings.get("pretrained_cfg", settings))
+            except (OSError, ValueError, TypeError, AttributeError) as error:
+                raise ValueError(f"{path} cannot be read: it is damaged") from error
+    raise ValueError(f"{folder} holds neither preprocessor_config.json nor config.json")
+
+
+def _settings_of_timm(name: str) -> dict[str, Any]:
+    timm = needed("timm", f"there is no folder {name}; for a name of timm's", "timm")
     if published := timm.get_pretrained_cfg(name):
         return published.to_dict()
-    raise UserError(f"data.processor: there is no folder {name}, and no model of timm's with this name")
+    raise ValueError(f"there is no folder {name}, and no model of timm's with this name")
 
 
 def chosen_classes(classes: Sequence[str | int], names: Sequence[str]) -> list[int]:
@@ -146,7 +145,6 @@ class ImageDataModule(LoadingModule):
 
     Args:
         batch_size: images per step and process; auto: the largest batch that fits into memory, by the plan
-        channels_last: store the channels of a pixel side by side, which convolutions on GPUs prefer
         augment: random crops, flips or shifts, depending on the data set
         randaugment_ops: RandAugment operations per image; 0: none
         randaugment_magnitude: strength of the RandAugment operations, 0 to 30
@@ -166,7 +164,6 @@ class ImageDataModule(LoadingModule):
     def __init__(
         self,
         batch_size: int = 128,
-        channels_last: bool = False,
         augment: bool = True,
         randaugment_ops: int = 0,
         randaugment_magnitude: int = 9,
@@ -180,7 +177,6 @@ class ImageDataModule(LoadingModule):
         require_at_least(0, mixup_alpha=mixup_alpha, cutmix_alpha=cutmix_alpha)
         require_within(0, 30, closed=True, randaugment_magnitude=randaugment_magnitude)
         self.batch_size = batch_size
-        self.loading["collate_fn"] = collated_channels_last if channels_last else default_collate
         self.augment = augment
         self.randaugment = [v2.RandAugment(randaugment_ops, randaugment_magnitude)] if randaugment_ops else []
         self.alphas = (mixup_alpha, cutmix_alpha)
@@ -266,12 +262,6 @@ class SizedImages(ImageDataModule):
 
     def framing(self) -> list[v2.Transform]:
         return resized(*self.image_shape[:2])
-
-
-def collated_channels_last(samples: list[tuple[Tensor, Any]]) -> list[Any]:
-    """A batch of images (B, C, H, W), strided as (B, H, W, C), and labels or paths."""
-    images, labels = default_collate(samples)
-    return [images.contiguous(memory_format=torch.channels_last), labels]
 
 
 def held_out(dataset: Dataset, labels: Tensor, fraction: float) -> tuple[Labelled, Labelled]:

@@ -19,6 +19,7 @@ from holotrain.errors import UserError
 from holotrain.numeric import mixed_seed, require_at_least
 from holotrain.targets import ShowsInherited
 
+
 class OwnGenerator(DataLoader):
     """A DataLoader with its own generator and persistent workers, which re-raises a worker's UserError as one line."""
 
