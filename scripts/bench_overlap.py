@@ -37,10 +37,8 @@ from bench_common import alternating, arguments, begin, draw_to, plotter, save, 
 from bench_overlap_parts import StandIn, Undisturbed, errors_against_all_to_all, errors_against_plain
 from emulated_collectives import EmulatedCollectives
 
-from holotrain.overlap.collectives import Collectives
-from holotrain.overlap.groups import ALL_TO_ALL, Columns, Grouping, Job, equal_sizes
-from holotrain.overlap.links import Link, MeasuredLink, interpolated
-from holotrain.overlap.predictor import Predictor, fewest_groups
+from holotrain.overlap.groups import ALL_TO_ALL, Collectives, Columns, Grouping, Job, equal_sizes
+from holotrain.overlap.predictor import Link, MeasuredLink, Predictor, fewest_groups, interpolated
 from holotrain.overlap.tuner import Run, median_seconds, one_run, product_seconds, products_in_turn, timed
 
 MODELS = {"GPT-2 small": (768, 1024), "GPT-2 medium": (1024, 1024), "ViT-L": (1024, 4 * 197)}

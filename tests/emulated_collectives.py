@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from holotrain.overlap.groups import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
-from holotrain.overlap.links import Carrier
+from holotrain.overlap.predictor import Carrier
 
 SPIN = 2e-4
 """Seconds before the end of a transfer at which waiting changes from sleeping, which ends late, to polling the clock."""

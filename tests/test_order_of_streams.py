@@ -25,16 +25,9 @@ from torch import Tensor, nn
 import holotrain.models
 from holotrain.error_diffusion import ErrorDiffusionNetwork
 from holotrain.optimizers import InBackward
-from holotrain.overlap import (
-    all_to_all_linear,
-    collectives,
-    column_parallel_linear,
-    linear_all_to_all,
-    overlapped_product,
-    row_parallel_linear,
-    signals,
-)
-from holotrain.overlap.groups import Columns
+from holotrain.overlap import all_to_all_linear, column_parallel_linear, linear_all_to_all, row_parallel_linear, signals
+from holotrain.overlap import groups as in_groups
+from holotrain.overlap.groups import Collectives, Columns, Holding
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 from holotrain.reversible.graphs import WARM_UPS, GraphedStep
 from holotrain.synthesis import HolographicSynthesis
@@ -311,8 +304,8 @@ LAYERS = {
 
 def overlapped(monkeypatch, device, layer, groups, signalling):
     with monkeypatch.context() as patch:
-        patch.setattr(collectives, "dist", Nccl(device))
-        group = collectives.Collectives(None)
+        patch.setattr(in_groups, "dist", Nccl(device))
+        group = Collectives(None)
         inputs = 12 if layer == "from all, features" else 6
         x = torch.linspace(-1, 1, 22 * 6, dtype=torch.float64).view(22, 6).to(device).requires_grad_()
         weight = torch.linspace(-1, 1, 10 * inputs, dtype=torch.float64).view(10, inputs).sin().to(device).requires_grad_()
@@ -354,7 +347,7 @@ def a_synthesis(machine, monkeypatch, **options):
 
 
 def not_holding(work, held, then=None):
-    return collectives.Holding(work, None, then)
+    return Holding(work, None, then)
 
 
 a_split_synthesis = partial(a_synthesis, split="cpu")
@@ -371,7 +364,7 @@ MISTAKES = {
     "gradients are let go of": (a_split_synthesis, ["record_stream", "wait_event"], r"side stream \d still uses"),
     "what is sent is let go of": (
         a_layer_that_scatters,
-        [(overlapped_product, "Holding", not_holding)],
+        [(signals, "Holding", not_holding)],
         r"side stream \d still uses",
     ),
     "old counts look like signals": (a_signalling_layer, ["wait_stream"], r"a kernel on side stream \d reads what the default"),

@@ -20,10 +20,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from holotrain.overlap import signals
-from holotrain.overlap.collectives import Holding, Work, wait_for
-from holotrain.overlap.groups import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Job, group_sizes, in_proportion, spans
-from holotrain.overlap.overlapped_product import Overlap, product, products
+from holotrain.overlap.groups import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    Holding,
+    Job,
+    Work,
+    group_sizes,
+    in_proportion,
+    spans,
+    wait_for,
+)
+from holotrain.overlap.signals import Overlap, product, products, send_signalled
 
 
 class SendResult(torch.autograd.Function):
@@ -112,7 +122,7 @@ class AllReduce:
         """Computes the product in groups, and launches the sum of each over ranks into its rows of out [R, N]."""
         link = self.overlap.collectives
         if self.overlap.signals_of(x, matrix) and cut:
-            return signals.send(x, matrix, bias, [[rows] for rows in cut], lambda group, rows: link.all_reduce(rows), out)
+            return send_signalled(x, matrix, bias, [[rows] for rows in cut], lambda group, rows: link.all_reduce(rows), out)
         works = []
         for rows in cut:
             product(x[rows], matrix, bias, out=out[rows])
@@ -280,7 +290,7 @@ class AllToAll(AllReduce):
             return self.overlap.collectives.all_to_all(far.of_ranks(out, group), parts_of(computed, group))
 
         if fused:
-            return out, signals.send(x, matrix, bias, near.pieces_of_groups(), launch)
+            return out, send_signalled(x, matrix, bias, near.pieces_of_groups(), launch)
         return out, self.overlap.send(near.arranged(x), matrix, bias, near.cut, launch)
 
     def receive(

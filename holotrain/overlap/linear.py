@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from holotrain.numeric import counted
-from holotrain.overlap.collectives import Collectives, collectives_of
 from holotrain.overlap.functions import AllReduce, AllToAll, ReduceScatter, SendInput, SendResult
-from holotrain.overlap.groups import Grouping
-from holotrain.overlap.overlapped_product import Overlap
+from holotrain.overlap.groups import Collectives, Grouping, collectives_of
+from holotrain.overlap.signals import Overlap
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def row_parallel_linear(
         sequence_dim: the dimension of x by which the output is sharded (sequence parallel), with a reduce-scatter instead of an
             all-reduce. If it does not divide evenly, the shares are those of ``torch.chunk``.
         signals: compute all groups in one product that signals each finished group (CUDA, bf16 and fp16, with Triton; otherwise
-            one product per group). Its numbers are checked in Triton's interpreter; it has not run on a GPU yet.
+            one product per group).
 
     Returns:
         [..., N], whole on every rank; with ``sequence_dim`` this rank's share of it.

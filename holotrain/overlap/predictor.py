@@ -1,13 +1,15 @@
 """Predicts the time of a product whose groups are communicated while it runs, and chooses the fastest groups.
 
-A GPU computes one output tile on each of its streaming multiprocessors (SMs) at a time: that is a wave. The recurrence over
-groups is that of FlashOverlap.
+The time of a collective comes from a table of assumed links, or is interpolated between measurements. A GPU computes one output
+tile on each of its streaming multiprocessors (SMs) at a time: that is a wave. The recurrence over groups is that of
+FlashOverlap.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, pairwise
@@ -15,9 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from holotrain.overlap.collectives import Collectives
-from holotrain.overlap.groups import ALL_GATHER, REDUCE_SCATTER, Columns, Job, Sizes, equal_sizes
-from holotrain.overlap.links import Carrier
+from holotrain.overlap.groups import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Collectives, Columns, Job, Sizes, equal_sizes
 
 TILE_ROWS, TILE_COLUMNS = 128, 128
 """Size of the output tile that one SM computes."""
@@ -84,6 +84,77 @@ def candidates(rows: int, unit: int) -> Iterator[list[int]]:
         yield whole
 
 
+@dataclass(frozen=True)
+class Link:
+    """A link between neighbouring ranks of a ring.
+
+    Args:
+        bandwidth: bytes per second of a long message, in one direction.
+        latency: seconds of an empty collective.
+        ramp: size in bytes of a message that reaches half the bandwidth.
+    """
+
+    bandwidth: float
+    latency: float
+    ramp: float = 0.0
+
+    def speed(self, size: int) -> float:
+        """bw(x): bytes per second of a message of ``size`` bytes."""
+        return self.bandwidth * size / (size + self.ramp)
+
+    def seconds(self, collective: str, size: int, ranks: int) -> float:
+        """``k (ranks - 1) / ranks * x / bw(x)`` plus the latency; k is 2 for an all-reduce, else 1 (FlashOverlap)."""
+        if size == 0 or ranks == 1:
+            return self.latency
+        rounds = 2 if collective == ALL_REDUCE else 1
+        return self.latency + rounds * (ranks - 1) / ranks * size / self.speed(size)
+
+
+LINKS: Mapping[str, Link] = {
+    "nvlink3": Link(0.8 * 300e9, 12e-6, 2**20),
+    "nvlink4": Link(0.8 * 450e9, 12e-6, 2**20),
+    "nvlink5": Link(0.8 * 900e9, 12e-6, 2**20),
+    "pcie4": Link(0.7 * 32e9, 20e-6, 2**19),
+    "pcie5": Link(0.7 * 64e9, 20e-6, 2**19),
+    "infiniband": Link(0.9 * 50e9, 25e-6, 2**19),
+    "ethernet100": Link(0.8 * 12.5e9, 60e-6, 2**18),
+    "ethernet10": Link(0.8 * 1.25e9, 60e-6, 2**16),
+}
+"""Assumptions, not measurements: data-sheet bandwidth in one direction times the share of it that collectives usually reach,
+and round latencies. NVLink 3 is that of A100, 4 of H100 and H200, 5 of B200. PCIe has 16 lanes, InfiniBand is NDR, Ethernet has
+10 or 100 Gbit/s."""
+
+
+@dataclass(frozen=True)
+class MeasuredLink:
+    """Times measured on a process group.
+
+    Args:
+        times: seconds by size in bytes, for each collective.
+    """
+
+    times: Mapping[str, Mapping[int, float]]
+
+    def seconds(self, collective: str, size: int, ranks: int) -> float:
+        return interpolated(self.times[collective], size)
+
+
+Carrier = Link | MeasuredLink
+"""A link, given or measured: it tells the seconds of a collective."""
+
+
+def interpolated(points: Mapping[int, float], x: float) -> float:
+    """Linear interpolation. Before the first point it is constant (latency), after the last proportional (throughput)."""
+    sizes = sorted(points)
+    if x <= sizes[0]:
+        return points[sizes[0]]
+    if x >= sizes[-1]:
+        return points[sizes[-1]] * x / sizes[-1]
+    at = bisect_left(sizes, x)
+    low, high = sizes[at - 1], sizes[at]
+    return points[low] + (points[high] - points[low]) * (x - low) / (high - low)
+
+
 T = TypeVar("T")
 
 ALIKE = 0.005
@@ -104,7 +175,7 @@ class Predictor:
 
     Args:
         product_seconds: seconds of a job's product over a number of its rows, when nothing else runs.
-        link: gives the time of a collective: one of :data:`~holotrain.overlap.links.LINKS`, or a measured link.
+        link: gives the time of a collective: one of :data:`~holotrain.overlap.predictor.LINKS`, or a measured link.
 
     The recurrence is FlashOverlap's (:func:`~holotrain.overlap.predictor.makespan`). On a GPU a group that is computed during a
     collective has two SMs less, so its product takes ``ceil(tiles / (SM - 2)) / ceil(tiles / SM)`` times as long.

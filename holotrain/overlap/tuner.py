@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from holotrain.clock import Clock
 from holotrain.files import read_json, write_json
-from holotrain.overlap.collectives import Collectives
 from holotrain.overlap.functions import AllReduce, AllToAll, ReduceScatter, SendInput, SendResult
 from holotrain.overlap.groups import (
     ALL_GATHER,
@@ -30,15 +29,15 @@ from holotrain.overlap.groups import (
     ALL_TO_ALL,
     COLLECTIVES,
     REDUCE_SCATTER,
+    Collectives,
     Columns,
     Grouping,
     Job,
     Sizes,
     in_proportion,
 )
-from holotrain.overlap.links import Carrier, MeasuredLink
-from holotrain.overlap.overlapped_product import Overlap, product, products
-from holotrain.overlap.predictor import Predictor
+from holotrain.overlap.predictor import Carrier, MeasuredLink, Predictor
+from holotrain.overlap.signals import Overlap, product, products
 
 Run = Callable[[], object]
 

@@ -11,13 +11,13 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from holotrain.synthesis.hologram import narrowed, widened
+from holotrain.synthesis.binding import narrowed, widened
 from holotrain.synthesis.keys import Layer, pairs, shares_of
 from holotrain.synthesis.options import SynthesisOptions
 from holotrain.synthesis.updates import SYNCHRONOUS, Updates, arriving, figures, total
 
 Stored = dict[str, list[Tensor]]
-"""Updates by the names of parameters, as :func:`~holotrain.synthesis.hologram.narrowed` gives them."""
+"""Updates by the names of parameters, as :func:`~holotrain.synthesis.binding.narrowed` gives them."""
 
 Event = torch.cuda.Event | None
 

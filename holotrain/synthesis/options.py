@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from holotrain.synthesis.binding import TRANSFORMS
-from holotrain.synthesis.hologram import HALVES
+from holotrain.synthesis.binding import HALVES, TRANSFORMS
 
 BLOCK_LENGTH = 1024
 """Default of the modes with a hologram: short enough for a CPU cache, long enough for keys of the usual widths."""

@@ -14,11 +14,10 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
+from holotrain.synthesis.binding import Stretches
 from holotrain.synthesis.keys import Layer, local, pairs
 
 Numbered = list[tuple[int, Layer]]
-Stretches = list[tuple[int, slice]]
-"""Numbers of layers, with their rows in a part."""
 
 RUN = 64
 """Number of neighbouring entries that a subsample takes or leaves together."""

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.linalg import vecdot as dot
 
-from holotrain.synthesis.binding import Fourier, Hadamard, folded, next_power_of_two, units
-from holotrain.synthesis.hologram import HALVES, Hologram, narrowed, widened
+from holotrain.synthesis.binding import HALVES, Fourier, Hadamard, Hologram, folded, narrowed, next_power_of_two, units, widened
 from holotrain.synthesis.keys import KEY_LENGTH, Layer, pairs, shares_of
 from holotrain.synthesis.options import BLOCK_LENGTH, SynthesisOptions
 from holotrain.synthesis.rows import RUN, Numbered, Part, Rows, choose

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from holotrain.overlap import all_to_all_linear, linear_all_to_all
 from holotrain.overlap.groups import Columns
-from holotrain.overlap.links import Link
+from holotrain.overlap.predictor import Link
 from holotrain.overlap.tuner import Tuner
 
 if not dist.is_available():

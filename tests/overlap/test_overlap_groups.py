@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from holotrain.overlap.groups import Columns, Job, group_sizes
-from holotrain.overlap.overlapped_product import Overlap
+from holotrain.overlap.signals import Overlap
 
 
 def job(rows: int, collective: str = "all_reduce") -> Job:

@@ -10,8 +10,7 @@ import torch
 
 from holotrain.overlap import predictor
 from holotrain.overlap.groups import Columns, Job
-from holotrain.overlap.links import Link, MeasuredLink
-from holotrain.overlap.predictor import Predictor, makespan
+from holotrain.overlap.predictor import Link, MeasuredLink, Predictor, makespan
 
 CPU = torch.device("cpu")
 

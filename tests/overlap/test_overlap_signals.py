@@ -11,9 +11,8 @@ from interpreted import code_for, needs_triton, run_interpreted
 from holotrain.overlap import row_parallel_linear, signals
 from holotrain.overlap.functions import AllReduce, ReduceScatter
 from holotrain.overlap.groups import Columns
-from holotrain.overlap.links import Link
-from holotrain.overlap.overlapped_product import Overlap
-from holotrain.overlap.predictor import TILE_COLUMNS
+from holotrain.overlap.predictor import TILE_COLUMNS, Link
+from holotrain.overlap.signals import Overlap
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain.overlap import tuner as module
 from holotrain.overlap.groups import COLLECTIVES, Job
-from holotrain.overlap.links import Link, MeasuredLink
+from holotrain.overlap.predictor import Link, MeasuredLink
 from holotrain.overlap.tuner import Tuner
 
 LINK = Link(1e6, 1e-4)
