@@ -1,7 +1,5 @@
 """The task of error diffusion, and its monitor, in a bare Trainer."""
 
-import warnings
-
 import pytest
 import torch
 from compared import assert_equal_parameters
@@ -98,46 +96,3 @@ def test_the_monitor_changes_nothing():
     fit(tasks[1], batches())
     assert_equal_parameters(*tasks)
     assert not tasks[0].model._forward_hooks
-
-
-def stops(task, loader, **options):
-    """The warnings that updates have stopped."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        fit(task, loader, ErrorDiffusionMonitor(), **{"log_every_n_steps": 4, "max_epochs": 20, **options})
-    return [str(each.message) for each in found if "error diffusion" in str(each.message)]
-
-
-def saturated(lr=0.3):
-    """A network whose cells are saturated for every input, and that has learnt nothing."""
-    task = task_of(lr=lr)
-    with torch.no_grad():
-        for parameter in task.parameters():
-            parameter.fill_(1e5)
-        task.model.incoming[:, 1] = 0  # else the two cells of an input cancel each other
-    return task
-
-
-def test_updates_that_stopped_are_said_once_with_what_helps():
-    (message,) = stops(saturated(), batches())
-    assert "no weight has changed since step 3, although outputs differ from their targets" in message
-    assert "fewer layers (model.depth), model.rule=kaneko" in message
-
-
-def test_that_updates_stopped_is_known_after_twenty_steps():
-    assert not stops(saturated(), batches(), max_steps=20)
-    assert len(stops(saturated(), batches(), max_steps=24)) == 1
-
-
-def test_a_fitted_training_set_stops_updates_too_and_an_epoch_tells_it_from_a_lucky_batch():
-    task = task_of()
-    task.criterion = lambda outputs, labels, smoothing=0.0: (outputs - outputs.detach()).square().sum()
-    assert not stops(task, batches(count=320), max_steps=40)
-    (message,) = stops(task, batches(count=320), max_steps=44)
-    assert "outputs equal their targets exactly" in message
-
-
-@pytest.mark.parametrize("options", [{}, {"rule": "article"}, {"lr": 0.0}, {"lr": 1e-12}])
-def test_small_updates_have_not_stopped(options):
-    """Nor has a learning rate that is too small to change any weight: that is the schedule's business."""
-    assert not stops(task_of(**options), batches(), max_steps=60)
