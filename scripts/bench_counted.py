@@ -84,7 +84,7 @@ def counted_tiles(width: int, words: int, tiles: int, fused: bool) -> Counting:
         fake_parameters(model, torch.device("cpu"))
         with patch.object(loss_ops, "adds_in_product", lambda total, operands: fused):
             for _ in range(2):
-                embedded = torch.empty(1, size // words * tiles + 1, width, dtype=torch.bfloat16).requires_grad_()
+                embedded = torch.empty(1, size // words * tiles, width, dtype=torch.bfloat16).requires_grad_()
                 with Counting() as found:
                     model(inputs_embeds=embedded, labels=torch.zeros(embedded.shape[:2], dtype=torch.long)).loss.backward()
     return found

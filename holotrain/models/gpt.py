@@ -20,8 +20,9 @@ from holotrain.models.layers.blocks import (
     make_sequences,
     transformer_branches,
 )
-from holotrain.models.layers.text_layers import TokenEmbedding, initialise, linear_cross_entropy
+from holotrain.models.layers.text_layers import TokenEmbedding, initialise
 from holotrain.numeric import require_one_of
+from holotrain.reversible.tiled_loss import linear_cross_entropy
 
 
 class GPT(Divisible, nn.Module):

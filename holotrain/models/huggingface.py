@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from holotrain.files import write_json
 from holotrain.models.checkpoint_files import CONFIG, read_weights
@@ -15,7 +16,7 @@ from holotrain.models.external import ExternalModel, external_weights
 from holotrain.models.huggingface_files import TRANSFORMERS, folder_of, has_weights, network_of, quiet_and_offline
 from holotrain.models.layers.patches import resized_positions
 from holotrain.models.pretrained import require_floats, take_over
-from holotrain.reversible.tiled_loss import tiled_cross_entropy
+from holotrain.reversible.tiled_loss import pending_logits
 from holotrain.targets import first_line, needed
 
 HEADS = {
@@ -121,7 +122,9 @@ class HuggingFace(ExternalModel):
         arguments = {"input_ids": inputs, "use_cache": False, **attended}
         if targets is None:
             return self.model(**arguments).logits
-        return tiled_cross_entropy(self.model, targets, **arguments)
+        with pending_logits(self.model):
+            logits = self.model(**arguments).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     @property
     def head(self) -> nn.Module | None:

@@ -23,7 +23,8 @@ from holotrain.models.layers.blocks import (
     transformer_branches,
 )
 from holotrain.models.layers.packing import padding_context
-from holotrain.models.layers.text_layers import IGNORED, TokenEmbedding, initialise, linear_cross_entropy
+from holotrain.models.layers.text_layers import TokenEmbedding, initialise
+from holotrain.reversible.tiled_loss import IGNORED, linear_cross_entropy
 
 
 class RoBERTa(Divisible, nn.Module):

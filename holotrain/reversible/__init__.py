@@ -6,7 +6,8 @@ replaced_forward    a module's forward, replaced in place, and the stream in its
 in_place            has the blocks of another model run again in the backward, and takes that back
 lists_of_blocks     the lists of blocks in a model
 tiles               the MLPs of another model, some tokens at a time
-tiled_loss          the head and the loss of another model, some tokens at a time
+tiled_loss          the logits of another model, which wait for its loss
+tiled_cross_entropy the loss of such logits, some tokens at a time
 backward_schedules  what each block stores and what it recomputes, and results that a recomputation reuses
 tokenwise           which modules work token by token, so that they can be taken in tiles
 block_inputs        the ways to keep a block's input until the backward

@@ -211,16 +211,6 @@ class Casts:
         return _alias(self._known[key])
 
 
-def noting_mixtures(found: list[OpOverload]) -> AbstractContextManager:
-    """Inside, the operators that mix what belongs to several tokens are noted: attention, and products of two activations."""
-
-    def note(compute: Callable[[], Any], operator: OpOverload, read: list) -> Any:
-        found.append(operator)
-        return compute()
-
-    return _Interposed((*_ATTENTION, *_operators_of("bmm", "baddbmm", "_softmax", "cumsum")), note)
-
-
 class _Interposed(TorchDispatchMode):
     """Calls something instead of some operators, with what would compute their result, the operator, and what it reads."""
 

@@ -84,11 +84,6 @@ def sources_of(device: torch.device) -> list[Source]:
     return [_CPU, Source(partial(module.get_rng_state, device), partial(module.set_rng_state, device=device), _ends)]
 
 
-def have_drawn(states: Iterable[State]) -> bool:
-    """Whether random numbers were drawn since the sources had these states."""
-    return any(source.read()[2] != mark for source, _, mark in states)
-
-
 def put_back(states: list[State]) -> list[State]:
     """Sets the states of some sources and returns those that they had."""
     present = [source.read() for source, _, _ in states]
@@ -165,11 +160,6 @@ class GraphGenerators:
 
 
 _graph_generators: ContextVar[GraphGenerators | None] = ContextVar("graph generators", default=None)
-
-
-def in_graphed_step() -> bool:
-    """Whether the step is captured as a CUDA graph, or is about to be: each run of a branch then has generators of its own."""
-    return _graph_generators.get() is not None
 
 
 def next_pair(device: torch.device) -> _Pair | None:

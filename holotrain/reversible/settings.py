@@ -19,7 +19,6 @@ from holotrain.reversible.context import backward_id
 from holotrain.reversible.random_state import (
     State,
     generators_among,
-    put_back,
     sources_of,
 )
 
@@ -134,11 +133,6 @@ class Call:
     def states(self) -> list[State]:
         """Those of the sources, now."""
         return self.present or [source.read() for source in self.sources]
-
-    def draw_again(self, states: list[State]) -> None:
-        """What runs next draws the random numbers that were drawn after these states."""
-        put_back(states)
-        self.present = states
 
     def settle(self, first: bool) -> None:
         """After a branch, or its ``first`` run: takes over settings that it changed, since it has computed with them.

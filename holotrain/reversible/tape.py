@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,12 +22,11 @@ from holotrain.reversible.block import Coupling
 from holotrain.reversible.block_inputs import SavedTensors
 from holotrain.reversible.checks import RebuildChecks, StreamCheck
 from holotrain.reversible.context import backward_id, graph_is_retained, has_no_data
-from holotrain.reversible.random_state import in_graphed_step
 from holotrain.reversible.reads import is_sharded, is_tensor_parallel
 from holotrain.reversible.recomputation import Branch, from_stored
 from holotrain.reversible.settings import Call
 from holotrain.reversible.side_stream import SameStream, SideStream, side_of
-from holotrain.reversible.tokenwise import drops_samples, tiles_of
+from holotrain.reversible.tokenwise import tiles_of
 from holotrain.schedules import Schedule
 
 _no_room: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -110,21 +109,16 @@ class Recorder:
             self._streams, self._versions = (coupled, source), (coupled._version, source._version)
         return coupled
 
-    def _tiles_of(self, module: nn.Module, read: Tensor, keywords: dict) -> Iterable[tuple[slice | None, Tensor, Casts | None]]:
+    def _tiles_of(self, module: nn.Module, read: Tensor, keywords: dict) -> Iterator[tuple[slice | None, Tensor, Casts | None]]:
         """The tiles of a branch: their tokens, what they read, and what they share. One of None: all tokens."""
         # Where the input is not kept as it is, each tile would fetch or restore the whole.
         tiles = tiles_of(module, self._tile, read, keywords) if self._schedule.input == "checkpoint" else []
-        drops_alike = bool(tiles) and drops_samples(module)
-        if not tiles or (drops_alike and in_graphed_step()):
-            return [(None, read, None)]
-        return self._parts(read, tiles, self.call.states() if drops_alike else None)
-
-    def _parts(self, read: Tensor, tiles: list[slice], states: list | None) -> Iterator[tuple[slice, Tensor, Casts | None]]:
+        if not tiles:
+            yield None, read, None
+            return
         casts = Casts() if self.call.settings.casts_weights else None
         parts = torch.unsafe_split(read, tiles[0].stop, 1)  # no views: what a branch writes to its part is noticed
         for tile, part in zip(tiles, parts, strict=True):
-            if states is not None:
-                self.call.draw_again(states)
             yield tile, part.contiguous(), casts
 
     def _has_crossed(self, first: Tensor, second: Tensor) -> bool:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MetricCollection, SumMetric
 
-from holotrain.models.layers.text_layers import IGNORED
 from holotrain.numeric import require_within
+from holotrain.reversible.tiled_loss import IGNORED
 from holotrain.tasks.task import Task
 
 

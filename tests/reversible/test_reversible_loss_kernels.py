@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from holotrain.planning.fake_tensors import fake_tensors
 from holotrain.reversible import loss_ops
-from holotrain.reversible.tiled_loss import _Linear
+from holotrain.reversible.tiled_cross_entropy import LinearHead
 
 
 @needs_triton
@@ -76,13 +76,13 @@ def test_on_cuda_the_gradient_of_the_weight_is_summed_in_the_product(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_gradients_of_the_head_are_sums_over_tiles(dtype):
-    weight, sums = torch.randn(50, 8, dtype=dtype), [torch.zeros(50, 8)]
-    pieces = torch.randn(3, 2, 5, 8, dtype=dtype), torch.randn(3, 2, 5, 50, dtype=dtype)
+    weight = torch.randn(50, 8, dtype=dtype, requires_grad=True)
+    pieces, head = (torch.randn(3, 10, 8, dtype=dtype), torch.randn(3, 10, 50, dtype=dtype)), LinearHead(weight, None)
     for x, gradient in zip(*pieces, strict=True):
-        leaf = x.requires_grad_()
-        _Linear.apply(leaf, weight, None, sums).backward(gradient)
-    expected = torch.einsum("ntbv,ntbc->vc", pieces[1].double(), pieces[0].detach().double())
-    torch.testing.assert_close(sums[0].double(), expected, rtol=0.0, atol=1e-5 if dtype == torch.float32 else 0.1)
+        head(x.requires_grad_()).backward(gradient)
+    expected = torch.einsum("tbv,tbc->vc", pieces[1].double(), pieces[0].detach().double())
+    assert weight.grad is None and head.sums[weight].dtype == torch.float32
+    torch.testing.assert_close(head.sums[weight].double(), expected, rtol=0.0, atol=1e-5 if dtype == torch.float32 else 0.1)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from holotrain.reversible.tiled_loss import tile_loss, tiled_cross_entropy, untile_loss
+from holotrain.reversible.tiled_loss import pending_logits, tile_loss, untile_loss
 
 transformers = pytest.importorskip("transformers")
 
@@ -148,22 +148,29 @@ def test_the_logits_are_never_whole(name):
     assert whole.size >= 2 * (T - 1) * WORDS and tiled.size <= 32 * WORDS  # the weight
 
 
+def mean_of_pending(model, **inputs):
+    """As holotrain's tasks call it."""
+    targets = batch()["labels"]
+    with pending_logits(model, most_logits=8 * WORDS):
+        return F.cross_entropy(model(**inputs).logits.flatten(0, 1).float(), targets.flatten())
+
+
 @pytest.mark.parametrize("name", ["tied", "masked"])
 def test_the_mean_of_a_models_logits_against_targets(name):
-    """As holotrain's tasks call it; in evaluation without gradients."""
+    """In evaluation without gradients, too."""
     model, tokens, targets = made(name).eval(), batch()["input_ids"], batch()["labels"]
     expected = F.cross_entropy(model(input_ids=tokens).logits.flatten(0, 1), targets.flatten())
     expected.backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
-    found = tiled_cross_entropy(model, targets, input_ids=tokens)
+    found = mean_of_pending(model, input_ids=tokens)
     (2 * found).backward()
     assert found.item() == pytest.approx(expected.item(), rel=1e-12)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         if gradient is not None:
             assert torch.allclose(parameter.grad, 2 * gradient, rtol=1e-10, atol=1e-14)
     with torch.no_grad():
-        assert tiled_cross_entropy(model, targets, input_ids=tokens) == found
+        assert mean_of_pending(model, input_ids=tokens) == found
 
 
 def test_a_second_backward_is_refused():
@@ -183,16 +190,70 @@ def masked(logits, labels, **rest):
     return (F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none") * torch.ones(2 * T)).mean()
 
 
-@pytest.mark.parametrize("loss", [no_mean, masked])
-def test_other_losses_are_taken_whole_from_the_first_step_on(loss):
+def mean_of_each_text(logits, labels, **rest):
+    return torch.stack([F.cross_entropy(logits[row].exp(), labels[row]) for row in range(2)]).mean()
+
+
+def with_a_penalty(logits, labels, **rest):
+    """The z-loss of PaLM beside the usual one."""
+    penalty = logits.logsumexp(-1).square().mean()
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()) + 1e-2 * penalty
+
+
+def weighted(logits, labels, **rest):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=torch.arange(1.0, WORDS + 1).double())
+
+
+def smoothed(logits, labels, **rest):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+
+
+def changed_in_place(logits, labels, **rest):
+    logits[..., 3] = -1e4
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Twice(torch.autograd.Function):
+    """Reads the numbers without torch's functions, as a kernel does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def by_a_kernel(logits, labels, **rest):
+    return F.cross_entropy(Twice.apply(logits).flatten(0, 1), labels.flatten())
+
+
+def two_terms(logits, labels, **rest):
+    """A mean of each text, each in tiles."""
+    return torch.stack([F.cross_entropy(logits[row], labels[row]) for row in range(2)]).mean()
+
+
+@pytest.mark.parametrize("loss", [two_terms, smoothed])
+def test_other_losses_that_are_means_over_tokens_are_in_tiles(loss):
+    assert_same(made("tied"), 4, lambda model: setattr(model, "loss_function", loss))
+
+
+@pytest.mark.parametrize("loss", [no_mean, masked, mean_of_each_text, with_a_penalty, weighted, changed_in_place, by_a_kernel])
+def test_other_losses_are_those_of_the_whole(loss):
+    """Also where the model had its own loss in the first step; with one warning."""
     whole, model = made("tied", dropout=False), made("tied", dropout=False)
+    tile_loss(model, most_logits=8 * WORDS)
+    assert first_step(model)[0].logits is None
+    model.zero_grad()
     whole.loss_function = model.loss_function = loss
     result, expected = first_step(whole)
-    tile_loss(model, most_logits=8 * WORDS)
-    with pytest.warns(UserWarning, match="is taken whole: it is not that of tiles of tokens"):
+    with pytest.warns(UserWarning, match="whole") as said:
         tiled, found = first_step(model)
-    assert tiled.loss == result.loss and tiled.logits is not None and found.keys() == expected.keys()
-    assert all(torch.equal(found[name], each) for name, each in expected.items())
+    assert len(said) == 1 and tiled.loss.item() == pytest.approx(result.loss.item(), rel=1e-12)
+    assert_near(found, expected)
+    with warnings.catch_warnings(action="error"):
+        first_step(model)
 
 
 def test_many_tiles_in_bfloat16_sum_in_float32():
@@ -211,14 +272,18 @@ def test_many_tiles_in_bfloat16_sum_in_float32():
     assert error(2 * WORDS) <= 1.5 * error(None)
 
 
-def test_labels_by_position_and_another_label_to_ignore_are_taken_whole():
+def test_another_label_to_ignore():
+    labels = torch.where(batch()["labels"] == -100, 5, batch()["labels"])
+    assert_same(made("its own head"), 4, ignore_index=5, labels=labels)
+
+
+def test_labels_by_position_are_taken_whole():
     model, tokens = made("tied", dropout=False), batch()["input_ids"]
     names = [*inspect.signature(model.forward).parameters]
     given = [tokens, *[None] * (names.index("labels") - 1), tokens]
-    other = {"input_ids": tokens, "labels": tokens, "ignore_index": 5}
-    expected = model(*given).loss, model(**other).loss
+    expected = model(*given).loss
     tile_loss(model, most_logits=8 * WORDS)
-    assert (model(*given).loss, model(**other).loss) == expected
+    assert model(*given).loss == expected
 
 
 def test_a_failure_of_the_base_is_no_reason_to_take_it_whole():
@@ -246,17 +311,15 @@ def experts() -> nn.Module:
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)).train()
 
 
-@pytest.mark.parametrize("summed", [False, True])
-def test_the_loss_of_experts_is_part_of_a_mean_and_of_no_sum(summed):
-    """The mean over tiles of what all of them add is what one adds. Also where a mean has been seen before."""
-    items = {"num_items_in_batch": torch.tensor(60)} if summed else {}
-    result, expected = first_step(experts(), **items)
+@pytest.mark.parametrize("tokens", [T, 4])
+@pytest.mark.parametrize("items", [{}, {"num_items_in_batch": torch.tensor(60)}])
+def test_the_loss_of_experts_is_added_once(items, tokens):
+    """Also with as many tokens as experts, where router logits look like those of words."""
+    cut = {name: each[:, :tokens] for name, each in batch().items()}
+    result, expected = first_step(experts(), **cut, **items)
     model = tile_loss(experts(), most_logits=8 * WORDS)
-    first_step(model)
-    model.zero_grad()
-    with pytest.warns(UserWarning, match="is taken whole") if summed else warnings.catch_warnings(action="error"):
-        tiled, found = first_step(model, **items)
-    assert tiled.loss.item() == pytest.approx(result.loss.item(), rel=1e-5) and result.aux_loss > 0
+    tiled, found = first_step(model, **cut, **items)
+    assert tiled.logits is None and tiled.loss.item() == pytest.approx(result.loss.item(), rel=1e-5) and result.aux_loss > 0
     assert_near(found, expected, 1e-3)
 
 
@@ -286,27 +349,65 @@ def test_hidden_states_are_whole_and_have_their_graph():
     assert_near(*found)
 
 
-def test_models_without_such_a_base():
-    """Their cross entropy is computed whole, and no loss is taken in tiles. What has no gradient gets none."""
+def test_encoders_with_decoders_and_models_without_a_head():
     small = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": WORDS, "decoder_ffn_dim": 16}
-    bart = transformers.BartForConditionalGeneration(transformers.BartConfig(**small, dropout=0.0)).double()
-    tokens, targets = batch()["input_ids"], batch()["labels"]
-    expected = F.cross_entropy(bart(input_ids=tokens).logits.flatten(0, 1), targets.flatten())
-    assert torch.equal(tiled_cross_entropy(bart, targets, input_ids=tokens), expected)
-    with pytest.raises(ValueError, match="BartForConditionalGeneration is no language model"):
-        tile_loss(bart)
-    whole, model = made("masked"), tile_loss(made("masked"), most_logits=8 * WORDS)
-    whole.bert.pooler = model.bert.pooler = None
-    assert first_step(model)[1].keys() == first_step(whole)[1].keys()
+
+    def bart():
+        torch.manual_seed(0)
+        return transformers.BartForConditionalGeneration(transformers.BartConfig(**small, dropout=0.0)).double().train()
+
+    result, expected = first_step(bart())
+    tiled, found = first_step(tile_loss(bart(), most_logits=8 * WORDS))
+    assert tiled.logits is None and tiled.loss.item() == pytest.approx(result.loss.item(), rel=1e-12)
+    assert_near(found, expected)
+    with pytest.raises(ValueError, match="BertModel is no language model"):
+        tile_loss(made("masked").bert)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 7])
-def test_short_texts_and_batches_without_labels_are_as_before(tokens):
+def test_short_texts(tokens):
     model, whole = tile_loss(made("tied", dropout=False), most_logits=2 * WORDS), made("tied", dropout=False)
     cut = {name: each[:, :tokens] for name, each in batch().items()}
-    assert torch.equal(model(**cut).loss, whole(**cut).loss) or tokens == 1
-    none = {"labels": torch.full((2, T), -100)}
-    assert model(**batch() | none).loss.isnan() and whole(**batch() | none).loss.isnan()
-    step(model)
-    with warnings.catch_warnings(action="error"):
-        assert model(**batch()).logits is None
+    assert torch.allclose(model(**cut).loss, whole(**cut).loss, rtol=1e-12) or tokens == 1
+
+
+def test_a_batch_without_labels_has_gradients_of_zero():
+    model = tile_loss(made("tied", dropout=False), most_logits=2 * WORDS)
+    result, found = first_step(model, labels=torch.full((2, T), -100))
+    assert result.loss.isnan() and found and not any(each.any() for each in found.values())
+
+
+class Biased(transformers.LlamaForCausalLM):
+    """Its head reads tensors from outside, and its weight is read a second time."""
+
+    def forward(self, input_ids, labels=None, bias=None, prompt=None):
+        hidden = self.model(input_ids=input_ids).last_hidden_state
+        logits = (self.lm_head(hidden) + bias) * prompt.sum().tanh()
+        loss = self.loss_function(logits, labels, WORDS) + 0.01 * self.lm_head.weight.square().sum()
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+def test_tensors_from_outside_and_a_weight_that_is_read_twice():
+    found = []
+    for tiled in (False, True):
+        torch.manual_seed(0)
+        model = Biased(transformers.LlamaConfig(**GROUPED)).double().train()
+        bias = torch.linspace(-1, 1, WORDS, dtype=torch.float64, requires_grad=True)
+        prompt = torch.linspace(0.1, 1, 5, dtype=torch.float64, requires_grad=True)
+        if tiled:
+            tile_loss(model, most_logits=8 * WORDS)
+        result, gradients = first_step(model, bias=bias, prompt=prompt.square())
+        assert (result.logits is None) == tiled
+        found.append(gradients | {"bias": bias.grad, "prompt": prompt.grad, "loss": result.loss.detach()})
+    assert_near(*found)
+
+
+def test_a_head_that_reads_what_is_no_parameter_of_it_is_taken_whole():
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    model = made("its own head")
+    own = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: own(hidden) * scale
+    tile_loss(model, most_logits=8 * WORDS)
+    with pytest.warns(UserWarning, match="its head reads a tensor that is none of its parameters"):
+        result, _ = first_step(model)
+    assert result.logits is not None and scale.grad.abs() > 0

@@ -6,7 +6,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from holotrain.models.layers.text_layers import linear_cross_entropy
+from holotrain.reversible.tiled_loss import linear_cross_entropy
 
 
 def example(dtype, bias=True):
@@ -22,7 +22,7 @@ def example(dtype, bias=True):
 @pytest.mark.parametrize("bias", [True, False])
 def test_loss_and_gradients_are_those_of_whole_logits(piece, bias):
     (hidden, weight, *rest), targets = example(torch.float64, bias)
-    loss = linear_cross_entropy(hidden, weight, targets, *rest, piece=piece)
+    loss = linear_cross_entropy(hidden, weight, targets, *rest, most_logits=piece)
     whole = F.cross_entropy(F.linear(hidden, weight, *rest), targets)
     torch.testing.assert_close(loss, whole, rtol=1e-13, atol=0)
     mine, theirs = (torch.autograd.grad(3 * each, (hidden, weight, *rest)) for each in (loss, whole))
@@ -45,7 +45,7 @@ def test_only_what_is_asked_for_is_differentiated():
 def test_under_autocast_products_are_half_and_sums_are_not():
     (hidden, weight, bias), targets = example(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = linear_cross_entropy(hidden, weight, targets, bias, piece=31)
+        loss = linear_cross_entropy(hidden, weight, targets, bias, most_logits=31)
     assert loss.dtype == torch.float32
     loss.backward()
     assert hidden.grad.dtype == weight.grad.dtype == torch.float32
@@ -76,7 +76,7 @@ def test_logits_never_stand_whole():
         tracker = MemTracker()
         tracker.track_external(hidden, weight, targets)
         with tracker:
-            linear_cross_entropy(hidden, weight, targets, piece=piece).backward()
+            linear_cross_entropy(hidden, weight, targets, most_logits=piece).backward()
         hidden.grad = weight.grad = None
         peaks[name] = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
     whole = 512 * 4096 * 4
