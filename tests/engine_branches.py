@@ -1,7 +1,5 @@
 """Branches of the engine's matrix: what a branch may do in a forward that is run again."""
 
-import random
-
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -132,18 +130,14 @@ class ClosingBranch(Branch):
 
 
 class DrawingBranch(Branch):
-    """Draws from the global generators of Python and NumPy, each also in pairs, and from generators of its own."""
+    """Draws from torch's global generator, and from one of its own."""
 
     def __init__(self, dropout):
-        import numpy as np
-
         super().__init__(dropout)
-        self.python, self.numpy, self.torch = random.Random(5), np.random.default_rng(5), torch.Generator()
-        self.all = random.random, random.gauss, np.random.rand, np.random.standard_normal
+        self.generator = torch.Generator()
 
     def drawn(self):
-        own = self.python.random() + self.numpy.random() + torch.rand((), generator=self.torch).item()
-        return own + sum(draw() if draw is not random.gauss else draw(0, 1) for draw in self.all)
+        return torch.rand((), generator=self.generator).item() + torch.rand(()).item()
 
     def forward(self, x, **keywords):
         return super().forward(x, **keywords) * self.drawn()

@@ -1,87 +1,75 @@
-"""Random number generators: their states, read and put back.
+"""PyTorch's random number generators: their states, read and put back, and how a captured CUDA graph repeats them.
 
-Those of PyTorch on the CPU and on the device are read before each branch, which takes 2 us. Python's and NumPy's global ones
-take 70 us, so they are read only for the first run of a branch, and later if that run drew from them.
+The states of the generators of the CPU and of the device are read after each branch, which takes 2 us. Those of Python and
+NumPy are not put back: they are compared, to tell which block draws from them.
 """
 
 from __future__ import annotations
 
+import pickle
 import random
+import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from contextvars import ContextVar
 from ctypes import c_char
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from holotrain.reversible.context import fake_mode_active, is_captured
 
-try:
-    import numpy
-except ImportError:  # torch works without it
-    numpy = None
 
+class Source(NamedTuple):
+    """A generator: how its state is read and set."""
 
-class Source:
-    """A source of random numbers. ``mark``: what of its state tells whether numbers were drawn since."""
-
-    def __init__(
-        self, get: Callable[[], Any], set: Callable[[Any], None], mark: Callable[[Any], Any] = lambda state: state
-    ) -> None:
-        self._get, self.set, self._mark = get, set, mark
+    get: Callable[[], Tensor]
+    set: Callable[[Tensor], object]
 
     def read(self) -> State:
-        """The source, its state and the state's mark."""
-        state = self._get()
-        return self, state, self._mark(state)
+        """The source, its state, and the state's first and last bytes, which change when numbers are drawn: the counters, the
+        first of 624 words, and a normal number that is left over. They are compared in a tenth of the time of the whole."""
+        state = self.get()
+        memory = (c_char * state.numel()).from_address(state.data_ptr())
+        return self, state, (memory[:64], memory[-64:])
 
 
-State = tuple[Source, Any, Any]
+State = tuple[Source, Tensor, object]
 
 
-def _ends(state: torch.Tensor) -> Any:
-    """The first and last bytes of the state of a generator of PyTorch's, which are compared in a tenth of the time: the
-    counters, the first of 624 words, and a normal number that is left over."""
-    memory = (c_char * state.numel()).from_address(state.data_ptr())
-    return memory[:64], memory[-64:]
+def generators_among(values: Iterable[Any]) -> list[torch.Generator]:
+    return [value for value in values if isinstance(value, torch.Generator)]
 
 
-_KINDS = (torch.Generator, random.Random) if numpy is None else (torch.Generator, random.Random, numpy.random.Generator)
+def other_generators_among(values: Iterable[Any]) -> list[Any]:
+    """Those of Python and NumPy."""
+    return [value for value in values if isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random")]
 
 
-def generators_among(values: Iterable[Any]) -> list[Any]:
-    """The generators of PyTorch, Python and NumPy among some values."""
-    return [value for value in values if isinstance(value, _KINDS)]
+def other_states(generators: Iterable[Any]) -> bytes:
+    """The states of Python's and NumPy's global generators, and of some of theirs, to compare; takes 70 us."""
+    numpy = sys.modules.get("numpy")  # torch works without it
+    return pickle.dumps([random.getstate(), numpy and numpy.random.get_state(), *generators])
 
 
-def source_of(generator: Any) -> Source:
-    """The source that a generator is."""
-    if isinstance(generator, torch.Generator):
-        return Source(generator.get_state, generator.set_state, _ends)
-    if isinstance(generator, random.Random):
-        return Source(generator.getstate, generator.setstate)
-    bits = generator.bit_generator
-    return Source(lambda: bits.state, partial(setattr, bits, "state"), repr)
+def source_of(generator: torch.Generator) -> Source:
+    return Source(generator.get_state, generator.set_state)
 
 
 _CPU = source_of(torch.default_generator)
-PYTHON_AND_NUMPY = [Source(random.getstate, random.setstate)]
-"""Their global generators."""
-if numpy is not None:
-    PYTHON_AND_NUMPY.append(Source(partial(numpy.random.get_state, legacy=False), numpy.random.set_state, repr))
 
 
 def sources_of(device: torch.device) -> list[Source]:
-    """PyTorch's generators for work on a device."""
+    """The generators for work on a device."""
     if fake_mode_active():  # fake tensors draw nothing, and there may be no device whose state could be read
         return []
     if device.type in ("cpu", "meta") or is_captured(device):
         return [_CPU]
     module = torch.get_device_module(device)
-    return [_CPU, Source(partial(module.get_rng_state, device), partial(module.set_rng_state, device=device), _ends)]
+    return [_CPU, Source(partial(module.get_rng_state, device), partial(module.set_rng_state, device=device))]
 
 
 def put_back(states: list[State]) -> list[State]:
@@ -93,9 +81,9 @@ def put_back(states: list[State]) -> list[State]:
 
 
 @contextmanager
-def generators_unmoved(device: torch.device, others: Iterable[Any]) -> Generator[None]:
+def generators_unmoved(device: torch.device, others: Iterable[torch.Generator]) -> Generator[None]:
     """After the context all generators of a device, and others, are as they were before it."""
-    states = [source.read() for source in (*sources_of(device), *PYTHON_AND_NUMPY, *map(source_of, others))]
+    states = [source.read() for source in (*sources_of(device), *map(source_of, others))]
     try:
         yield
     finally:
@@ -116,6 +104,7 @@ class _Pair:
 
     @contextmanager
     def used(self, generator: torch.Generator) -> Generator[None]:
+        """Inside, the device draws from a generator of the pair."""
         before = self._default.graphsafe_get_state()
         self._default.graphsafe_set_state(generator)
         try:

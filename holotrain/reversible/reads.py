@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterator
 from functools import cache
-from itertools import chain, islice
+from itertools import chain
 from operator import attrgetter, is_, methodcaller
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,13 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from holotrain.reversible.context import has_no_data
-from holotrain.reversible.random_state import generators_among
-
-try:
-    import numpy
-except ImportError:  # torch works without it
-    numpy = None
-
+from holotrain.reversible.random_state import generators_among, other_generators_among
 
 _version, _training, _values, _flat = (
     attrgetter("_version"),
@@ -37,10 +31,6 @@ _hooks_of = attrgetter(
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
-
-_ABSENT = object()
-
-_NormBase = nn.modules.batchnorm._NormBase  # private: the one class of all norms with running statistics
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
@@ -63,88 +53,88 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-_written: WeakKeyDictionary[nn.Module, dict[bool, set[str]]] = WeakKeyDictionary()
-"""Names of the buffers that a module's forward changes, in training mode and not, as its first forward in that mode showed."""
+def _copied(buffers: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {name: None if tensor is None else tensor.detach().clone() for name, tensor in buffers.items()}
 
 
-class _Buffer(NamedTuple):
-    """A buffer before a forward; ``before`` is a copy, if the forward may change it."""
+def _are_equal(tensor: Tensor | None, other: Tensor | None) -> bool:
+    if tensor is None or other is None or has_no_data(tensor):
+        return tensor is other or tensor is not None
+    return torch.equal(tensor, other)
 
-    owner: nn.Module
-    name: str
-    tensor: Tensor
-    version: int
-    before: Tensor | None
 
-    def was_written(self) -> bool:
-        if self.owner._buffers.get(self.name) is not self.tensor or version_of(self.tensor) != self.version:
-            return True
-        # torch's normalisations and ``.data`` write without counting it as a version.
-        if isinstance(self.owner, _NormBase) or self.before is None or has_no_data(self.tensor):
-            return isinstance(self.owner, _NormBase) and self.owner.training
-        return not torch.equal(self.tensor, self.before)
+_writes: WeakKeyDictionary[nn.Module, dict[bool, bool]] = WeakKeyDictionary()
+"""Whether a module's forward changes its buffers, in training mode and not, as its forwards have shown so far."""
+
+
+class _Buffers:
+    """The buffers of one module before a forward, and copies of them, unless earlier forwards have changed none."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.present, self._before = module._buffers, dict(module._buffers)
+        self._versions = [*map(version_of, self.tensors())]
+        self._writes, self._mode = _writes.setdefault(module, {}), module.training
+        self.copies = _copied(self._before) if self._writes.get(self._mode, True) else None
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in self.present.values() if tensor is not None]
+
+    def are_written(self) -> bool:
+        """After the forward: whether it changed one. Batch norms, and ``.data``, do so without counting it as a version."""
+        written = self._writes.get(self._mode, False) or not all(map(is_, self.present.values(), self._before.values()))
+        written = written or [*map(version_of, self.tensors())] != self._versions
+        if not written and self.copies is not None:
+            written = not all(map(_are_equal, self.present.values(), self.copies.values()))
+        self._writes[self._mode] = written
+        return written
 
 
 class Reads:
-    """The parameters, buffers, submodules, modes and forward hooks of a branch in one forward, which it has again in the
-    recomputation.
+    """The parameters, buffers, submodules, modes and hooks of a branch in one forward, which it has in the recomputation too.
 
-    A module may change its buffers in the forward (running statistics, power iterations). The recomputation reads what the
-    forward read and changes nothing. So the buffers that a module's first forward changes are copied before each later one.
+    A module may change its buffers in the forward (running statistics, power iterations). Its recomputation reads copies of
+    what the forward read, and what it writes to them goes.
 
     Attributes:
-        tensors: the parameters; after the forward also the buffers that it did not change.
+        tensors: the parameters; after the forward also the buffers of modules that changed none.
         known: their addresses.
+        hooked: whether forward hooks are registered.
     """
 
     def __init__(self, parts: list[nn.Module]) -> None:
         # Without loops over the parts, which would take a tenth of the time of a tiny branch.
         modes, parameters, modules, buffers, hooks_before, hooks_after = zip(*map(_state_of, parts), strict=True)
         self.parts, self._modes = parts, [*modes]
-        # What holds parameters and submodules by name, and what it held.
-        self._owners: list[MutableMapping[str, Any]] = [*filter(None, parameters), *filter(None, modules)]
-        self._sizes, self._names = [*map(len, self._owners)], [*_flat(self._owners)]
-        self._held = [*_flat(map(_values, self._owners))]
+        self.hooked = any(hooks_before) or any(hooks_after)
+        self._owners = [*filter(None, parameters), *filter(None, modules)]
+        if self.hooked:  # maybe only for the time of the model's forward, as peft does
+            self._owners += _flat(map(_hooks_of, parts))
         self.tensors = [tensor for tensor in _flat(map(_values, parameters)) if tensor is not None]
-        self._buffers = [*_buffers_of(parts)] if any(buffers) else []
-        self._others: list[tuple[MutableMapping[str, Any], str, Any]] = []
-        hooked = parts if any(hooks_before) or any(hooks_after) else []
-        self._hooks = [(hooks, hooks.copy()) for part in hooked for hooks in _hooks_of(part)]
-        self._other_hooks: list[tuple[dict, dict]] = []
-        self._newly_written: str | None = None
+        self._buffers = [_Buffers(part) for part in parts if part._buffers] if any(buffers) else []
+        self._copies: list[tuple[dict, dict]] = []
+        self._written_late = False
+        self._replaced: list[tuple[dict, dict]] = []
 
     def settle(self) -> None:
-        """After the forward: keeps the copies of buffers that it changed, and notes what it read."""
-        if self._buffers:
-            self._settle_buffers()
+        """After the forward: notes what it read, and lets go of the copies of buffers that it did not change."""
+        for buffers in self._buffers:
+            if not buffers.are_written():
+                self._owners.append(buffers.present)
+                self.tensors += buffers.tensors()
+            elif buffers.copies is None:
+                self._written_late = True
+            else:
+                self._copies.append((buffers.present, buffers.copies))
+        self._buffers.clear()
         addresses = [*map(id, self.tensors)]
         self.known = dict(zip(addresses, addresses, strict=True))
-        self._versions = [*map(_version, self.tensors)]
+        self._held, self._versions = [*map(dict, self._owners)], [*map(_version, self.tensors)]
         # Held, so that their memory is not used again, at the same address, when ``.data`` is replaced.
         self._storages = [*map(Tensor.untyped_storage, self.tensors)]
-
-    def hooked(self) -> bool:
-        """Whether forward hooks run in the recomputation."""
-        return bool(self._hooks) or any(part._forward_hooks for part in self.parts)
 
     def storages(self) -> set[int]:
         """Those of the parameters, by their address."""
         return {storage._cdata for storage in self._storages}
-
-    def _settle_buffers(self) -> None:
-        kept = []
-        for buffer in self._buffers:
-            known = _written.setdefault(buffer.owner, {}).setdefault(buffer.owner.training, set())
-            if not buffer.was_written():
-                kept.append(buffer._replace(before=None))
-                self.tensors.append(buffer.tensor)
-                continue
-            known.add(buffer.name)
-            if buffer.before is None:
-                self._newly_written = buffer.name
-            else:
-                kept.append(buffer)
-        self._buffers = kept
 
     def begin(self) -> None:
         """From here on the branch has again what it had.
@@ -152,10 +142,10 @@ class Reads:
         Raises:
             RuntimeError: a parameter or buffer was changed after the forward, or a module's training mode was.
         """
-        if self._newly_written is not None:
+        if self._written_late:
             raise RuntimeError(
-                f"the forward of a block changed its buffer {self._newly_written!r}, which its first forward did not do, so it "
-                "was not saved for the recomputation; it is from the next forward on"
+                "the forward of a block changed a buffer, which its first forward did not do, so it was not saved for the "
+                "recomputation; it is from the next forward on"
             )
         if [*map(_training, self.parts)] != self._modes:
             raise RuntimeError(
@@ -169,52 +159,27 @@ class Reads:
                 "so the activations can no longer be rebuilt; step the optimizer after the backward (one that steps in the "
                 "backward trains no weight of a block that an earlier block reads without a gradient)"
             )
-        present = [*_flat(map(_values, self._owners))]
-        if len(present) != len(self._held) or not all(map(is_, present, self._held)):  # by torch.func.functional_call, for one
-            held = zip(self._names, self._held, strict=True)
-            for owner, size in zip(self._owners, self._sizes, strict=True):
-                for name, value in islice(held, size):
-                    if owner.get(name) is not value:
-                        self._put(owner, name, value)
-        for owner, name, tensor, _, before in self._buffers:
-            if before is not None or owner._buffers.get(name) is not tensor:
-                self._put(owner._buffers, name, tensor if before is None else before.clone())
+        present, held = ([*_flat(map(_values, owners))] for owners in (self._owners, self._held))
+        if len(present) != len(held) or not all(map(is_, present, held)):  # by torch.func.functional_call, for one
+            for owner, then in zip(self._owners, self._held, strict=True):
+                self._replace(owner, then)
+        for owner, copies in self._copies:
+            self._replace(owner, _copied(copies))
 
-        for hooks, held in self._hooks:
-            if hooks != held:
-                self._other_hooks.append((hooks, hooks.copy()))
-                _refill(hooks, held)
-
-    def _put(self, owner: MutableMapping[str, Any], name: str, value: Any) -> None:
-        self._others.append((owner, name, owner.get(name, _ABSENT)))
-        owner[name] = value
+    def _replace(self, owner: dict, values: dict) -> None:
+        self._replaced.append((owner, dict(owner)))
+        _refill(owner, values)
 
     def end(self) -> None:
         """The branch has what it had before :meth:`begin`."""
-        for hooks, held in self._other_hooks:
-            _refill(hooks, held)
-        self._other_hooks = []
-        if self._others:
-            for owner, name, value in self._others:
-                if value is _ABSENT:
-                    del owner[name]
-                else:
-                    owner[name] = value
-            self._others = []
+        for owner, values in self._replaced:
+            _refill(owner, values)
+        self._replaced = []
 
 
-def _refill(hooks: dict, held: dict) -> None:
-    """In place and in order: the handle of a hook knows the dict that holds it."""
-    hooks.clear()
-    hooks.update(held)
-
-
-def _buffers_of(parts: Iterable[nn.Module]) -> Iterator[_Buffer]:
-    for part in parts:
-        names = _written.get(part, {}).get(part.training, part._buffers)  # at first any may turn out to be changed
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                yield _Buffer(part, name, buffer, version_of(buffer), buffer.clone() if name in names else None)
+def _refill(owner: dict, values: dict) -> None:
+    owner.clear()
+    owner.update(values)
 
 
 class Arguments:
@@ -234,6 +199,7 @@ class Arguments:
                 )
         self._marks = [_mark(leaf) for leaf in self._leaves]
         self.generators = generators_among(self._leaves)
+        self.other_generators = other_generators_among(self._leaves)
 
     def settle(self, keywords: dict[str, Any]) -> dict[str, Any]:
         """After the forward: returns the arguments in containers of their own.
@@ -276,7 +242,7 @@ def _mark(leaf: Any) -> int | None:
     """A number that tells whether an argument was changed in place; None: it cannot be told."""
     if isinstance(leaf, Tensor):
         return version_of(leaf)
-    return hash(leaf.tobytes()) if numpy is not None and isinstance(leaf, numpy.ndarray) else None
+    return hash(leaf.tobytes()) if hasattr(leaf, "tobytes") else None  # an array of NumPy
 
 
 @cache

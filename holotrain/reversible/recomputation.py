@@ -9,11 +9,12 @@ A checkpointed branch runs again from its stored input, and one on a tape (:mod:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +28,47 @@ from holotrain.numeric import counted
 from holotrain.reversible.backward_schedules import Casts, KeptResults
 from holotrain.reversible.block_inputs import WAYS, InputAsIs
 from holotrain.reversible.context import graph_is_retained, in_recomputation, in_trace
-from holotrain.reversible.random_state import PYTHON_AND_NUMPY, next_pair, put_back, source_of
+from holotrain.reversible.random_state import (
+    generators_among,
+    next_pair,
+    other_generators_among,
+    other_states,
+    put_back,
+    source_of,
+)
 from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, require_unwrapped
-from holotrain.reversible.settings import Call, history_of, one_convolution
+from holotrain.reversible.settings import Call, one_convolution
 
 _kind_of = attrgetter("shape", "dtype")
+
+
+class BranchHistory:
+    """What the runs of a branch have shown so far. It holds no module, so that a branch can go.
+
+    Attributes:
+        generators: of torch, that it and its submodules hold.
+        other_generators: of Python and NumPy.
+        verified: a recomputation was compared with the forward in full.
+        kinds: shapes and dtypes of what its latest forward saved.
+        places: those of them that are leaves, or views or casts of leaves.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        attributes = [value for part in parts for value in vars(part).values()]
+        self.generators, self.other_generators = generators_among(attributes), other_generators_among(attributes)
+        self.verified = False
+        self.kinds: list[tuple[torch.Size, torch.dtype]] = []
+        self.places: list[int] = []
+
+
+_histories: WeakKeyDictionary[nn.Module, BranchHistory] = WeakKeyDictionary()
+
+
+def _history_of(branch: nn.Module, parts: Iterable[nn.Module]) -> BranchHistory:
+    history = _histories.get(branch)
+    if history is None:
+        history = _histories[branch] = BranchHistory(parts)
+    return history
 
 
 class Branch:
@@ -75,8 +112,8 @@ class Branch:
         self.tile, self._casts = tile, casts
         self._forward = forward or module
         self._keywords, self._arguments = keywords, Arguments(keywords) if keywords else None
-        self._reads, self.history = Reads(parts), history_of(module, parts)
-        self._note_states(self._arguments.generators if self._arguments else [])
+        self._reads, self.history = Reads(parts), _history_of(module, parts)
+        self._note_states()
         self._kept = KeptResults(keep) if keep else None
         self.kinds: list[tuple[torch.Size, torch.dtype]] = []
         # The parameters that are saved, and, by place, those of which views or casts are, by their address.
@@ -86,16 +123,15 @@ class Branch:
         self._leaves: list[tuple[Tensor, int]] = []
         self.saved: list[Tensor | None] = []
 
-    def _note_states(self, generators: list[Any]) -> None:
+    def _note_states(self) -> None:
         """Before the forward: the states of all random number generators that it may use."""
-        history, self._training = self.history, self.module.training
-        self._draws = history.draws.get(self._training)
-        self._states = self.call.states()
-        if generators or history.generators or self._draws is not False:
-            others = map(source_of, generators + history.generators)
-            others = [*others, *PYTHON_AND_NUMPY] if self._draws is not False else others
-            self._states = self._states + [source.read() for source in others]
+        own, others = [*self.history.generators], [*self.history.other_generators]
+        if self._arguments is not None:
+            own, others = own + self._arguments.generators, others + self._arguments.other_generators
+        self._states = self.call.states() + [source_of(generator).read() for generator in own]
         self._pair = next_pair(self.call.device) if self.call.on_gpu else None
+        self._other_generators, self._others_after = others, None
+        self._others_before = None if self.history.verified else other_states(others)
 
     def run(self, source: Tensor, supply: Callable[[Self], None]) -> Any:
         """The forward: returns the module's output, with a graph whose saved tensors are discarded.
@@ -144,7 +180,7 @@ class Branch:
     def _settle_states(self) -> None:
         """Keeps the states of the generators that were used, and the settings."""
         call = self.call
-        call.settle(first=self._draws is None)
+        call.settle(first=not self.history.verified)
         self._settings = call.settings  # earlier branches keep theirs
         before, self._states, after = self._states, [], []
         for then in before:
@@ -153,8 +189,9 @@ class Branch:
             if now[2] != then[2]:
                 self._states.append(then)
         call.present = after[: len(call.sources)]
-        if self._draws is None:
-            self.history.draws[self._training] = any(source in PYTHON_AND_NUMPY for source, _, _ in self._states)
+        if self._others_before is not None:
+            states = other_states(self._other_generators)
+            self._others_after = None if states == self._others_before else states
 
     def _note(self, packed: list[Tensor], source: Tensor) -> None:
         """Notes what autograd would have saved: shapes and dtypes, parameters and other leaves."""
@@ -216,7 +253,7 @@ class Branch:
                 packed.append(tensor)
                 versions.append(tensor._version)
 
-        elif not output and not self._reads.hooked():  # hooks would not all run
+        elif not output and not self._reads.hooked:  # hooks would not all run
             last = len(self.kinds)
 
             def pack(tensor: Tensor) -> None:
@@ -235,6 +272,12 @@ class Branch:
         if not verified and versions != [tensor._version for tensor in saved]:
             raise RuntimeError(f"a tensor that {type(self.module).__name__} needs for its gradient {_MODIFIED} after its use")
         self._require_same(saved)
+        # A branch that sets a seed itself draws the same again.
+        if not verified and self._others_after not in (None, other_states(self._other_generators)):
+            raise RuntimeError(
+                f"block {self.name} draws from Python's or NumPy's random numbers in its forward, and drew others when it ran "
+                'again in the backward: draw with torch, or have it store its activations (backward="autograd")'
+            )
         history.verified = True
         return update.detach() if isinstance(update, Tensor) else tree_map_only(Tensor, Tensor.detach, update), saved
 

@@ -262,6 +262,41 @@ def test_parametrized_weights_that_are_cached_are_refused(engine):
         loss.backward()
 
 
+class Drawing(Branch):
+    """Draws numbers that are not torch's; a seed that it sets itself repeats them."""
+
+    def __init__(self, draw, seed=None):
+        super().__init__()
+        self.draw, self.seed, self.own = draw, seed, np.random.default_rng(5)
+
+    def forward(self, x):
+        if self.seed is not None:
+            np.random.seed(self.seed)
+        return super().forward(x) * self.draw(self)
+
+
+DRAWS = {
+    "Python": lambda branch: random.random(),
+    "NumPy": lambda branch: np.random.rand(),
+    "a generator of its own": lambda branch: branch.own.random(),
+}
+
+
+@recomputing_engines
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_branch_that_draws_numbers_of_python_or_numpy_is_named(engine, name):
+    _, net = both(engine, Branch)
+    net.blocks[2].g = Drawing(DRAWS[name]).double()
+    loss = loss_of(net)
+    with pytest.raises(RuntimeError, match=r"block 2\.g draws from Python's or NumPy's random numbers"):
+        loss.backward()
+
+
+@every_engine
+def test_a_branch_that_seeds_what_it_draws(engine):
+    assert_same(engine, lambda: Drawing(DRAWS["NumPy"], seed=3))
+
+
 class LateWriter(Branch):
     """Its buffer changes the result, and is changed by the forward from some step on."""
 
