@@ -10,9 +10,6 @@ with the least that its memory budget can store (compiled, which makes the block
 host (on a CPU that saves nothing, so it is left out there); and holotrain's recompute, with block inputs as they are and in 8
 bits. A step is a forward and a backward.
 
-With --lora all matrices are frozen in int8, one scale a row, and multiplied back for each product, as torchao's
-Int8WeightOnlyConfig does; what trains are LoRA matrices of rank 8 beside them.
-
 Memory: the peak of what a step allocates, above weights and gradients, as PyTorch's allocator reports it; the scratch memory of
 libraries is in it. Growth: the increase with each block from the smallest to the largest depth. Step time: the methods
 alternate in one process at the smallest depth; ratios to checkpointing are medians over rounds.
@@ -45,33 +42,17 @@ SHAPES = {
 }
 
 
-class LoRA(nn.Module):
-    """A frozen int8 matrix with a trained product of two narrow ones beside it."""
-
-    def __init__(self, inputs: int, outputs: int, rank: int = 8) -> None:
-        super().__init__()
-        weight = torch.empty(outputs, inputs).uniform_(-1, 1) / inputs**0.5
-        scale = weight.abs().amax(1, keepdim=True) / 127
-        self.register_buffer("weight", (weight / scale).round().to(torch.int8))
-        self.register_buffer("scale", scale)
-        self.narrow, self.widen = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight * self.scale) + self.widen(self.narrow(x))
-
-
 class Block(nn.Module):
     """A pre-norm block: attention, then an MLP, or with ``gated`` RMS norms and a SwiGLU as in Llama."""
 
-    def __init__(self, dim: int, heads: int, causal: bool = False, gated: bool = False, lora: bool = False) -> None:
+    def __init__(self, dim: int, heads: int, causal: bool = False, gated: bool = False) -> None:
         super().__init__()
-        linear = LoRA if lora else nn.Linear
         norm = nn.RMSNorm if gated else nn.LayerNorm
         self.norm1, self.norm2 = norm(dim), norm(dim)
-        self.qkv, self.outer = linear(dim, 3 * dim), linear(dim, dim)
+        self.qkv, self.outer = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         hidden = 8 * dim // 3 if gated else 4 * dim
-        self.gate = linear(dim, hidden) if gated else None
-        self.widen, self.narrow = linear(dim, hidden), linear(hidden, dim)
+        self.gate = nn.Linear(dim, hidden) if gated else None
+        self.widen, self.narrow = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
         self.heads, self.causal = heads, causal
 
     def forward(self, x: Tensor) -> Tensor:
@@ -159,7 +140,7 @@ def peak_of(method: str, depth: int, shape: dict, x: Tensor, amp: bool) -> int:
 
 def measure(options: argparse.Namespace) -> dict:
     device = DEVICE
-    shape = SHAPES[options.shape] | {"lora": options.lora}
+    shape = SHAPES[options.shape]
     x = torch.randn(options.batch, options.tokens, shape["dim"], device=device)
     few, many = min(options.depths), max(options.depths)
     results = {}
@@ -185,7 +166,6 @@ def measure(options: argparse.Namespace) -> dict:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="narrow", help="width and kind of the blocks")
-    parser.add_argument("--lora", action="store_true", help="frozen int8 weights, and LoRA beside them")
     parser.add_argument("--depths", type=int, nargs="+", default=[12, 24, 48], help="numbers of blocks")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=197)

@@ -2,7 +2,7 @@
 
     python scripts/bench_ways.py --parts models --json scripts/results/ways_cpu.json
     python scripts/bench_ways.py --parts growth --json scripts/results/ways_growth_cpu.json
-    python scripts/bench_ways.py --parts fewer tuning --json scripts/results/ways_tuning_cpu.json
+    python scripts/bench_ways.py --parts tuning --json scripts/results/ways_tuning_cpu.json
 
 The ways: plain autograd, and recompute() with each schedule (offload on a GPU alone).
 
@@ -13,10 +13,6 @@ against autograd of the plain model. Loss: a GPT of 24 blocks is trained on the 
 Then it is fine-tuned on Python's English help texts with each way, from the same weights and on the same samples: all weights
 in fp32 or under bf16 autocast, or LoRA matrices of rank 8. Bits per byte of held-out help texts are reported, less those with
 autograd.
-
-Fewer bits: inputs rounded to 8, 6 and 4 bits, in groups of 64, after a Hadamard rotation of each 64 channels, and with the two
-largest channels kept in 16 bits. The gradient error on that GPT as it is, and with two channels enlarged as large pretrained
-models have them; and the loss after fine-tuning with 6 and 4 bits, the largest channels apart.
 """
 
 from __future__ import annotations
@@ -27,8 +23,7 @@ import math
 import statistics
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +38,7 @@ from torch.nn import functional as F
 from holotrain.planning import TrainingStep, simulate_step
 from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
 from holotrain.planning.tracker import AllocationTracker
-from holotrain.reversible import block_inputs, recompute, undo
+from holotrain.reversible import recompute, undo
 from holotrain.schedules import PLAIN
 
 WAYS: dict[str, Callable[..., nn.Module]] = {name: partial(recompute, backward=name) for name in PLAIN}
@@ -279,8 +274,7 @@ def of_tuning(options: argparse.Namespace, begun: Gpt, tuned: Tensor, held_out: 
     found: dict[str, Any] = {"before": bits_per_byte(begun, held_out, options)}
     print(f"before fine-tuning: {found['before']:.4f} bits per byte")
     for kind in options.kinds:
-        ways = usual_ways() + (list(TRIED) if kind == "fp32" else [])
-        rows: dict[str, list[float]] = {way: [] for way in ways}
+        rows: dict[str, list[float]] = {way: [] for way in usual_ways()}
         for seed in range(1, options.seeds + 1):
             for way, row in rows.items():
                 row.append(reached(options, begun, tuned, held_out, kind, way, seed))
@@ -296,80 +290,14 @@ def reached(options: argparse.Namespace, begun: Gpt, tuned: Tensor, held_out: Te
     if kind == "lora":
         torch.manual_seed(seed)
         model, lr = adapt(model).to(DEVICE), 3e-3
-    with rounded_as(TRIED.get(way)):
-        model = WAYS["checkpoint8" if way in TRIED else way](model, "blocks")
-        train(model, tuned, options.steps, options, seed, lr, kind == "bf16")
+    model = WAYS[way](model, "blocks")
+    train(model, tuned, options.steps, options, seed, lr, kind == "bf16")
     return bits_per_byte(undo(model), held_out, options)
-
-
-class Fewer(block_inputs.InputAsIs):
-    """The input in some bits, kept as numbers: what a rounding costs is looked at here, not what it keeps."""
-
-    def __init__(self, bits: int, rotate: bool, apart: int, x: Tensor) -> None:
-        super().__init__(near(x.detach(), bits, rotate, apart))
-
-
-def near(x: Tensor, bits: int, rotate: bool, apart: int) -> Tensor:
-    levels, rows = 2 ** (bits - 1) - 1, x.flatten(0, -2)
-    largest = rows.square().mean(0).topk(apart).indices
-    rest = rows.index_fill(1, largest, 0.0).unflatten(-1, (-1, 64))
-    turned = rest @ hadamard(x) if rotate else rest
-    steps = turned.abs().amax(-1, keepdim=True).clamp(min=1e-30) / levels
-    turned = (turned / steps).round() * steps
-    found = (turned @ hadamard(x) if rotate else turned).flatten(-2)
-    found[:, largest] = rows[:, largest].bfloat16().to(x.dtype)
-    return found.view_as(x)
-
-
-def hadamard(x: Tensor) -> Tensor:
-    """Of 64 rows, its own inverse."""
-    two, found = torch.tensor([[1.0, 1.0], [1.0, -1.0]]), torch.ones(1, 1)
-    for _ in range(6):
-        found = torch.kron(found, two)
-    return found.to(x) / 8
-
-
-ROUNDINGS = {
-    f"{bits} bits{', rotated' * rotate}{f', {apart} channels apart' * bool(apart)}": (bits, rotate, apart)
-    for bits in (8, 6, 4)
-    for rotate, apart in ((False, 0), (True, 0), (False, 2), (True, 2))
-}
-
-
-TRIED = {f"checkpoint{bits}": (bits, False, 2) for bits in (6, 4)}
-
-
-@contextmanager
-def rounded_as(how: tuple[int, bool, int] | None) -> Iterator[None]:
-    """Inside, checkpoint8 rounds otherwise; None: as it is."""
-    own = block_inputs.WAYS["checkpoint8"]
-    block_inputs.WAYS["checkpoint8"] = partial(Fewer, *how) if how else own
-    yield
-    block_inputs.WAYS["checkpoint8"] = own
-
-
-def of_fewer_bits(options: argparse.Namespace, begun: Gpt, tuned: Tensor) -> dict[str, Any]:
-    rows = tuned[: 8 * options.context + 1].long().to(DEVICE)
-    inputs, targets = (each.view(8, -1) for each in (rows[:-1], rows[1:]))
-    found: dict[str, Any] = {}
-    for outliers in (False, True):
-        model = copy.deepcopy(begun).train()
-        if outliers:
-            with torch.no_grad():
-                model.positions[:, [3, 40]] += torch.tensor([40.0, -25.0]).to(DEVICE) * model.embed.weight.std()
-        loss = lambda model=model: F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())  # noqa: E731
-        true, errors = gradients(loss, model), {}
-        for name, how in ROUNDINGS.items():
-            with rounded_as(how):
-                errors[name] = error_of(gradients(loss, recompute(model, "blocks", backward="checkpoint8")), true)
-            print(f"{'with' if outliers else 'without'} large channels, {name}: gradient error {errors[name]:.4f}")
-        found["outliers" if outliers else "plain"] = errors
-    return found
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parts = ["models", "growth", "fewer", "tuning"]
+    parts = ["models", "growth", "tuning"]
     parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=4, help="timed steps of each way")
@@ -393,11 +321,8 @@ def main() -> None:
     if "growth" in options.parts:
         found["growth"] = of_growth(options.models)
     source, tuned, held_out = texts()
-    begun = pretrained(options, source) if {"fewer", "tuning"} & {*options.parts} else None
-    if "fewer" in options.parts:
-        found["fewer_bits"] = of_fewer_bits(options, begun, tuned)
     if "tuning" in options.parts:
-        found["tuning"] = of_tuning(options, begun, tuned, held_out)
+        found["tuning"] = of_tuning(options, pretrained(options, source), tuned, held_out)
     save(found, options.json)
 
 

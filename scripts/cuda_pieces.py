@@ -119,7 +119,6 @@ QUARTER = (
     ),
     Piece("planned_and_reserved", script("bench_plan", PLANNED), PLANNED_TOY, 40),
     Piece("whole_steps_in_tiles", WHOLE_STEPS, ("--toy", "--tokens", "16"), 20, FOREIGN),
-    Piece("new_lengths", script("bench_shapes", ""), words("--dim 64 --depth 3 --vocab 64 --tokens 48"), 60, FOREIGN),
     longest_sequence("gpt2", 4, 40),
     longest_sequence("qwen3", 12, 50),
     Piece("command_line", script("bench_fit", ""), (), 90, ("hydra", "lightning")),

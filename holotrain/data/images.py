@@ -72,11 +72,12 @@ def statistics_of(processor: str) -> Statistics:
     folder = Path(processor).expanduser()
     with as_user_error("data.processor"):
         settings = _settings_in(folder) if folder.is_dir() else _settings_of_timm(processor)
-        mean, std = (settings.get(name) or settings.get(f"image_{name}") for name in ("mean", "std"))
+        mean: Any = settings.get("mean") or settings.get("image_mean")
+        std: Any = settings.get("std") or settings.get("image_std")
         with suppress(TypeError, ValueError, OverflowError, RuntimeError):
             both = torch.tensor([mean, std], dtype=torch.float32)
             if both.shape == (2, 3) and both.isfinite().all() and (both[1] > 0).all():
-                return tuple(map(float, mean)), tuple(map(float, std))
+                return [float(value) for value in mean], [float(value) for value in std]
         raise ValueError(f"{processor} does not say a mean and a deviation above 0 for three channels")
 
 

@@ -32,7 +32,6 @@ SPECIFIED = {
     ("first_steps",): 90,
     ("cuda_graphs",): 30,
     ("planned_and_reserved", "whole_steps_in_tiles"): 60,
-    ("new_lengths",): 60,
     ("longest_sequence_gpt2", "longest_sequence_qwen3"): 90,
     ("command_line",): 90,
     ("tests_of_the_engine",): 100,

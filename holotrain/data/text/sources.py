@@ -134,7 +134,7 @@ def held_out_files(names: Sequence[str], val_fraction: float, test_fraction: flo
 
 def require_sound(file: TextFile, cache: Path) -> None:
     """Reads a file alone. Raises a UserError that names it if it cannot be read: of several, the library does not say which."""
-    options = STRICT if file.kind == "text" else {}
+    options: dict[str, Any] = STRICT if file.kind == "text" else {}
     with library_errors(str(file.path)):
         rows: Any = read_files(file.kind, {"a": [file.path]}, cache, streaming=True, **options)["a"]
         for _ in rows.with_format("arrow").iter(1000):
