@@ -1,6 +1,5 @@
 """``holotrain validate`` and ``test``: evaluates a checkpoint, as the end of ``fit`` does too, or pretrained weights."""
 
-import warnings
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -27,11 +26,10 @@ from holotrain.config.build_callbacks import build_loggers, build_matrices
 from holotrain.config.build_trainer import build_trainer, check_device, check_division
 from holotrain.config.command_options import CheckpointConfig, RunConfig
 from holotrain.data.images import ImageDataModule
-from holotrain.data.loader import LoadingModule, usable_cores
+from holotrain.data.loader import LoadingModule
 from holotrain.data.text.module import TextDataModule
 from holotrain.errors import UserError
 from holotrain.models.generation import WITHOUT_PLANS
-from holotrain.numeric import counted
 from holotrain.parallel.processes import FOREVER
 from holotrain.targets import first_line, is_of
 from holotrain.tasks.task import model_of
@@ -49,11 +47,8 @@ def evaluate(
     loggers: Iterable[Logger],
     step: int = 0,
 ) -> dict[str, float]:
-    """Evaluates the weights of ``path`` (None: the task's own, at ``step``) and returns the metrics.
-
-    The loggers get the metrics and, of a classification, the confusion matrix, at the step of the weights. (Lightning would
-    log them at step 0.)
-    """
+    """Evaluates the weights of ``path`` (None: the task's own, at ``step``) and returns the metrics. The loggers get them and,
+    of a classification, the confusion matrix, at the step of the weights. (Lightning would log them at step 0.)"""
     split = "validate" if run.command == "validate" else "test"
     if path is not None:
         load_weights(task, path)
@@ -72,8 +67,8 @@ def evaluate(
 
 
 def attention_for(data: pl.LightningDataModule | None, texts: bool = False) -> AbstractContextManager:
-    """A context without cuDNN's attention if batches of text differ in length, as those of files with ``texts`` do. It would
-    build a plan for each length."""
+    """A context without cuDNN's attention, which would build a plan for each length, if batches of text differ in length, as
+    those of files (``texts``) do."""
     varies = texts or (isinstance(data, TextDataModule) and data.layout != "packed")
     return sdpa_kernel(WITHOUT_PLANS) if varies else nullcontext()
 
@@ -124,8 +119,6 @@ def shared_data(stage: str, config: RunConfig, checkpoint: Path | None, run: Run
     """The data, set up for a stage of a run that starts from the checkpoint. Raises a UserError if there is a mistake in the
     data, or two processes have different data."""
     data = build_data(config, tokenizer_for(config, checkpoint))
-    if run.is_main:
-        warn_of_workers(config)
     process = run.process
     # The first process of a machine prepares the data, which may take long; the others read what it has prepared.
     group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=FOREVER)) if process is not None else None
@@ -139,29 +132,18 @@ def shared_data(stage: str, config: RunConfig, checkpoint: Path | None, run: Run
         return data
     fingerprints: list[Any] = [None] * process.size
     dist.all_gather_object(fingerprints, data.fingerprint())
-    for rank, found in enumerate(fingerprints):
+    for rank, theirs in enumerate(fingerprints):
         for name, value in fingerprints[0].items():
-            if (other := found.get(name)) != value:
-                raise UserError(
-                    f"data: rank {rank} has other data than rank 0; {name}: {other} in rank {rank}, {value} in rank 0"
-                )
+            if theirs.get(name) != value:
+                said = f"{name}: {theirs.get(name)} in rank {rank}, {value} in rank 0"
+                raise UserError(f"data: rank {rank} has other data than rank 0; {said}")
     return data
-
-
-def warn_of_workers(config: RunConfig) -> None:
-    """One line about more workers than cores. torch has one for each loader and each epoch, which name no option."""
-    workers = getattr(config.data, "num_workers", None)
-    cores = usable_cores()
-    if isinstance(workers, int) and workers > cores:
-        warnings.filterwarnings("ignore", message="This DataLoader will create .* worker processes")
-        there = counted(cores, "core")
-        warnings.warn(f"data.num_workers={workers}: {there} here; more workers than cores may be slower", stacklevel=2)
 
 
 def prepared(command: str, config: CheckpointConfig, run: Run) -> tuple[pl.LightningDataModule, pl.LightningModule]:
     """The data, set up for the command, and the task. The weights of a checkpoint are not loaded yet, pretrained ones are.
     Raises a UserError if the checkpoint does not fit, or the device or the data are missing."""
-    path = _start(config)
+    path = config.checkpoint if config.ckpt_path else None
     check_device(config.trainer)
     if path is not None:
         check_same(config, path)
@@ -176,18 +158,14 @@ def prepared(command: str, config: CheckpointConfig, run: Run) -> tuple[pl.Light
     return data, task
 
 
-def _start(config: CheckpointConfig) -> Path | None:
-    """The checkpoint; None: the pretrained weights of the configuration are evaluated."""
-    return config.checkpoint if config.ckpt_path else None
-
-
 def run(config: CheckpointConfig, run: Run) -> int:
     """Writes the metrics into summary.json, and to the loggers at the step of the checkpoint."""
     split = run.command
     limit = f"limit_{SPLITS[split]}_batches"
     if getattr(config.trainer, limit) == 0:  # may come from the checkpoint's training
         raise UserError(f"trainer.{limit}=0: there is nothing to evaluate; use trainer.{limit}=1.0")
-    path, (data, task) = _start(config), prepared(split, config, run)
+    path = config.checkpoint if config.ckpt_path else None  # None: the pretrained weights of the configuration
+    data, task = prepared(split, config, run)
     screen.show_start(config, run, model_of(task), path, data)
     loggers = build_loggers(config, run.folder)
     metrics = evaluate(config, run, task, data, path, loggers)

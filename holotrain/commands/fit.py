@@ -41,12 +41,24 @@ from holotrain.tasks.task import model_of, monitored_by
 def run(config: FitConfig, run: Run) -> int:
     """Trains one model. Returns the exit status: 0, 2 after running out of memory, 128 + n if signal n ended the training."""
     check_training_device(config)
-    config, start = _started_from(config, run)
-    data = _data_of(config, start, run)
+    start = Path(config.ckpt_path) if config.ckpt_path else None
+    if config.resume:  # a job of a resumed sweep may not have started
+        start = run.last_checkpoint if run.last_checkpoint.exists() else None
+    if start is not None:
+        check_same(config, start)
+        if config.resume:
+            config = chosen_before(config, start)
+    data = shared_data("fit", smallest_batch(config) if config.batch_is_open else config, start, run)
+    if config.trainer.limit_val_batches != 0:
+        check_not_empty(data, "val", ", or set trainer.limit_val_batches=0")
+    if config.test and config.trainer.limit_test_batches != 0:
+        check_not_empty(data, "test", ", or set test=false")
     batch_is_open, (config, planned) = config.batch_is_open, _chosen(config, data, run)
-    training = _trained(config, data, start, run, planned)
-    while batch_is_open and training.ended_in_its_first_steps:
-        smaller = with_smaller_batch(config, data, device_kind(config.trainer.accelerator))
+    while True:
+        training = _trained(config, data, start, run, planned)
+        smaller = None
+        if batch_is_open and training.ended_in_its_first_steps:
+            smaller = with_smaller_batch(config, data, device_kind(config.trainer.accelerator))
         if smaller is None:
             break
         before, (config, planned) = config.batch_option, smaller
@@ -56,7 +68,6 @@ def run(config: FitConfig, run: Run) -> int:
         gc.collect()  # a Trainer is a reference cycle
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-        training = _trained(config, data, start, run, planned)
     if run.is_main:
         training.log_end()
     return training.exit_status
@@ -65,7 +76,13 @@ def run(config: FitConfig, run: Run) -> int:
 def _trained(config: FitConfig, data: pl.LightningDataModule, start: Path | None, run: Run, planned: int | None) -> "Training":
     """A training that has ended."""
     pl.seed_everything(config.seed, verbose=False)
-    task = _task_of(config, data, start, run)
+    task = build_task(config, data, begin=start is None)
+    if config.trainer.precision == "64-true":
+        task.double()  # Lightning (2.6) does so after it has loaded the checkpoint, whose weights would be rounded
+    check_division(config.trainer, run.process, model_of(task))
+    if start is not None:
+        check_continuable(task, config, start)
+        check_classes(config, data, start)
     training = Training(config, run, data, task, planned)
     screen.show_start(config, run, model_of(task), start, data)
     if run.is_main:
@@ -73,30 +90,10 @@ def _trained(config: FitConfig, data: pl.LightningDataModule, start: Path | None
     try:
         training.train_and_test(start)
     except BaseException:
-        training.log_failure()
+        if run.is_main:
+            finish(training.loggers, completed=False)
         raise
     return training
-
-
-def _started_from(config: FitConfig, run: Run) -> tuple[FitConfig, Path | None]:
-    """The configuration, with what a resumed run had chosen, and the checkpoint that the training starts from."""
-    start = Path(config.ckpt_path) if config.ckpt_path else None
-    if config.resume:  # a job of a resumed sweep may not have started
-        start = run.last_checkpoint if run.last_checkpoint.exists() else None
-    if start is not None:
-        check_same(config, start)
-        if config.resume:
-            config = chosen_before(config, start)
-    return config, start
-
-
-def _data_of(config: FitConfig, start: Path | None, run: Run) -> pl.LightningDataModule:
-    data = shared_data("fit", smallest_batch(config) if config.batch_is_open else config, start, run)
-    if config.trainer.limit_val_batches != 0:
-        check_not_empty(data, "val", ", or set trainer.limit_val_batches=0")
-    if config.test and config.trainer.limit_test_batches != 0:
-        check_not_empty(data, "test", ", or set test=false")
-    return data
 
 
 def _chosen(config: FitConfig, data: pl.LightningDataModule, run: Run) -> tuple[FitConfig, int | None]:
@@ -114,17 +111,6 @@ def _chosen(config: FitConfig, data: pl.LightningDataModule, run: Run) -> tuple[
     option, size = config.batch_option
     setattr(data, option.removeprefix("data."), size)
     return config, planned
-
-
-def _task_of(config: FitConfig, data: pl.LightningDataModule, start: Path | None, run: Run) -> pl.LightningModule:
-    task = build_task(config, data, begin=start is None)
-    if config.trainer.precision == "64-true":
-        task.double()  # Lightning (2.6) does so after it has loaded the checkpoint, whose weights would be rounded
-    check_division(config.trainer, run.process, model_of(task))
-    if start is not None:
-        check_continuable(task, config, start)
-        check_classes(config, data, start)
-    return task
 
 
 class Training:
@@ -147,9 +133,9 @@ class Training:
         self.loggers = build_loggers(config, run.folder, run.folder.parent.name if run.varied else None)
         callbacks = build_fit_callbacks(config, run.folder, task, data)
         self.monitor = next((each for each in callbacks if isinstance(each, ModelCheckpoint) and each.monitor), None)
-        self.objective = objective_of(config, task, data)
         selecting = (self.monitor.monitor, self.monitor.mode) if self.monitor else (None, None)
-        check_direction(*(self.objective or selecting), run.direction)
+        self.metric, self.mode = objective_of(config, task, data) or selecting
+        check_direction(self.metric, self.mode, run.direction)
         self.measured = Measured(run.started, config.resume, self.monitor)
         kept = KeepConfiguration(config, run.choices, description(config, data))
         callbacks += [kept, self.measured]
@@ -222,28 +208,25 @@ class Training:
             path.unlink()
         self.data.trainer = None  # which holds the model
 
-    def log_failure(self) -> None:
-        if self.run.is_main:
-            finish(self.loggers, completed=False)
-
     def log_end(self) -> None:
         if self.refused is not None:
             self.message = explained(self.config, self.data, self.run, *self.refused)
             self.run.errors.append(self.message.splitlines()[0].removeprefix("holotrain: "))
         model, checkpoint = model_of(self.task), self._checkpoint()
         results = self.measured.results(self.trainer)
+        metrics = results["metrics"] | self.tested
+        best = None if self.monitor is None else self.measured.best_so_far()
         if self.monitor is not None:
-            best = self.measured.best_so_far()
-            results |= {"monitor": self.monitor.monitor, "mode": self.monitor.mode}
-            results["metrics"][f"best/{self.monitor.monitor}"] = math.nan if best is None else best
-        results["metrics"] |= self.tested
-        results["objective"], results["objective_mode"] = self.objective or (None, None)
-        results["checkpoint"] = str(checkpoint) if checkpoint else None
+            metrics[f"best/{self.monitor.monitor}"] = math.nan if best is None else best
+        figures = results if self.status == "completed" else {}  # one that failed or diverged may have been fast
+        score = (metrics | figures).get(self.metric) if self.config.objective else best
+        results |= {"metrics": metrics, "monitor": self.metric, "mode": self.mode, "score": score}
         epochs, is_whole = self.trainer.current_epoch, self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        whole = max(epochs - (not is_whole), 0)
-        results |= {"epochs": epochs, "whole_epochs": whole, "steps": self.trainer.global_step}
-        results["planned_step_bytes"] = self.planned
-        results["early_stopping_patience"] = self._patience_that_ended_it()
+        results |= {"epochs": epochs, "whole_epochs": max(epochs - (not is_whole), 0), "steps": self.trainer.global_step}
+        results |= {"checkpoint": checkpoint and str(checkpoint), "planned_step_bytes": self.planned}
+        stopping = (each for each in self.trainer.callbacks if isinstance(each, EarlyStopping))  # ty: ignore[missing-attribute]
+        ended_by = (each.patience for each in stopping if each.stopped_epoch or each.wait_count >= each.patience)
+        results["early_stopping_patience"] = next(ended_by, None)
         summary = write_summary(self.run, self.config, model, self.status, **results)
         for logger in self.loggers:
             logger.log_metrics({"seconds": summary.seconds}, step=self.trainer.global_step)
@@ -254,10 +237,6 @@ class Training:
         if self.message:
             print(self.message, file=sys.stderr)
             log.info(self.message)
-
-    def _patience_that_ended_it(self) -> int | None:
-        stopping = (each for each in self.trainer.callbacks if isinstance(each, EarlyStopping))  # ty: ignore[missing-attribute]
-        return next((each.patience for each in stopping if each.stopped_epoch or each.wait_count >= each.patience), None)
 
     def _checkpoint(self) -> Path | None:
         """The best checkpoint, else the last one, else None."""

@@ -1,6 +1,5 @@
 """``holotrain init``: writes a project of the user's own, a copy of ``templates/project`` under another name."""
 
-import re
 import sys
 from importlib.util import find_spec
 from keyword import iskeyword
@@ -31,10 +30,7 @@ def run(words: list[str]) -> int:
     folder = Path(words[0]).expanduser()
     name = folder.name
     if not name.isidentifier() or iskeyword(name):
-        near = re.sub(r"\W+", "_", name).strip("_") or NAME
-        near = near if near.isidentifier() else f"_{near}"
-        near += "_" * iskeyword(near)
-        raise UserError(f"init: {name!r} cannot be the name of a Python package. Did you mean {near!r}?")
+        raise UserError(f"init: {name!r} cannot be the name of a Python package; give letters, digits and _, such as {NAME}")
     try:
         if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
             raise UserError(f"init: {folder} exists already; give another name, or remove it")

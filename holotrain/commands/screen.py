@@ -12,7 +12,7 @@ from holotrain.commands.console import log, show
 from holotrain.commands.memory_limits import runs_of
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import SUMMARY, Summary
-from holotrain.config.build_trainer import device_kind, device_name, model_parallel_size
+from holotrain.config.build_trainer import device_name, model_parallel_size
 from holotrain.config.command_options import RunConfig
 from holotrain.config.fine_tuning import loads_weights
 from holotrain.config.objects import ObjectConfig
@@ -40,8 +40,7 @@ def show_start(
     log.info("holotrain %s", shlex.join([run.command, *run.overrides]))
     fits, sizes = run.command == "fit", _sizes(data, run.command)
     rows: dict[str, object] = {"name": config.name, "tags": ", ".join(config.tags) or None, "model": _model(config, run, model)}
-    rows["task"] = _named(run, "task", config.task)
-    rows["data"] = f"{_named(run, 'data', config.data)}, {_batches(config, run)}"
+    rows |= {"task": _named(run, "task", config.task), "data": f"{_named(run, 'data', config.data)}, {_batches(config, run)}"}
     if isinstance(data, TextDataModule):
         parts = ", ".join(f"{_large(counts['tokens'])} to {name}" for name, counts in data.counts.items())
         rows["text"] = f"tokens: {parts}; vocabulary {data.vocab_size}, context {data.context}"
@@ -49,12 +48,19 @@ def show_start(
     if sizes.get("val", FEW) < FEW:
         remedy = "raise data.val_fraction, or give more" if hasattr(data, "val_fraction") else "give more"
         rows["warning"] = f"only {counted(sizes['val'], 'sample')} to validate with, so val/... is coarse; {remedy}"
-    rows["backward"] = _backward(config)
+    if config.backward.kind is not None:
+        blocks = f": {runs_of(config.backward.blocks)}" if config.backward.blocks else ""
+        tile = "" if config.backward.tile is None else f", tile={config.backward.tile}"
+        rows["backward"] = f"{config.backward.kind}{blocks}{tile}"
     if fits:
         rows["synthesis"] = config.synthesis and _named(run, "synthesis", config.synthesis, "dtype", "split")
         rows["optimizer"] = config.optimizer and _named(run, "optimizer", config.optimizer, "lr")
         rows["schedule"] = config.scheduler and _named(run, "scheduler", config.scheduler, *config.scheduler.arguments)
-    rows |= {"precision": _precision(config), "device": device_name(config.trainer.accelerator)}
+    products = config.trainer.float32_matmul_precision
+    rows["precision"] = config.trainer.precision + (
+        "" if products == "highest" else f", products of float32: {products} (TF32)"
+    )
+    rows["device"] = device_name(config.trainer.accelerator)
     if origin is None and config.model is not None and loads_weights(config.model.plain()):
         source = config.model.arguments.get("pretrained") or config.model.arguments["name"]
         rows["weights"] = f"fine-tuning of {source}" if fits else f"pretrained, {source}"
@@ -104,22 +110,6 @@ def _batches(config: RunConfig, run: Run) -> str:
     if size is None:  # what data of others say of themselves
         return "batches of its own size"
     return f"batches of {size}" if option == "data.batch_size" else f"batches of up to {size} tokens"
-
-
-def _backward(config: RunConfig) -> str | None:
-    backward = config.backward
-    blocks = f": {runs_of(backward.blocks)}" if backward.blocks else ""
-    tile = "" if backward.tile is None else f", tile={backward.tile}"
-    return None if backward.kind is None else f"{backward.kind}{blocks}{tile}"
-
-
-def _precision(config: RunConfig) -> str:
-    found, products = config.trainer.precision, config.trainer.float32_matmul_precision
-    if products != "highest":
-        return f"{found}, products of float32: {products} (TF32)"
-    if found == "bf16-mixed" and device_kind(config.trainer.accelerator) == "cuda":
-        return f"{found} (trainer.precision=32-true for float32 throughout)"
-    return found
 
 
 def _processes(config: RunConfig, run: Run, model: nn.Module) -> str | None:

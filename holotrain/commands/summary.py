@@ -42,8 +42,8 @@ REQUIRED = {"command", "status", "overrides", "metrics"}
 class Summary:
     """The results of a run. Times in seconds, memory in bytes; None where a figure does not apply.
 
-    ``monitor`` is the metric that selects the best checkpoint, and ``mode`` its ``max`` or ``min``; ``objective`` and
-    ``objective_mode`` are those of what a sweep optimises instead. ``step_peak_bytes`` is what a step took on its device,
+    ``monitor`` is what a sweep optimises: the option ``objective``, else the metric that selects the best checkpoint. ``mode``
+    is its ``max`` or ``min``, ``score`` its value. ``step_peak_bytes`` is what a step took on its device,
     ``planned_step_bytes`` what was planned, if something was chosen by a plan. ``whole_epochs`` leaves out an epoch that
     ``max_steps`` cut short.
     ``seconds`` counts every part of a training that was resumed, ``overrides`` are those of the last part, and ``choices`` the
@@ -64,8 +64,7 @@ class Summary:
     processes: int = 1
     monitor: str | None = None
     mode: str | None = None
-    objective: str | None = None
-    objective_mode: str | None = None
+    score: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     epochs: int | None = None
     whole_epochs: int | None = None
