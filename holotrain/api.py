@@ -202,8 +202,8 @@ def plan(
         shared = {name: value for name, value in to_container(config).items() if name in known}
         config = structured("plan", shared)
     prepared = _prepared("plan", config, {"model": model, "data": data, "task": task}, overrides)
-    with quietly():
-        return planned(cast(PlanConfig, prepared), lambda line: None, lambda what: None)[1]
+    with quietly(), redirect_stdout(StringIO()):
+        return planned(cast(PlanConfig, prepared))[1]
 
 
 def load(path: str | Path, trust: str | Collection[str] = (), model: nn.Module | None = None) -> nn.Module:

@@ -237,9 +237,11 @@ class Launch:
             print(f"holotrain: {error}", file=sys.stderr)
             job.exit_status, job.error = 2, str(error)
         except Exception as error:
+            folder.mkdir(parents=True, exist_ok=True)  # of a run that has written nothing it is gone; here its log opens
             log.error(traceback.format_exc().rstrip())
             job.exit_status, job.error = 1, f"{type(error).__name__}: {error}".splitlines()[0]
         except KeyboardInterrupt:
+            folder.mkdir(parents=True, exist_ok=True)
             log.warning(self._kept(folder, run))
             job.exit_status, job.error = 128 + signal.SIGINT, "ended by SIGINT"
 

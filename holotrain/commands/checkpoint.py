@@ -61,9 +61,8 @@ def check_same(config: RunConfig, path: Path, options: Mapping[str, str] = FOR_A
         before, now = ((each[group] or {}).get(name) for each in (trained, plain))
         if before != now:
             before, now = ("null" if each is None else each for each in (before, now))
-            raise UserError(
-                f"{option.removesuffix(f'.{TARGET}')}={now}: {path} was trained with {before}{advice.format(path=path)}"
-            )
+            option = option.removesuffix(f".{TARGET}")
+            raise UserError(f"{option}={now}: {path} was trained with {before}{advice.format(path=path)}")
 
 
 def chosen_before(config: Config, path: Path) -> Config:
@@ -150,19 +149,15 @@ def described_model(
     if model is None:
         try:
             model = saved.build(description["target"], description["arguments"], trust or (), vouched, weights)
+            options = trained or {}
+            quantised = options.get("quantised")  # a model is frozen only where it is quantised
             with saved.allocated():
-                _add_trained_part(model, trained or {})
+                train_part(model, options["trained"] if quantised else "all", options.get("adapters", 0), quantised)
         except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise UserError(f"ckpt_path: {path} describes no model that can be built: {first_line(error)}") from error
     with _of_the_same_model(path):
         checkpoint_files.load_weights(model, weights, path)
     return model, description
-
-
-def _add_trained_part(model: nn.Module, trained: dict[str, Any]) -> None:
-    """Adds layers of peft and quantises, as the options of the trained model say. It is frozen only where it is quantised."""
-    quantised = trained.get("quantised")
-    train_part(model, trained["trained"] if quantised else "all", trained.get("adapters", 0), quantised)
 
 
 def checked_names(description: dict[str, Any]) -> set[tuple[str, str]]:

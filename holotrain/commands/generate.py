@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
 
 from holotrain.commands.checkpoint import as_exported, described_model
 from holotrain.commands.console import show
@@ -41,9 +40,15 @@ def run(config: GenerateConfig, run: Run) -> int:
     starts, ends = encoded(asked, tokenizer, context)
 
     shown = Shown(tokenizer, asked[0].shown) if config.stream and len(asked) == 1 else None
-    began = time.monotonic()
-    drawn = sampled(config, model, starts, ends, shown)
-    seconds = time.monotonic() - began
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(config.seed)
+    sampling, compiled = Sampling(config.temperature, config.top_k, config.top_p), bool(config.compile)
+    tokens, began = [], time.monotonic()
+    with autocast_of(config.trainer), as_user_error("generate"):
+        for token in generate(model, starts, config.max_tokens, sampling, ends, generator, compiled=compiled):
+            tokens.append(token.cpu())
+            if shown is not None:
+                shown.add(int(token[0]))
+    drawn, seconds = torch.stack(tokens, dim=1), time.monotonic() - began
     answers = [tokenizer.decode(list(takewhile(lambda token: token not in ends, row.tolist()))) for row in drawn]
     if shown is not None:
         shown.add()
@@ -53,32 +58,13 @@ def run(config: GenerateConfig, run: Run) -> int:
     write_whole(run.folder / GENERATIONS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
     count, longest = int((~torch.isin(drawn, torch.tensor(ends))).sum()), max(len(ids) for ids in starts)
-    full = context if longest + config.max_tokens > context == longest + drawn.shape[1] else None
     metrics, speed = {"texts": len(asked), "tokens": count}, drawn.numel() / seconds
     summary = write_summary(run, config, model, checkpoint=str(path), metrics=metrics, tokens_per_second=speed)
-    lines = {
-        "tokens": f"{count} in {counted(len(asked), 'text')}, {speed:.1f} tokens/s",
-        "ended": full and f"because the model's context of {full} tokens was full",
-        "written to": run.folder / GENERATIONS,
-    }
-    show(summary.status, lines, stderr=True)  # stdout has only the texts
+    lines: dict[str, object] = metrics | {"tokens_per_second": speed}
+    if longest + config.max_tokens > context == longest + drawn.shape[1]:
+        lines["ended"] = f"because the model's context of {context} tokens was full"
+    show(summary.status, lines | {"written to": run.folder / GENERATIONS}, stderr=True)  # stdout has only the texts
     return 0
-
-
-def sampled(
-    config: GenerateConfig, model: nn.Module, starts: list[torch.Tensor], ends: list[int], shown: "Shown | None"
-) -> torch.Tensor:
-    """The tokens after each prompt (B, T), on the CPU."""
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(config.seed)
-    sampling = Sampling(config.temperature, config.top_k, config.top_p)
-    tokens = []
-    with autocast_of(config.trainer), as_user_error("generate"):
-        compiled = bool(config.compile)
-        for token in generate(model, starts, config.max_tokens, sampling, ends, generator, compiled=compiled):
-            tokens.append(token.cpu())
-            if shown is not None:
-                shown.add(int(token[0]))
-    return torch.stack(tokens, dim=1)
 
 
 class Shown:
@@ -134,6 +120,7 @@ def prompts(config: GenerateConfig) -> list[Prompt]:
 
 
 def _prompt(text: str, is_chat: bool) -> Prompt:
+    text.encode()  # fails for what is no text
     if not is_chat:
         return Prompt({"prompt": text}, text)
     return Prompt({"prompt": text}, f"{text}\n", [{"role": "user", "content": text}])
@@ -142,11 +129,10 @@ def _prompt(text: str, is_chat: bool) -> Prompt:
 def _of_row(line: str, is_chat: bool, where: str) -> Prompt:
     try:
         row = from_json(line)
-        if "messages" in row:
-            messages = messages_in(row["messages"], "messages")
-            return Prompt({"messages": messages}, f"{messages[-1]['content']}\n", messages)
-        row["prompt"].encode()  # fails for what is no text
-        return _prompt(row["prompt"], is_chat)
+        if "messages" not in row:
+            return _prompt(row["prompt"], is_chat)
+        messages = messages_in(row["messages"], "messages")
+        return Prompt({"messages": messages}, f"{messages[-1]['content']}\n", messages)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         expected = "a JSON object with a text named prompt, or a chat named messages"
         said = f" ({error})" if isinstance(error, ValueError) else ""

@@ -1,7 +1,7 @@
 """Training within the memory there is: automatic options, and what to do after running out of memory."""
 
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import groupby
@@ -16,8 +16,7 @@ from holotrain.config.build import check_optimizer
 from holotrain.config.build_trainer import device_kind, device_name
 from holotrain.config.command_options import Config, RunConfig
 from holotrain.config.fine_tuning import trains_all
-from holotrain.config.objects import PYTHON_OBJECT
-from holotrain.config.option_groups import ADAMW, AUTO, HUGGING_FACE, LOW_BIT, OBJECT_GROUPS, TIMM, is_a
+from holotrain.config.option_groups import ADAMW, AUTO, HUGGING_FACE, LOW_BIT, TIMM, is_a
 from holotrain.data.example import batch_unit
 from holotrain.errors import UserError
 from holotrain.numeric import counted, in_words
@@ -27,15 +26,10 @@ from holotrain.planning.fake_tensors import Unplannable
 from holotrain.planning.memory_plan import Limit, choose_batch, choose_tile, largest_batch, least_memory, rows_in_tiles
 from holotrain.targets import TARGET
 
-Say = Callable[[str], object]
-"""Called with each line of a report."""
 
-
-def chosen(
-    config: Config, data: pl.LightningDataModule, device: str, processes: int = 1, say: Say = console.print
-) -> tuple[Config, int | None]:
+def chosen(config: Config, data: pl.LightningDataModule, device: str, processes: int = 1) -> tuple[Config, int | None]:
     """The configuration with its ``auto`` options filled in, and the bytes that a step then needs at most; None: nothing was
-    planned. Reports the choice.
+    planned. Prints the choice.
 
     Args:
         data: set up; if the batch size is ``auto``, with the smallest one. Its batch size is changed.
@@ -46,9 +40,9 @@ def chosen(
     """
     if not (config.batch_is_open or config.backward.open):
         if config.backward.kind == AUTO:
-            say(f"backward=auto: {runs_of(config.backward.blocks)}, as before")
+            console.print(f"backward=auto: {runs_of(config.backward.blocks)}, as before")
         elif config.memory is not None:
-            say(f"memory={config.memory} has no effect without backward=auto or an automatic batch size")
+            console.print(f"memory={config.memory} has no effect without backward=auto or an automatic batch size")
         return config, None
     if device not in ALLOCATORS:
         raise UserError(f"auto: planning does not support {device}; set backward and the batch size yourself")
@@ -56,9 +50,9 @@ def chosen(
     try:
         with as_out_of_memory():
             if config.batch_is_open:
-                config, planned = _with_batch(config, data, device, budget, say)
+                config, planned = _with_batch(config, data, device, budget)
             if config.backward.open:
-                config, planned = _with_schedules(config, data, device, budget, say)
+                config, planned = _with_schedules(config, data, device, budget)
     except Unplannable as error:
         raise UserError(f"auto: {error}; set backward and the batch size yourself") from error
     except OutOfMemory as error:
@@ -66,9 +60,9 @@ def chosen(
     return config, planned
 
 
-def _with_batch(config: Config, data: pl.LightningDataModule, device: str, budget: int, say: Say) -> tuple[Config, int]:
+def _with_batch(config: Config, data: pl.LightningDataModule, device: str, budget: int) -> tuple[Config, int]:
     option, _ = config.batch_option
-    say(f"{option}=auto: planning the largest batch ...")
+    console.print(f"{option}=auto: planning the largest batch ...")
     smallest = smallest_batch(config)
     least = smallest.batch_option[1]  # a batch must hold the longest document
     most = len(data.train_dataloader()) if option == "data.batch_size" else None
@@ -76,12 +70,12 @@ def _with_batch(config: Config, data: pl.LightningDataModule, device: str, budge
     try:
         size = choose_batch(planner, budget, least, most)
     except TooSmall as error:
-        say("  not even the smallest fits; planning what would ...")
+        console.print("  not even the smallest fits; planning what would ...")
         helps = what_helps(*proposals(PlannedTraining(smallest, data, device), budget))
         raise _too_small(smallest, budget, error, helps) from error
     assert planner.backward is not None  # an automatic batch size does not go with open schedules
     setattr(data, option.removeprefix("data."), size)
-    say(f"  {option}={size} is the largest that fits into {in_words(budget)} or that the data provide")
+    console.print(f"  {option}={size} is the largest that fits into {in_words(budget)} or that the data provide")
     return config.with_batch(size), planner.footprint(planner.backward, size).bound
 
 
@@ -99,17 +93,17 @@ def with_smaller_batch(config: Config, data: pl.LightningDataModule, device: str
     return config.with_batch(smaller), planner.footprint(planner.backward).bound
 
 
-def _with_schedules(config: Config, data: pl.LightningDataModule, device: str, budget: int, say: Say) -> tuple[Config, int]:
-    say("backward=auto: planning what each block stores ...")
+def _with_schedules(config: Config, data: pl.LightningDataModule, device: str, budget: int) -> tuple[Config, int]:
+    console.print("backward=auto: planning what each block stores ...")
     training = PlannedTraining(config, data, device)
     try:
         found, choice = choose_tile(training.planner, training.tiled, budget)
     except TooSmall as error:
-        say("  it does not fit; planning what would ...")
+        console.print("  it does not fit; planning what would ...")
         raise _too_small(config, budget, error, what_helps(*proposals(training, budget))) from error
     if found is not training.planner:
         config = with_tile(config, found.tile)
-    say(f"  {described(choice, budget, '' if found is training.planner else f'backward.tile={found.tile}')}")
+    console.print(f"  {described(choice, budget, '' if found is training.planner else f'backward.tile={found.tile}')}")
     return replace(config, backward=replace(config.backward, blocks=choice.blocks)), choice.bound
 
 
@@ -173,7 +167,7 @@ def proposals(training: PlannedTraining, budget: int, limits: Sequence[Limit] = 
     with suppress(Unplannable, OutOfMemory), as_out_of_memory():
         if not is_open:
             found += _other_schedules(training, budget)
-            found += [_words(config, limit) for limit in limits if limit.value]
+            found += [_words(limit) for limit in limits if limit.value]
         elif not config.backward.inexact:
             inexact = replace(config, backward=replace(config.backward, inexact=True))
             found += ["backward.inexact=true"] if training.changed(inexact).need <= budget else []
@@ -215,7 +209,7 @@ def _smaller(training: PlannedTraining, budget: int) -> list[str]:
         limits.append(training.longest_context(planner, least, budget))
     else:
         way = f"backward={least} " + (f"backward.tile={planner.tile} " if planner is training.tiled else "")
-    return [f"{way}{_words(training.config, limit)}" for limit in limits if limit is not None and limit.value]
+    return [f"{way}{_words(limit)}" for limit in limits if limit is not None and limit.value]
 
 
 def _needs(training: PlannedTraining) -> dict[str, int]:
@@ -229,9 +223,6 @@ def _needs(training: PlannedTraining) -> dict[str, int]:
             if need < usual:
                 needs[words] = need
     return needs
-
-
-LOWER_PRECISION = {"64-true": "32-true", "32-true": "bf16-mixed"}
 
 
 def _lighter(config: RunConfig) -> dict[str, RunConfig]:
@@ -249,24 +240,20 @@ def _lighter(config: RunConfig) -> dict[str, RunConfig]:
         others["optimizer=adamw_8bit"] = replace(config, optimizer=few_bits)
     if is_a(model, HUGGING_FACE, TIMM) and model.trained == "all" and not model.adapters:
         lora = {TARGET: "peft.LoraConfig", "r": 8, "target_modules": "all-linear"}
-        words = ", ".join(f"{name}: {value}" for name, value in lora.items())
-        with_lora = replace(config, model=model.with_arguments(adapters=lora))
-        others[f"'model.adapters={{{words}}}'"] = with_lora
-        few_bits = replace(config, model=model.with_arguments(adapters=lora, quantised="4bit"))
-        others[f"'model.adapters={{{words}}}' model.quantised=4bit"] = few_bits
+        words = f"'model.adapters={{{', '.join(f'{name}: {value}' for name, value in lora.items())}}}'"
+        others[words] = replace(config, model=model.with_arguments(adapters=lora))
+        others[f"{words} model.quantised=4bit"] = replace(config, model=model.with_arguments(adapters=lora, quantised="4bit"))
     elif model is not None and model.quantised is None and not trains_all(model.plain()):
         others["model.quantised=4bit"] = replace(config, model=model.with_arguments(quantised="4bit"))
-    if lower := LOWER_PRECISION.get(trainer.precision):
+    if lower := {"64-true": "32-true", "32-true": "bf16-mixed"}.get(trainer.precision):
         others[f"trainer.precision={lower}"] = replace(config, trainer=trainer.with_arguments(precision=lower))
     return others
 
 
-def _words(config: RunConfig, limit: Limit) -> str:
-    if limit.option != NO_OPTION:
-        return f"{limit.option}={limit.value}"
-    options = [] if config.data.target == PYTHON_OBJECT else OBJECT_GROUPS["data"].options(config.data.target)
-    named = ", ".join(f"data.{name}" for name in options)
-    return f"batches of {counted(limit.value, 'sample')} ({f'options: {named}' if named else 'which the data module sets'})"
+def _words(limit: Limit) -> str:
+    if limit.option == NO_OPTION:
+        return f"batches of {counted(limit.value, 'sample')}, which the data module sets"
+    return f"{limit.option}={limit.value}"
 
 
 SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")

@@ -1,7 +1,8 @@
 """``holotrain plan``: predicts the memory of a training without allocating it."""
 
 import json
-from collections.abc import Callable
+import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,18 +34,10 @@ SHOWN = ("parameters", "gradients", "optimizer", "activations", "head", "tempora
 def run(config: PlanConfig, run: Run) -> int:
     """Writes plan.json. Returns 0, even if the run does not fit."""
     quiet = config.json == "-"
-    say = plain(stderr=True).print if quiet else console.print
-    status = console.status("")
-
-    def begin(what: str) -> None:
+    with redirect_stdout(sys.stderr if quiet else sys.stdout):
         if not quiet:
-            status.update(f"planning {what}")
-            status.start()  # not before the data are read: a running display captures what they print
-
-    try:
-        config, plan, needed, less = planned(config, say, begin)
-    finally:
-        status.stop()
+            console.print("planning ...")
+        config, plan, needed, less = planned(config)
     found = plan.as_json() | {"remedies": needed} | ({"less_for_states": less} if less else {})
     figures = json.dumps(found, indent=2) + "\n"
     write_whole(run.folder / PLAN, figures)
@@ -61,26 +54,16 @@ def run(config: PlanConfig, run: Run) -> int:
     return 0
 
 
-def planned(
-    config: PlanConfig, say: Callable[[str], object], begin: Callable[[str], object]
-) -> tuple[PlanConfig, Plan, list[str], dict[str, int]]:
+def planned(config: PlanConfig) -> tuple[PlanConfig, Plan, list[str], dict[str, int]]:
     """The configuration with its batch size, the plan, and what :func:`proposals` returns if the training does not fit.
-
-    Args:
-        say: called with each line about the choice of a batch size.
-        begin: called with what is planned next.
-
-    Raises:
-        UserError: the training step cannot be planned.
-    """
+    Raises a UserError if the training step cannot be planned."""
     device = _device_of(config)
     known = tokenizer_for(config, Path(config.ckpt_path) if config.ckpt_path else None)
     data = build_data(smallest_batch(config) if config.batch_is_open else config, known)
     data.prepare_data()
     data.setup("fit")
     if config.batch_is_open:
-        begin("the batch size")
-        config, _ = chosen(config, data, device, say=say)
+        config, _ = chosen(config, data, device)
     try:
         budget = budget_of(config, device)
     except UserError:
@@ -89,13 +72,12 @@ def planned(
         budget = None  # the memory of the device is not known
     needed, less = [], {}
     try:
-        training = PlannedTraining(config, data, device, begin)
-        plan = make_plan(training.planner, budget, begin, training.tiled)
+        training = PlannedTraining(config, data, device)
+        plan = make_plan(training.planner, budget, training.tiled)
         planner = (training.tiled if plan.options else None) or training.planner
         if budget is not None and (longest := training.longest_context(planner, plan.schedule, budget)):
             plan = replace(plan, limits=[*plan.limits, longest])
         if budget is not None and not plan.fits:
-            begin("what would fit")
             needed, less = proposals(training, budget, plan.limits)
     except Unplannable as error:
         raise UserError(f"plan: {error}") from error

@@ -73,17 +73,10 @@ class PlannedTraining:
 
     Args:
         data, device: see :func:`planner_of`.
-        begin: called with what is planned next.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        data: pl.LightningDataModule,
-        device: str,
-        begin: Callable[[str], object] = lambda what: None,
-    ) -> None:
-        self.config, self.data, self.begin = config, data, begin
+    def __init__(self, config: RunConfig, data: pl.LightningDataModule, device: str) -> None:
+        self.config, self.data = config, data
         self.planner = planner_of(config, data, device)
 
     def changed(self, config: RunConfig) -> PlannedTraining:
@@ -101,7 +94,6 @@ class PlannedTraining:
             rows = rows_in_tiles(tiled)
             if not rows:
                 return None
-            self.begin(f"backward={rows[0]} backward.tile={TILE}")
             saves = tiled.footprint(rows[0]).bound < self.planner.footprint(rows[0]).bound
         except (UserError, Unplannable, ValueError):
             return None
@@ -132,7 +124,6 @@ class PlannedTraining:
         def bound(context: int) -> int:
             if context == data.context:
                 return planner.footprint(backward).bound
-            self.begin(f"data.context={context}")
             other = copy.copy(data)
             other.context = context
             make = partial(_task, config, other), partial(_step, config, other, planner.device, None)

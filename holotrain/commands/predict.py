@@ -61,10 +61,10 @@ def run(config: PredictConfig, run: Run) -> int:
         place = f"images: there is no readable image in {files}" if files else "data: the test set has no readable image"
         raise UserError(place)
     named = [each for each in named if each[0] != ""]
-    of = "text" if is_a(config.data, TEXT) else "image" if is_a(config.data, IMAGES) else "sample"
     if is_a(config.task, CAUSAL_LM):
         columns, rows = ("text", "bytes", "bits_per_byte"), _scores(named)
     else:
+        of = "text" if is_a(config.data, TEXT) else "image" if is_a(config.data, IMAGES) else "sample"
         columns, rows = _table(of, named, described.get("class_names"))
     write_table(run.folder / PREDICTIONS, columns, rows)
 

@@ -19,14 +19,10 @@ from holotrain.config.objects import ObjectConfig
 from holotrain.data.images import ImageDataModule
 from holotrain.data.text.module import TextDataModule
 from holotrain.models.quantised import parameter_count, quantised_counts
-from holotrain.numeric import counted
 from holotrain.parallel.strategies import division
 
 PARTS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
 """The parts of the data that a command reads while this screen is shown."""
-
-FEW = 50
-"""A validation set of fewer samples has coarse figures: one more that is right is 2 % or more."""
 
 RESULTS = ("steps", "epochs", "early_stopping_patience", "samples_per_second", "tokens_per_second", "step_seconds")
 RESULTS += ("step_peak_bytes", "planned_step_bytes", "seconds", "checkpoint")
@@ -45,9 +41,6 @@ def show_start(
         parts = ", ".join(f"{_large(counts['tokens'])} to {name}" for name, counts in data.counts.items())
         rows["text"] = f"tokens: {parts}; vocabulary {data.vocab_size}, context {data.context}"
     rows["samples"] = ", ".join(f"{size} to {part}" for part, size in sizes.items()) or None
-    if sizes.get("val", FEW) < FEW:
-        remedy = "raise data.val_fraction, or give more" if hasattr(data, "val_fraction") else "give more"
-        rows["warning"] = f"only {counted(sizes['val'], 'sample')} to validate with, so val/... is coarse; {remedy}"
     if config.backward.kind is not None:
         blocks = f": {runs_of(config.backward.blocks)}" if config.backward.blocks else ""
         tile = "" if config.backward.tile is None else f", tile={config.backward.tile}"

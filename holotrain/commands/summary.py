@@ -130,22 +130,19 @@ def continued(config: FitConfig, run: Run) -> FitConfig:
 
 
 def ended(config: FitConfig, folder: Path) -> str | None:
-    """A message if the training of this folder has already reached its limit or was stopped early, else None.
-
-    Resuming such a training would overwrite its results with those of zero steps.
-    """
+    """A message if the training of this folder has already reached its limit or was stopped early, else None. Resuming it would
+    overwrite its results with those of zero steps."""
     found = completed(folder)
     if found is None:
         return None
-    epochs = found.get("epochs") if found.get("whole_epochs") is None else found["whole_epochs"]
-    for unit, done in (("epoch", epochs), ("step", found.get("steps"))):
+    for unit, done in (("epoch", found["whole_epochs"]), ("step", found["steps"])):
         limit = getattr(config.trainer, f"max_{unit}s")
         if limit > 0 and (done or 0) >= limit:
             return f"{folder}: already complete, {done} of {counted(limit, unit)}; to train on, raise trainer.max_{unit}s"
-    patience = found.get("early_stopping_patience")
+    patience = found["early_stopping_patience"]
     for name, each in config.callbacks.items():
         if patience is not None and is_a(each, EARLY_STOPPING) and each.patience <= patience:
-            done = counted(found.get("epochs") or 0, "epoch")
+            done = counted(found["epochs"] or 0, "epoch")
             remedy = f"to train on, raise callbacks.{name}.patience, or take it out"
             return f"{folder}: already complete, stopped early after {done}; {remedy}"
     return None

@@ -46,7 +46,7 @@ def show_sweep(command: str, folder: Path, jobs: dict[Path, Job]) -> None:
 
 
 def _table(columns: list[str], rows: list[dict[str, Any]], fits: bool) -> Table:
-    """The columns in which jobs differ. On a CPU the peak of a training is that of the whole process, which sweep.csv alone has."""
+    """The columns in which jobs differ; without the peak of a training, which on a CPU is that of the whole process."""
     table = Table(title=f"sweep of {counted(len(rows), 'job')}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     shown = []
     for name in columns:

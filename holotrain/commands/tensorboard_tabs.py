@@ -62,7 +62,7 @@ def log_options(loggers: Iterable[Logger], config: FitConfig, run: Run, validate
         if not isinstance(logger, TensorBoardLogger):
             logger.log_hyperparams(options)
             continue
-        logger.experiment.add_custom_scalars(_layout(_prefixes(config), {*validated}))
+        logger.experiment.add_custom_scalars(_layout(config, validated))
         # Lightning's log_hyperparams(options, results) would add a point to the curve of every metric.
         results = dict.fromkeys(_results(config, validated), 0.0)
         columns, first = _columns(run, options)
@@ -82,26 +82,19 @@ def _flat(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{key}", value
 
 
-def _prefixes(config: FitConfig) -> set[str]:
-    """The first parts of the tags that a training logs."""
-    optional = {
-        "reversible": config.backward.kind not in PLAIN,
-        "synthesis": config.synthesis is not None,
-        "error_diffusion": is_a(config.task, ERROR_DIFFUSION),
-    }
-    return {"train", "memory", "throughput", "optimization", *(name for name, logged in optional.items() if logged)}
-
-
-def _layout(prefixes: set[str], tags: set[str]) -> dict[str, dict[str, list]]:
-    """The charts with a tag of such a prefix, or among ``tags``, in the form of ``SummaryWriter.add_custom_scalars``.
+def _layout(config: FitConfig, validated: list[str]) -> dict[str, dict[str, list]]:
+    """The charts of what a training logs, in the form of ``SummaryWriter.add_custom_scalars``.
 
     A chart always lists all its lines: TensorBoard merges the layouts of runs by chart, and shows a chart twice if the lines
     of two runs differ.
     """
+    logged = {"train": True, "memory": True, "throughput": True, "optimization": True}
+    logged |= {"reversible": config.backward.kind not in PLAIN, "synthesis": config.synthesis is not None}
+    logged["error_diffusion"] = is_a(config.task, ERROR_DIFFUSION)
     layout: dict[str, dict[str, list]] = {}
     for group, charts in CHARTS.items():
         for title, lines in charts.items():
-            if any(tag in tags or tag.partition("/")[0] in prefixes for tag in lines):
+            if any(tag in validated or logged.get(tag.partition("/")[0]) for tag in lines):
                 # TensorBoard matches tags by regular expressions from the start; $ ends the match.
                 layout.setdefault(group, {})[title] = ["Multiline", [f"{tag}$" for tag in lines]]
     return layout

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from holotrain.numeric import counted
 from holotrain.planning.choice import MARGIN, Choice, TooSmall, choose, flops, seconds, stage_of, visits_of
 from holotrain.planning.devices import ALLOCATORS
 from holotrain.planning.planner import Backward, Planner
@@ -87,14 +86,12 @@ def largest_batch(
     backward: Backward,
     budget: int,
     most: int | None = None,
-    begin: Callable[[str], object] = lambda what: None,
 ) -> Limit:
     """The largest batch that fits.
 
     Args:
         budget: memory budget in bytes.
         most: upper limit of the batch, if any.
-        begin: called with what is planned next.
 
     Raises:
         Unplannable: an operation needs the values of its inputs.
@@ -102,7 +99,6 @@ def largest_batch(
     batch = planner.batch
 
     def bound(size: int) -> int:
-        begin(f"{batch.name}={size}")
         return planner.footprint(backward, size).bound
 
     start = max(batch.value // batch.unit, 1) * batch.unit
@@ -111,16 +107,13 @@ def largest_batch(
     return Limit(batch.name, batch.value, largest(bound, budget, start, batch.unit, most, empty))
 
 
-def largest_depth(
-    planner: Planner, backward: Backward, budget: int, begin: Callable[[str], object] = lambda what: None
-) -> Limit:
+def largest_depth(planner: Planner, backward: Backward, budget: int) -> Limit:
     """The largest depth that fits, with the arguments of :func:`largest_batch`. The planner must have a depth."""
     assert planner.depth is not None
     configured = planner.depth.value
     deeper = configured + max(configured // DEEPER, 1)
 
     def simulated(depth: int) -> int:
-        begin(counted(depth, "block"))
         return planner.footprint(backward, depth=None if depth == configured else depth).bound
 
     def bound(depth: int) -> int:
@@ -316,34 +309,22 @@ class Plan:
         }
 
 
-def make_plan(
-    planner: Planner,
-    budget: int | None,
-    begin: Callable[[str], object] = lambda what: None,
-    tiled: Planner | None = None,
-) -> Plan:
+def make_plan(planner: Planner, budget: int | None, tiled: Planner | None = None) -> Plan:
     """
     Args:
         budget: memory budget in bytes; None: not known, which needs a planner with configured schedules.
-        begin: called with what is planned next.
         tiled: the planner of the same training with MLPs in tiles, which has rows of its own; None: it cannot be.
 
     Raises:
         Unplannable: an operation needs the values of its inputs.
     """
-    footprints: dict[str, Footprint] = {}
-    for name in planner.schedules:
-        begin(f"backward={name}")
-        footprints[name] = planner.footprint(name)
+    footprints = {name: planner.footprint(name) for name in planner.schedules}
     if tiled is not None:
         for row in rows_in_tiles(tiled):
-            name = f"{row} backward.tile={tiled.tile}"
-            begin(f"backward={name}")
-            footprints[name] = tiled.footprint(row)
+            footprints[f"{row} backward.tile={tiled.tile}"] = tiled.footprint(row)
     choice, backward, options = None, planner.backward, ""
     if backward is None:
         assert budget is not None
-        begin(f"backward={AUTO}")
         try:
             found, choice = choose_tile(planner, tiled, budget, measure=False)
             backward, options = choice.blocks, "" if found is planner else f"backward.tile={found.tile}"
@@ -352,13 +333,12 @@ def make_plan(
             backward = least_memory(planner)
     name = backward if isinstance(backward, str) else AUTO
     if name not in footprints:
-        begin(f"backward={name}")
         footprints[name] = planner.footprint(backward)
     limits = []
     if budget is not None:
         # For another batch, a choice can go down to the schedule with the least memory.
         varied = backward if isinstance(backward, str) else least_memory(planner)
-        limits = [largest_batch(planner, varied, budget, begin=begin)]
+        limits = [largest_batch(planner, varied, budget)]
         if planner.depth is not None:
-            limits.append(largest_depth(planner, varied, budget, begin))
+            limits.append(largest_depth(planner, varied, budget))
     return Plan(planner.device, budget, name, backward, footprints, choice, limits, options)

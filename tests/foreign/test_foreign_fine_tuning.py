@@ -83,8 +83,7 @@ def test_the_first_screen_says_what_is_tuned(holotrain, tmp_path):
     assert status == 0 and "tensors of network" in err
     shown = " ".join(out.split())
     assert "weights fine-tuning of network" in shown and "adamw, lr 0.0001" in shown
-    blocks = re.search(r"samples \d+ to train, (\d+) to val", shown)[1]
-    assert f"warning only {blocks} samples to validate with" in shown
+    assert re.search(r"samples \d+ to train, \d+ to val", shown)
     out = holotrain.done("fit", *SHORT, *HERE, "model.dim=16", "model.depth=1", "model.heads=2", "hydra.run.dir=images")
     assert "1295 to train, 143 to val" in out and "warning" not in out and "fine-tuning" not in out
     status, out, _ = holotrain("fit", *HERE, "ckpt_path=run", "trainer.max_steps=4", "hydra.run.dir=on")
