@@ -88,7 +88,6 @@ def recipes(options) -> dict[str, dict]:
         "associative": {},
         "associative, blocks of 256": {"block_length": 256},
         "associative, bf16": {"dtype": "bf16"},
-        "associative, phase only": {"phase_only": True},
         "associative, a quarter of entries": {"subsample": 0.25},
         "associative, descent guaranteed": {"cosine_floor": 0.1},
         "associative, hadamard": {"transform": "hadamard", "block_length": 256},

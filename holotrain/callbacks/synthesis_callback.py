@@ -36,7 +36,6 @@ class SynthesisCallback(Monitor):
         subsample: fraction of each parameter's entries to synthesize; the others keep their gradient.
         decay: fraction of the hologram that is kept in each step.
         decay_warmup: optimizer steps during which the decay rises linearly from 0.
-        phase_only: use only the phase of the gradient's spectrum.
         ema: decay of a running mean that replaces the gradient; 0: use the gradient.
         key_ema: decay of a running mean of the layers' inputs, their keys; 0: no mean; null: 0.9 with associative, else 0.
         superpose: rows that share a hologram (shared only); its memory is that of momentum divided by this.
@@ -79,7 +78,6 @@ class SynthesisCallback(Monitor):
         subsample: float = 1.0,
         decay: float = 0.9,
         decay_warmup: int = 0,
-        phase_only: bool = False,
         ema: float = 0.0,
         key_ema: float | None = None,
         superpose: int = 8,

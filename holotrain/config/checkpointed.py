@@ -39,7 +39,7 @@ COMMAND_LINE_ONLY = (
 """Options that decide what is run, what is written, and where: a file does not set them."""
 
 REMOVED = (
-    *("trainer.max_restarts", "data.max_megapixels", "data.max_expansion", "data.channels_last"),
+    *("synthesis.phase_only", "trainer.max_restarts", "data.max_megapixels", "data.max_expansion", "data.channels_last"),
     *("callbacks.padding", "callbacks.histograms", "callbacks.optimization.per_block"),
     *("callbacks.confusion_matrix.class_names", "callbacks.predictions.class_names", "callbacks.predictions.statistics"),
     *(f"callbacks.samples.{name}" for name in ("count", "seed", "temperature", "tokenizer")),

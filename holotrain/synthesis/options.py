@@ -30,8 +30,6 @@ class SynthesisOptions:
             their gradient.
         decay: decay of the hologram in each step, in [0, 1), or a function of the step number.
         decay_warmup: steps during which the decay rises linearly from 0.
-        phase_only: use only the phase of the gradient's spectrum, at the norm of the block (``bind`` always does, at norm 1 as
-            published).
         ema: decay, in [0, 1), of a running mean of gradients that replaces the gradient; 0: none.
         key_ema: decay, in [0, 1), of a running mean of the keys; 0: no mean. None: 0.9 with ``associative``, else 0.
         superpose: rows (blocks of weights) that share a row of the hologram in ``shared``; the state is smaller by this factor.
@@ -58,7 +56,6 @@ class SynthesisOptions:
     subsample: float = 1.0
     decay: float | Callable[[int], float] = 0.9
     decay_warmup: int = 0
-    phase_only: bool = False
     ema: float = 0.0
     key_ema: float | None = None
     superpose: int = 8
@@ -131,7 +128,7 @@ CHOICES = {
 UNUSED = {
     "associative": ("superpose", "feedback", "representation"),
     "shared": ("representation",),
-    "bind": ("superpose", "feedback", "decay", "decay_warmup", "phase_only", "key_ema"),
+    "bind": ("superpose", "feedback", "decay", "decay_warmup", "key_ema"),
 }
 """Options that have no effect in a mode."""
 

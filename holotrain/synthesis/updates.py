@@ -89,10 +89,8 @@ class RowGroup:
             mean = self.mean[:, part.rows].lerp_(gradient, scalars["fresh"])
             content = mean * scalars["unbias"]
         spectrum = self.transform.forward(content)
-        if self._options.phase_only or self._options.mode == "bind":  # rows of norm 1 as published, or with the norm they had
+        if self._options.mode == "bind":  # rows of norm 1, as published
             spectrum = units(spectrum, empty=0) / self.rows.length**0.5
-        if self._options.phase_only:
-            spectrum = spectrum * torch.linalg.vector_norm(content, dim=-1, keepdim=True)
         if self.hologram is None:
             read = spectrum * keys.conj()
         else:

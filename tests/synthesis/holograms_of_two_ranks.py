@@ -37,7 +37,6 @@ CASES = {
     "hadamard": {"transform": "hadamard", "mix": 0.2, "dtype": "bf16"},
     "every option": {
         "mode": "shared",
-        "phase_only": True,
         "ema": 0.5,
         "key_ema": 0.5,
         "match_norm": True,

@@ -92,7 +92,7 @@ def test_convolutions_embeddings_and_parameters_without_an_input():
             {"ema": 0.5, "key_ema": 0.5, "block_length": 16},
             {"mode": "shared", "ema": 0.5, "cosine_floor": 0.1, "block_length": 32},
             {"mode": "bind"},
-            {"phase_only": True},
+            {"transform": "hadamard"},
         ],
         [float("nan"), float("inf"), -float("inf")],
         ["told at once", "told later", "split"],

@@ -72,10 +72,8 @@ def updates(count=4, learn=True, **options):
 class Reference:
     """Layer by layer, block by block, in NumPy."""
 
-    def __init__(
-        self, block: int, decay: float = 0.9, transform: str = "fft", phase_only: bool = False, key_ema: float = 0.9
-    ) -> None:
-        self.block, self.decay, self.phase_only, self.key_ema = block, decay, phase_only, key_ema
+    def __init__(self, block: int, decay: float = 0.9, transform: str = "fft", key_ema: float = 0.9) -> None:
+        self.block, self.decay, self.key_ema = block, decay, key_ema
         self.memory: dict = {}
         self.inputs: dict = {}
         signs = torch.randint(0, 2, (block,), generator=torch.Generator().manual_seed(0)).numpy() * 2 - 1
@@ -99,9 +97,6 @@ class Reference:
         for start in range(0, len(gradient), self.block):
             part = gradient[start : start + self.block]
             spectrum = self.forward(part, self.block)
-            if self.phase_only:
-                spectrum = spectrum / np.abs(spectrum)
-                spectrum *= np.linalg.norm(part) / np.linalg.norm(self.inverse(spectrum, self.block))
             memory = self.memory.get((name, start), 0) * self.decay + spectrum * np.conj(key)
             self.memory[name, start] = memory
             result.append(self.inverse(memory * key, self.block)[: len(part)])
@@ -113,7 +108,7 @@ class Reference:
     [
         ({"block_length": 16}, 16),
         ({"block_length": 4}, 4),  # keys are longer, and folded
-        ({"block_length": 64, "phase_only": True}, 64),
+        ({"block_length": 64}, 64),
         ({"block_length": 16, "transform": "hadamard"}, 16),
         ({"block_length": 4, "key_ema": 0.5}, 4),
     ],
