@@ -24,7 +24,7 @@ CASES = {
     "gradients that add up": [*SMALL, "trainer.accumulate_grad_batches=4"],
     "a schedule a block": [*SMALL, "backward=auto", "backward.blocks=[reversible+attention,checkpoint]"],
 }
-SLOW = ("sequence_classification", "in double precision", "gradients that add up")
+SLOW = ("sequence_classification", "in double precision", "gradients that add up", "with an average", "adapters alone")
 
 
 def configured(name, tokens):

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from covering import slow
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,14 +98,14 @@ def images(tmp_path, monkeypatch):
             Image.new("RGB", (40, 30)).save(tmp_path / "images" / part / name / "0.png")
 
 
-def is_larger(group, option):
-    """Whether it is a model that differs in numbers alone from the smallest of its family."""
-    return group == "model" and option.endswith(("_small", "_base", "_medium", "_large"))
+def is_slow(group, option):
+    """Recipes, and models that differ in numbers alone from the smallest of their family."""
+    return group == "experiment" or (group == "model" and option.endswith(("_small", "_base", "_medium", "_large")))
 
 
 @pytest.mark.parametrize(
     ("group", "option"),
-    [pytest.param(g, o, marks=[pytest.mark.slow] * is_larger(g, o)) for g, options in GROUPS.items() for o in options],
+    [pytest.param(g, o, marks=[pytest.mark.slow] * is_slow(g, o)) for g, options in GROUPS.items() for o in options],
 )
 def test_every_option_builds(group, option, images, tokens):
     config = configuration("fit", f"{group}={option}", *needs(group, option))
@@ -235,12 +236,11 @@ def written(value):
     return {None: "null", True: "true", False: "false"}.get(value, value) if isinstance(value, bool | None) else value
 
 
-@pytest.mark.parametrize("name", [name for name in TRAINER if name not in ELSEWHERE])
-def test_every_argument_of_lightnings_trainer_is_an_option(name):
-    default = TRAINER[name].default
-    value = {"strategy": "ddp", "devices": 1, "precision": "bf16-mixed", "max_epochs": 3}.get(name, default)
-    config = configuration("fit", f"trainer.{name}={written(value)}")
-    assert getattr(config.trainer, name) == value
+def test_every_argument_of_lightnings_trainer_is_an_option():
+    values = {name: parameter.default for name, parameter in TRAINER.items() if name not in ELSEWHERE}
+    values |= {"strategy": "ddp", "devices": 1, "precision": "bf16-mixed", "max_epochs": 3}
+    config = configuration("fit", *(f"trainer.{name}={written(value)}" for name, value in values.items()))
+    assert {name: getattr(config.trainer, name) for name in values} == values
 
 
 def test_arguments_of_the_trainer_reach_it(tmp_path):
@@ -311,7 +311,7 @@ def test_a_wrong_value_is_named(overrides, words, tmp_path):
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("bits", ["8bit", "4bit", "fp8"])
+@pytest.mark.parametrize("bits", ["8bit", slow("4bit"), slow("fp8")])
 def test_the_name_of_an_optimizer_says_its_bits(bits, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for option in ("adamw_8bit", "adamw_4bit"):

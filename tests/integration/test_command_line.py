@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
-from covering import long
+from covering import long, slow
 from data_files import write_folder
 from forked import Forked
 from left_by_runs import assert_same_weights, only, rows, scalars, summary, weights
@@ -325,7 +325,7 @@ def test_out_of_memory_keeps_the_checkpoint_and_says_what_needs_less(holotrain, 
     assert summary(folder)["steps"] == 6
 
 
-@pytest.mark.parametrize(("depth", "epochs", "accuracy"), [(1, 10, 0.97), long(17, 40, 0.95)])
+@pytest.mark.parametrize(("depth", "epochs", "accuracy"), [slow(1, 10, 0.97), long(17, 40, 0.95)])
 def test_error_diffusion_learns_ten_digits(holotrain, depth, epochs, accuracy):
     holotrain.done(
         "fit", "task=error_diffusion", "trainer.accelerator=cpu", f"model.depth={depth}", f"trainer.max_epochs={epochs}"

@@ -178,6 +178,7 @@ def test_a_model_of_transformers_is_trained_within_the_least_memory(holotrain, o
     assert kept("less")["backward"] == chosen["backward"] and summary(Path("less"))["steps"] == 3
 
 
+@pytest.mark.slow
 def test_few_bits_are_proposed_where_a_part_is_trained(holotrain):
     pytest.importorskip("torchao")
     words = [*PLANNED, "memory=1MiB", "device=cpu"]

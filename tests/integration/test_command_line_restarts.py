@@ -58,7 +58,9 @@ def test_torchrun_starts_all_again_and_they_end_as_if_nothing_had_been(holotrain
 @pytest.mark.parametrize(
     ("what", "words", "status", "line"),
     [
-        ("SIGKILL", [], 2, r"rank 1 \(process \d+\) was killed by SIGKILL; resume with: .* fit resume=true hydra.run.dir=run"),
+        slow(
+            "SIGKILL", [], 2, r"rank 1 \(process \d+\) was killed by SIGKILL; resume with: .* fit resume=true hydra.run.dir=run"
+        ),
         slow("mistake", [], 2, "rank 1: give another disk$"),
         long("SIGSTOP", ["trainer.timeout=5"], 1, None),
     ],

@@ -6,7 +6,7 @@ includes the scratch of kernels and libraries, which depends on the CPU.
 
 import pytest
 import torch
-from covering import slow, thinned
+from covering import pairwise, slow
 from measured_memory import peak_of
 from small_planners import made
 from torch import nn
@@ -23,7 +23,6 @@ from holotrain.schedules import OF_REVERSIBLE
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
-PLAIN = OF_REVERSIBLE[:2]
 VIT = {"image_size": 32, "patch_size": 4, "dim": 64, "depth": 2, "heads": 2, "classes": 10}
 SWIN = {"image_size": 32, "patch_size": 2, "dim": 32, "depths": (2, 1), "heads": (1, 2), "window": 4, "classes": 10}
 MVIT = {"image_size": 32, "dim": 24, "depths": (1, 2), "heads": 1, "classes": 10}
@@ -58,11 +57,10 @@ no_half = pytest.mark.skipif(
     not half_precision_attention_runs(), reason="PyTorch's attention does not run in bf16 with these settings of this CPU"
 )
 
+MORE = [case for case in pairwise(FAMILIES, OF_REVERSIBLE, (False, True)) if case[0][:3] == "Rev" and case not in CHOSEN]
 CASES = [
     pytest.param(*case.values, marks=[*case.marks, no_half] if case.values[2] else case.marks)
-    for case in thinned(
-        FAMILIES, OF_REVERSIBLE, (False, True), allowed=lambda of, way, _: of[:3] == "Rev" or way in PLAIN, keep=CHOSEN
-    )
+    for case in (*(pytest.param(*case) for case in CHOSEN), *(slow(*case) for case in MORE))
 ]
 
 
