@@ -13,13 +13,6 @@ long = partial(pytest.param, marks=pytest.mark.long)
 """One case that only ``pytest -m long`` runs."""
 
 
-def thinned(*options: Sequence, keep: Sequence[tuple], allowed: Callable[..., bool] = lambda *case: True) -> list:
-    """The full product as pytest's parameters; all but ``keep`` are marked slow."""
-    matrix = [case for case in product(*options) if allowed(*case)]
-    assert all(case in matrix for case in keep)
-    return [(pytest.param if case in keep else slow)(*case) for case in matrix]
-
-
 def paired(*options: Sequence) -> list[tuple]:
     """Each value of each option, in as few cases as the longest has values."""
     return [tuple(values[number % len(values)] for values in options) for number in range(max(map(len, options)))]
