@@ -1,4 +1,4 @@
-"""What commands write, print and read again."""
+"""What commands write, print and read again, logs among it; and the precision of products that they set."""
 
 import csv
 import json

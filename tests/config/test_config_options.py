@@ -1,8 +1,9 @@
-"""Every option under conf/ composes and builds; every mistake is answered in one line."""
+"""Every option under conf/ composes and builds, and has a type and a meaning; every mistake is answered in one line."""
 
 import copy
 import inspect
 import math
+import os
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -21,18 +22,24 @@ from omegaconf import OmegaConf
 import holotrain
 from holotrain.callbacks import BestCheckpoint, ThroughputMonitor
 from holotrain.commands.multiprocess import process_group_options
+from holotrain.config import option_groups
+from holotrain.config.annotations import checked
 from holotrain.config.build import build_data, build_task, check_values
 from holotrain.config.build_callbacks import build_fit_callbacks
-from holotrain.config.build_trainer import build_trainer, check_device, check_training_device
+from holotrain.config.build_trainer import build_trainer, check_device, check_training_device, validation_and_logging
 from holotrain.config.command_line import quoted, readable
-from holotrain.config.composition import composed, config_folder, option_names, register
+from holotrain.config.composition import composed, config_folder, models, option_names, register
+from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import SEQUENCE_CLASSIFIER, is_a
-from holotrain.config.structured import structured, to_container, without_replaced_options
+from holotrain.config.signatures import REQUIRED, UNKNOWN, signature
+from holotrain.config.structured import group_defaults, object_config, structured, to_container, without_replaced_options
 from holotrain.data import HubImages
 from holotrain.data.text.module import TextDataModule
 from holotrain.errors import UserError, as_user_error
+from holotrain.folders import run_folder
 from holotrain.optimizers import InBackward
 from holotrain.parallel.rank import ProcessRank
+from holotrain.targets import targets
 
 GROUPS = option_names()
 IMAGENET = ["data.root=images", "trainer.accelerator=cpu"]
@@ -424,3 +431,110 @@ def test_nccl_takes_the_sms_and_the_priority_that_it_is_given():
 def test_an_override_is_read_as_the_text_that_was_quoted(text):
     assert readable(f"prompt={quoted(text)}") == f"prompt={text}"
     assert readable("optimizer.betas=[0.9,0.999]") == "optimizer.betas=[0.9,0.999]"
+
+
+FILES = [path for group in ("data", "task") for path in Path(config_folder(), group).glob("*.yaml")]
+NODES = [*models().values(), *(OmegaConf.to_container(OmegaConf.load(path)) for path in FILES)]
+CONSTRUCTORS = sorted({target for node in NODES for _, target in targets(node)})
+
+
+@pytest.mark.parametrize("target", CONSTRUCTORS)
+def test_every_option_has_a_type_a_default_and_a_meaning(target):
+    found = signature(target)
+    assert not found.takes_others
+    for name, option in found.options.items():
+        assert option.type and option.meaning and option.default is not UNKNOWN, name
+        if option.default is not REQUIRED:
+            assert checked(name, option.type, option.default) == option.default
+
+
+@pytest.mark.parametrize(
+    "target",
+    sorted(
+        {*option_groups.COMPATIBLE, *(name for models, data in option_groups.COMPATIBLE.values() for name in (*models, data))}
+    ),
+)
+def test_classes_that_options_depend_on_are_where_they_are_said_to_be(target):
+    """A name of yesterday would make every check of it pass in silence."""
+    assert target in signature(target).bases
+
+
+@pytest.mark.parametrize(
+    ("target", "option", "given", "taken"),
+    [
+        ("holotrain.models.RevViT", "backward", ["autograd", "reversible+attention"], ["autograd", "reversible+attention"]),
+        ("holotrain.models.RevGPT", "exact", True, True),
+        ("holotrain.models.RevGPT", "exact", 12, 12),
+        ("holotrain.data.Digits", "classes", [3, "5"], [3, "5"]),
+        ("holotrain.data.TextFiles", "max_tokens", None, None),
+        ("holotrain.tasks.MaskedLM", "mask_probability", 0.3, 0.3),
+    ],
+)
+def test_values_are_taken_as_they_are_meant(target, option, given, taken):
+    found = checked(option, signature(target).options[option].type, given)
+    assert found == taken and type(found) is type(taken)
+
+
+def test_a_word_is_none_of_a_choice_of_numbers():
+    with pytest.raises(UserError, match=r"model.depth: '17' is not one of 18, 34. Did you mean '18'\?"):
+        checked("model.depth", "Literal[18, 34]", "17")
+
+
+def trainer_of(**options) -> ObjectConfig:
+    plain = {"_target_": "lightning.pytorch.Trainer", "max_epochs": 16, **options}
+    return object_config("trainer", group_defaults("trainer", plain))
+
+
+@pytest.mark.parametrize(
+    ("options", "batches", "expected"),
+    [
+        ({}, 10, (1.0, 1)),
+        ({"val_check_interval": 0.5}, 10, (0.5, 1)),
+        ({"val_check_interval": 4}, 10, (4, None)),  # counted through epochs
+        ({"val_check_interval": 400, "max_epochs": 16, "max_steps": 1000}, 4, (1.0, 1)),  # short epochs, which end it
+        ({"val_check_interval": 400, "max_epochs": 16, "check_val_every_n_epoch": None}, 4, (64, None)),  # through epochs
+        ({"val_check_interval": 400, "max_epochs": -1, "max_steps": 100}, 4, (100, None)),
+        ({"max_steps": 3}, 10, (3, None)),  # ends in its first epoch
+        ({"max_steps": 30}, 10, (1.0, 1)),
+        ({"max_epochs": 3, "check_val_every_n_epoch": 5}, 10, (30, None)),
+        # the last batches of an epoch step as well, though they are fewer: 2 steps an epoch of 5 batches
+        ({"val_check_interval": 400, "max_epochs": -1, "max_steps": 4, "accumulate_grad_batches": 4}, 5, (10, None)),
+        ({"val_check_interval": 400, "max_epochs": -1, "max_steps": 3, "accumulate_grad_batches": 4}, 5, (9, None)),
+        ({"val_check_interval": 400, "max_epochs": 2, "limit_train_batches": 3}, 10, (1.0, 1)),
+        ({"val_check_interval": 400, "max_epochs": 2, "limit_train_batches": 0.5}, 10, (1.0, 1)),
+        ({"max_epochs": -1, "max_time": "00:01:00:00"}, 10, (1.0, 1)),
+        ({"val_check_interval": 400, "max_epochs": 20, "overfit_batches": 1}, 10, (1.0, 1)),
+    ],
+)
+def test_a_training_is_validated_before_it_ends(options, batches, expected):
+    found = validation_and_logging(trainer_of(**options), batches)
+    assert (found["val_check_interval"], found["check_val_every_n_epoch"]) == expected
+
+
+def test_a_short_training_is_logged():
+    assert validation_and_logging(trainer_of(max_steps=8, log_every_n_steps=20), 100)["log_every_n_steps"] == 8
+    assert validation_and_logging(trainer_of(max_steps=80, log_every_n_steps=20), 100)["log_every_n_steps"] == 20
+    assert validation_and_logging(trainer_of(max_steps=8, log_every_n_steps=0), 100)["log_every_n_steps"] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("model.depth=1,two seed=1,2", "job 2 (model.depth=two seed=1): model.depth: 'two' is not a whole number; no job was"),
+        ("data.batch_size=8,auto backward=reversible,auto", "job 3 (data.batch_size=auto backward=auto): data.batch_size=auto"),
+        ("seed=1,2 optimizer.lrr=1", "job 0 (seed=1): optimizer.lrr: there is no 'lrr' in optimizer."),
+    ],
+)
+def test_the_job_and_its_values_are_named_before_any_job_starts(holotrain, words, said):
+    status, out, err = holotrain("fit", "-m", *words.split())
+    assert (status, out) == (2, "") and err.startswith(f"holotrain: {said}") and err.count("\n") == 1
+    assert not Path("runs").exists()
+
+
+def test_a_sweep_without_a_job_is_not_resumed(tmp_path):
+    """Such as one that was refused."""
+    (tmp_path / "fit/sweeps/begun/0").mkdir(parents=True)
+    (tmp_path / "fit/sweeps/refused").mkdir()
+    (tmp_path / "fit/sweeps/refused/multirun.yaml").touch()
+    os.utime(tmp_path / "fit/sweeps/begun/0", (0, 0))
+    assert run_folder("fit/sweeps", str(tmp_path), resume=True) == str(tmp_path / "fit/sweeps/begun")

@@ -1,16 +1,19 @@
-"""The rule against Kaneko's formula in plain loops, and what it promises."""
+"""The rule against Kaneko's formula in plain loops, and what it promises, also of memory and of two processes."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from compared import assert_equal
 from covering import pairwise
+from gloo_pair import found_by_processes
 from kaneko_loops import PlainNetwork, signed_layers, signed_thresholds
+from tracked_memory import TrackedMemory
 
 from holotrain.error_diffusion import ErrorDiffusionNetwork
 from holotrain.error_diffusion.cells import alignment, dead_cells, sign_violations
-from holotrain.error_diffusion.rules import BACKPROPAGATION, RULES, contract, slope
+from holotrain.error_diffusion.rules import BACKPROPAGATION, RULES, WORKSPACE, contract, slope
 
 
 def half_squares(network, x, targets):
@@ -220,3 +223,49 @@ class TestOnCuda:
         half_squares(network, x.cuda(), targets.cuda()).backward()
         for parameter, grad in zip(network.parameters(), expected, strict=True):
             torch.testing.assert_close(parameter.grad.cpu(), grad, rtol=1e-10, atol=1e-12)
+
+
+FLOAT = 4
+
+
+def beside_the_result(layers: int, batch: int, outputs: int = 1, cells: int = 64) -> int:
+    given = torch.nn.Module()
+    given.register_buffer("activities", torch.rand(layers, outputs, batch, cells))
+    given.register_buffer("error", torch.randn(outputs, batch, 1))
+    with TrackedMemory(given) as memory:
+        updates = contract(given.activities, given.error)
+    return memory.peak - updates.nbytes
+
+
+@pytest.mark.parametrize(
+    ("layers", "batch", "outputs"), [(256, 32, 1), (256, 1024, 1), (1024, 32, 1), (16, 4096, 1), (8, 64, 10), (4, 4096, 10)]
+)
+def test_the_contraction_takes_one_workspace_whatever_the_batch_and_the_depth(layers, batch, outputs):
+    assert 0.9 * WORKSPACE["cpu"] < beside_the_result(layers, batch, outputs) <= WORKSPACE["cpu"]
+
+
+def peak_of_a_step(batch: int) -> int:
+    """At the least workspace, so that what grows with the batch is the network's own."""
+    network = ErrorDiffusionNetwork(16, 1, 8, 40)
+    x, targets = torch.rand(batch, 16), torch.rand(batch, 1)
+
+    def step():
+        (0.5 * (network(x) - targets).square().sum(1).mean()).backward()
+
+    step()
+    with TrackedMemory(network) as memory:
+        step()
+    return memory.peak
+
+
+def test_a_step_keeps_activities_and_nothing_else_that_grows_with_the_batch(monkeypatch):
+    monkeypatch.setitem(WORKSPACE, "cpu", 1)
+    growth = (peak_of_a_step(64) - peak_of_a_step(32)) / 32
+    activities, inputs = 40 * 16 * FLOAT, 2 * 16 * FLOAT
+    assert activities < growth < activities + 5 * inputs
+
+
+def test_two_processes_learn_what_one_does(tmp_path):
+    found = found_by_processes(Path(__file__).with_name("diffusing_ranks.py"), tmp_path)
+    assert len(found) == 6
+    assert all(difference < 1e-14 for difference in found.values()), found

@@ -1,13 +1,24 @@
-"""At which steps scalars stand, and loggers of other programs, without their servers: a run for each job of a sweep."""
+"""What TensorBoard shows of runs, and loggers of other programs, without their servers: a run for each job of a sweep."""
 
 import logging
+import re
 import signal
 from pathlib import Path
 
 import pytest
-from left_by_runs import only, summary
+from left_by_runs import only, rows, scalars, summary
 from shown_runs import Logged
 from small_run import SMALL
+from tensorboard import context
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.plugins.base_plugin import TBContext
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import api_pb2, backend_context, get_experiment, plugin_data_pb2
+
+from holotrain.commands.tensorboard_tabs import CHARTS
+from holotrain.numeric import in_words
 
 BRIEF = [*SMALL, "trainer.max_epochs=1", "callbacks.progress=null"]
 
@@ -101,3 +112,91 @@ def test_what_is_measured_stands_at_the_step_of_its_weights_and_no_curve_is_draw
         assert found == {f"{split}/loss": [6], f"{split}/accuracy": [6]}
     assert holotrain("test", f"ckpt_path={folder}/checkpoints/last.ckpt", "logger=none", "output_dir=mute")[0] == 0
     assert {path.name for path in only(Path("mute/test")).iterdir()} == {"summary.json", "log.txt"}
+
+
+def compared(folder: Path) -> tuple[list[str], list[str]]:
+    """The columns of options and of results as TensorBoard itself puts them in order for all runs in a folder."""
+    runs = EventMultiplexer().AddRunsFromDirectory(str(folder)).Reload()
+    backend = backend_context.Context(TBContext(logdir=str(folder), data_provider=MultiplexerDataProvider(runs, str(folder))))
+    asked = api_pb2.GetExperimentRequest()
+    experiment = get_experiment.Handler(context.RequestContext(), backend, "", asked).run()
+    return [info.name for info in experiment.hparam_infos], [metric.name.tag for metric in experiment.metric_infos]
+
+
+def options(folder: Path):
+    """Those of a run, by name."""
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    raw = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    return plugin_data_pb2.HParamsPluginData.FromString(raw).session_start_info.hparams
+
+
+def layout(folder: Path) -> dict[str, list[str]]:
+    """The tags of each chart of a run's Custom Scalars."""
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    (event,) = events.Tensors("custom_scalars__config__")
+    found = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    return {
+        chart.title: [tag.removesuffix("$") for tag in chart.multiline.tag] for group in found.category for chart in group.chart
+    }
+
+
+@pytest.mark.slow
+def test_a_sweep_shows_what_it_varies_and_its_results_first(holotrain):
+    words = ["optimizer=sgd", "optimizer.momentum=0", "output_dir=mine", "synthesis=none,associative", "trainer.max_epochs=1"]
+    status, out, _ = holotrain("fit", "-m", *SMALL, *words, "optimizer.lr=1e-3,1e-4")
+    assert status == 0 and "synthesis" in out and "associative, dtype fp32, split none" in out
+    sweep = only(Path("mine/fit/sweeps"))
+    named, results = compared(sweep)
+    assert named[:2] == ["optimizer.lr", "synthesis"] and "output_dir" not in named and "model.depth" in named
+    first = ["val/accuracy", "val/loss", "memory/step_peak_bytes", "seconds", "best/val/accuracy", "test/accuracy", "test/loss"]
+    assert results == [*first, "memory/peak_bytes", "throughput/samples_per_second"]
+    for number, row in enumerate(rows(sweep / "sweep.csv")):
+        job, left = sweep / str(number), summary(sweep / str(number))
+        logged = scalars(job)
+        assert {*results} <= logged.keys() and options(job)["synthesis"].string_value == row["synthesis"]
+        assert logged["memory/step_peak_bytes"][-1] == int(row["step_peak_bytes"]) == left["step_peak_bytes"] < 2**24
+        assert logged["seconds"] == [pytest.approx(left["seconds"])] and in_words(left["step_peak_bytes"]) in out
+        # Custom Scalars: every curve that could have a chart is in one
+        found = layout(job)
+        for title, tags in ((title, tags) for group in CHARTS.values() for title, tags in group.items()):
+            assert title not in found or found[title] == list(tags)
+            assert title in found or logged.keys().isdisjoint(tags)
+        assert found.keys().isdisjoint({"Perplexity", "Padding", "Dead cells and wrong signs"})
+        assert ("Synthesis time" in found) == (row["synthesis"] == "associative")
+
+
+def test_a_run_shows_what_it_learns_and_every_option_those_of_its_command_line_first(holotrain):
+    words = [*SMALL, "trainer.deterministic=true"]
+    holotrain.done("fit", *words)
+    folder = only(Path("runs/fit"))
+    named, results = compared(folder)
+    assert {*results} <= scalars(folder).keys()
+    assert named[: len(words)] == sorted(word.partition("=")[0] for word in words) and {"backward", "optimizer.lr"} <= {*named}
+    shown = options(folder)
+    assert shown["model.dim"].number_value == 16 and shown["model"].string_value == "rev_vit_tiny"
+    assert shown["optimizer._target_"].string_value == "holotrain.tasks.optimizer_functions.adamw"
+    assert shown["trainer.deterministic"].string_value == "True"
+    tags = EventAccumulator(str(folder / "tensorboard")).Reload().Tags()
+    assert {*tags["images"]} == {"val/predictions", "val/confusion_matrix", "test/confusion_matrix"}
+    assert {"optimization/gradient_norm", "optimization/update_ratio"} <= set(tags["scalars"])
+    holotrain("test", f"ckpt_path={folder / 'checkpoints/last.ckpt'}")
+    assert EventAccumulator(str(only(Path("runs/test")) / "tensorboard")).Reload().Tags()["images"] == ["test/confusion_matrix"]
+
+
+def test_a_name_and_tags_are_shown_and_kept_and_decide_no_folder(holotrain):
+    out = holotrain.done("fit", *SMALL, "test=false", "name='a, base'", "tags=[long,old]", "hydra.run.dir=run")
+    assert re.search(r"name +a, base *\n +tags +long, old *\n", out) and [path.name for path in Path().iterdir()] == ["run"]
+    assert {"name", "tags"} <= {*compared(Path("run"))[0][: len(SMALL) + 2]}
+    assert [options(Path("run"))[key].string_value for key in ("name", "tags")] == ["a, base", "long, old"]
+    assert "name=a, base" in summary(Path("run"))["overrides"]
+    holotrain.done("fit", "resume=true", "trainer.max_epochs=3", "hydra.run.dir=run")
+    left = summary(Path("run"))
+    assert (left["epochs"], left["name"], left["tags"]) == (3, "a, base", ["long", "old"])
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [("tags=long", "tags: 'long' is not a list"), ("name='a\tb'", "name: 'a\\tb' is not one line of text")],
+)
+def test_what_is_no_name_and_no_tag_is_refused(holotrain, word, expected):
+    assert expected in holotrain.refused("fit", word)

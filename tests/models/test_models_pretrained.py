@@ -1,12 +1,19 @@
-"""Weights of our own models in others of their family: what is taken over, fitted, left out and refused."""
+"""Files of weights, and what models take over of them, fit, leave out and refuse; a classifier that is trained alone."""
+
+import json
+import os
 
 import pytest
 import torch
 from compared import assert_equal
-from small_models import FAMILIES, IMAGE, TEXT
+from safetensors.torch import save_file
+from small_models import FAMILIES, IMAGE, TEXT, example
 
 from holotrain import models
 from holotrain.models import GPT, RevGPT, RevViT, RoBERTa, Swin, ViT
+from holotrain.models.adapters import train_head_alone
+from holotrain.models.checkpoint_files import read_weights
+from holotrain.models.huggingface_files import folder_of
 from holotrain.models.layers.patches import resized_positions
 from holotrain.models.pretrained import load_pretrained
 
@@ -119,3 +126,107 @@ def test_a_number_in_place_of_a_tensor_is_refused_wherever_it_stands(family):
         with pytest.raises(ValueError, match="the weights of a holotrain model do not fit"):
             load_pretrained(model, before | {name: torch.tensor(1.0)})
     assert_equal(model.state_dict(), before)
+
+
+def written(folder, weights, form):
+    """Files as they are published."""
+    if form == "shards":
+        halves = [dict(list(weights.items())[part::2]) for part in range(2)]
+        for part, half in enumerate(halves):
+            save_file(half, folder / f"model-{part}.safetensors")
+        index = {name: f"model-{part}.safetensors" for part, half in enumerate(halves) for name in half}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+        return folder
+    if form == "safetensors":
+        save_file(weights, folder / "model.safetensors")
+        return folder / "model.safetensors"
+    name = {"torch": "weights.pth", "checkpoint": "last.ckpt", "folder": "pytorch_model.bin"}[form]
+    torch.save({"state_dict": weights, "epoch": 3} if form == "checkpoint" else weights, folder / name)
+    return folder if form == "folder" else folder / name
+
+
+@pytest.mark.parametrize("form", ["shards", "safetensors", "torch", "checkpoint", "folder"])
+def test_files_are_read_and_what_is_not_finite_is_named(tmp_path, form):
+    weights = ViT(**IMAGE).state_dict()
+    assert_equal(read_weights(written(tmp_path, weights, form)), weights)
+    for value in (float("nan"), float("-inf")):
+        weights["head.bias"][1] = value
+        with pytest.warns(UserWarning, match="head.bias holds NaN or infinity"):
+            read_weights(written(tmp_path, weights, form))
+
+
+@pytest.mark.parametrize(
+    "shard", ["../model-0.safetensors", "within/../model-0.safetensors", "gone.safetensors", "pipe.safetensors", 3, None]
+)
+def test_an_index_names_files_of_its_own_folder_only(tmp_path, shard):
+    folder = tmp_path / "model"
+    (folder / "within").mkdir(parents=True)
+    for place in (folder, tmp_path):
+        save_file({"a": torch.ones(2)}, place / "model-0.safetensors")
+    os.mkfifo(folder / "pipe.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
+    with pytest.raises(ValueError, match=f"names {shard!r}, which is not in the same folder"):
+        read_weights(folder)
+
+
+def test_shards_of_a_snapshot_of_the_hub_are_read(tmp_path):
+    """They are links into the ``blobs`` beside it."""
+    snapshot, blobs = tmp_path / "models--a--b/snapshots/1234", tmp_path / "models--a--b/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    save_file({"a": torch.ones(2)}, blobs / "5678")
+    (snapshot / "model-0.safetensors").symlink_to("../../blobs/5678")
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-0.safetensors"}}))
+    assert_equal(read_weights(snapshot), {"a": torch.ones(2)})
+
+
+class Program:
+    """What must not run when a file is read."""
+
+    def __reduce__(self):
+        return print, ("it ran",)
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path, capsys):
+    (tmp_path / "model.safetensors.index.json").write_text("[1]")
+    (tmp_path / "cut.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    torch.save({"weights": Program()}, tmp_path / "program.bin")
+    torch.save({"epoch": 3}, tmp_path / "empty.pt")
+    (tmp_path / "folder").mkdir()
+    for name, words in (
+        ("nowhere.pt", "there is no file"),
+        ("model.safetensors.index.json", "is not an index of weights"),
+        ("cut.safetensors", "not a readable safetensors file"),
+        ("program.bin", "or holds more than tensors"),
+        ("empty.pt", "is not a mapping from names to weights"),
+        ("folder", "holds none of model.safetensors"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            read_weights(tmp_path / name)
+    assert "it ran" not in capsys.readouterr().out
+
+
+def test_a_download_that_fails_without_a_word_says_what_kind_of_error_it_is(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *given, **options: (_ for _ in ()).throw(TimeoutError()))
+    with pytest.raises(ValueError, match=r"^cannot download some/model \(TimeoutError\)$"):
+        folder_of("some/model", download=True)
+
+
+@pytest.mark.parametrize("name", ["RevViT", "Swin", "RoBERTa"])
+def test_what_is_frozen_has_no_gradient_and_stays(name):
+    model = getattr(models, name)(**FAMILIES[name.removeprefix("Rev")] | ({"classes": 3} if name == "RoBERTa" else {}))
+    train_head_alone(model)
+    before = {key: x.clone() for key, x in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(example(name, 4)).square().sum().backward()
+    optimizer.step()
+    for key, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == key.startswith("head."), key
+        assert torch.equal(parameter, before[key]) != key.startswith("head."), key
+
+
+def test_a_head_that_is_the_embedding_is_not_trained_alone():
+    model = models.RevGPT(**FAMILIES["GPT"])
+    with pytest.raises(ValueError, match="a RevGPT has no separate head to train: its head is tied to the embedding"):
+        train_head_alone(model)
+    assert all(parameter.requires_grad for parameter in model.parameters())

@@ -1,11 +1,14 @@
-"""Rank and size of a process, from the variables of its launcher."""
+"""Rank and size of a process, from the variables of its launcher; and which layers are split among processes."""
 
 import os
 
 import pytest
+from small_models import IMAGE, POOLED, TEXT, WINDOWS
 
 from holotrain.errors import UserError
+from holotrain.models import MViT, RevGPT, Swin, ViT
 from holotrain.parallel.rank import ProcessRank, rank_from_environment
+from holotrain.parallel.strategies import division
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29500",
@@ -49,3 +52,18 @@ def test_rank(rank_of, variables, expected):
 def test_processes_that_cannot_work_together_are_refused(rank_of, variables, refusal):
     with pytest.raises(UserError, match=refusal):
         rank_of(dict(variables))
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes", "ranks", "split", "whole"),
+    [
+        (RevGPT, TEXT, 2, 4, []),
+        (RevGPT, TEXT, 4, 2, ["2 heads (not divisible by 4)"]),
+        (ViT, IMAGE | {"mlp_ratio": 0.7}, 2, 2, ["MLPs of width 11 (not divisible by 2)"]),
+        (Swin, WINDOWS, 2, 3, ["attention in windows, or pooled"]),
+        (MViT, POOLED, 2, 4, ["attention in windows, or pooled"]),
+    ],
+)
+def test_layers_that_cannot_be_split_are_whole(make, sizes, ranks, split, whole):
+    found = division(make(**sizes), ranks)
+    assert (len(found.layers), found.whole) == (split, whole)
