@@ -135,14 +135,6 @@ class Seen(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_overfit_batches_are_the_same_in_every_epoch(ready):
-    module = Seen()
-    trainer = quiet_trainer(overfit_batches=2, max_epochs=3)
-    trainer.fit(module, datamodule=ready())
-    assert len(module.seen[0]) == 2
-    assert same(module.seen[0], module.seen[1]) and same(module.seen[0], module.seen[2])
-
-
 def test_overfitting_continues_with_the_same_batches(ready, tmp_path):
     module, saving = Seen(), ModelCheckpoint(tmp_path, save_last=True)
     begun = quiet_trainer(overfit_batches=2, max_epochs=1, callbacks=[saving], enable_checkpointing=True)

@@ -321,24 +321,20 @@ def test_normalising_leaves_the_images_of_the_data_set_alone(dtype):
 
 TEXT = [
     ({"layout": "pack"}, "layout must be packed or documents, not 'pack'"),
-    ({"context": 2, "layout": "documents"}, "context must be at least 3, not 2"),
     ({"max_tokens": 9, "layout": "documents"}, "max_tokens must be at least context, 256, not 9"),
     ({"pad_to_multiple_of": 7}, "pad_to_multiple_of must divide context, but 7 does not divide 256"),
-    ({"vocab_size": 259}, "vocab_size must be at least 260, not 259"),
     ({"val_fraction": 0.5, "test_fraction": 0.5}, "leave no training"),
     ({"streaming": True, "layout": "documents"}, "streaming needs packed text"),
     ({"streaming": True, "tokenizer": "bpe"}, "streaming needs a tokenizer that is trained"),
 ]
 REFUSED = {
     Digits: [
-        ({"num_workers": -1}, "num_workers must be at least 0, not -1"),
         ({"randaugment_magnitude": 31}, r"randaugment_magnitude must be in \[0, 30\], not 31"),
         ({"cutmix_alpha": float("inf")}, "cutmix_alpha must be at least 0, not inf"),
-        ({"val_fraction": 1}, r"val_fraction must be in \[0, 1\), not 1"),
     ],
     ImageFolder: [({"root": "gone", "on_corrupt": "shrug"}, "on_corrupt must be error or skip, not 'shrug'")],
     Fake: [({"num_classes": 1}, "num_classes must be at least 2, not 1")],
-    StdlibText: [({"classes": 1}, "classes must be at least 2, not 1"), *TEXT],
+    StdlibText: [*TEXT],
     TextFiles: [({"files": "a.txt", "on_error": "skipp"}, "on_error must be error or skip, not 'skipp'")],
 }
 
@@ -370,17 +366,3 @@ def test_statistics_that_nothing_can_be_normalised_with_are_refused(tmp_path, na
     (tmp_path / "config.json").write_text(json.dumps(said))
     with pytest.raises(UserError, match="does not say a mean and a deviation above 0 for three channels"):
         statistics_of(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("data", "classes", "shape"),
-    [
-        (Digits(classes=[3, 5, 7]), 3, (1, 8, 8)),
-        (MNIST(), 10, (1, 28, 28)),
-        (CIFAR10(classes=["cat", 5]), 2, (3, 32, 32)),
-        (Fake(image_size=12, num_classes=4), 4, (3, 12, 12)),
-    ],
-)
-def test_what_is_known_of_images_before_they_are_read(data, classes, shape):
-    assert (data.num_classes, data.image_shape) == (classes, shape)
-    assert len(data.statistics[0]) == len(data.statistics[1]) == shape[0]

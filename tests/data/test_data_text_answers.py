@@ -179,7 +179,6 @@ def test_long_rows_are_cut_with_one_warning(tmp_path):
     ("row", "options", "message"),
     [
         ({"messages": None}, {"messages": "messages"}, "has no list of messages in 'messages'"),
-        ({"messages": []}, {"messages": "messages"}, "has no list of messages in 'messages'"),
         ({"messages": CHAT[:1]}, {"messages": "messages"}, "has no message of the role assistant in 'messages'"),
         (
             {"messages": [{"role": "user"}]},
@@ -231,9 +230,7 @@ def test_what_a_template_refuses_is_named(tmp_path, folder):
         ({"messages": "m", "completion": "c"}, "messages cannot be combined with completion"),
         ({"messages": "m", "layout": "documents"}, "messages needs task=causal_lm"),
         ({"completion": "c", "streaming": True}, "streaming cannot be combined with completion"),
-        ({"messages": "m", "unit": "line"}, "unit cannot be combined with messages"),
         ({"messages": "m", "text": "t"}, "text cannot be combined with messages"),
-        ({"completion": "c", "label": "l"}, "label cannot be combined with completion"),
         ({"prompt": "p"}, "prompt needs data.completion"),
     ],
 )

@@ -188,18 +188,6 @@ def bits_per_byte(checkpoint, path):
 
 
 @pytest.mark.slow
-def test_an_export_is_measured_as_its_checkpoint_is(holotrain, trained):
-    checkpoint = trained("masked_lm, bpe")
-    holotrain("export", f"ckpt_path={checkpoint}", "to=exported")
-    found = []
-    for path in (checkpoint, "exported"):
-        assert holotrain("validate", f"ckpt_path={path}", "hydra.run.dir=measured")[0] == 0
-        found.append(summary(Path("measured"))["metrics"]["val/loss"])
-        shutil.rmtree("measured")
-    assert found[0] == found[1] > 0
-
-
-@pytest.mark.slow
 def test_fine_tuning_of_a_masked_model(holotrain, trained):
     """The encoder and its tokenizer come from the checkpoint; the head is new, and it alone is trained."""
     checkpoint = trained("masked_lm, bpe")
