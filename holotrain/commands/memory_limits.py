@@ -15,8 +15,7 @@ from holotrain.commands.run_folder import Run
 from holotrain.config.build import check_optimizer
 from holotrain.config.build_trainer import device_kind, device_name
 from holotrain.config.command_options import Config, RunConfig
-from holotrain.config.fine_tuning import trains_all
-from holotrain.config.option_groups import ADAMW, AUTO, HUGGING_FACE, LOW_BIT, TIMM, is_a
+from holotrain.config.option_groups import ADAMW, AUTO, HUGGING_FACE, LOW_BIT, TIMM, is_a, trains_all
 from holotrain.data.example import batch_unit
 from holotrain.errors import UserError
 from holotrain.numeric import counted, in_words

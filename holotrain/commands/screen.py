@@ -14,8 +14,8 @@ from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import SUMMARY, Summary
 from holotrain.config.build_trainer import device_name, model_parallel_size
 from holotrain.config.command_options import RunConfig
-from holotrain.config.fine_tuning import loads_weights
 from holotrain.config.objects import ObjectConfig
+from holotrain.config.option_groups import loads_weights
 from holotrain.data.images import ImageDataModule
 from holotrain.data.text.module import TextDataModule
 from holotrain.models.quantised import parameter_count, quantised_counts

@@ -6,10 +6,8 @@ composition      Hydra's composition of a configuration
 annotations      values that people and files give, checked against annotations
 signatures       options, types and help texts of a class, read from its source
 objects          a class or function that a group names, or an object of Python code, with its arguments
-option_groups    the groups: their options beside those of classes, and which classes go together
-option_checks    which options of several groups go together
-fine_tuning      the optimizer and its rate, by whether pretrained weights are loaded
-command_options  the options of each command
+option_groups    the groups: their options beside those of classes, which classes go together, and the defaults of fine-tuning
+command_options  the options of each command, and which of several groups go together
 structured       a whole configuration: with all defaults, checked, as dataclasses
 checkpointed     what a checkpoint says of its run, checked, and which classes it may name
 start            from words, and the checkpoint that they name, to a checked configuration

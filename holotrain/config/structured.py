@@ -10,9 +10,16 @@ from holotrain.config import option_groups as groups
 from holotrain.config.annotations import checked
 from holotrain.config.command_options import COMMANDS, RunConfig, options_of
 from holotrain.config.composition import key_of
-from holotrain.config.fine_tuning import optimizer_for
 from holotrain.config.objects import PYTHON_OBJECT, ObjectConfig
-from holotrain.config.option_groups import GONE, BackwardConfig, default_backward, require_not_gone, schema_of, takes
+from holotrain.config.option_groups import (
+    GONE,
+    BackwardConfig,
+    default_backward,
+    optimizer_for,
+    require_not_gone,
+    schema_of,
+    takes,
+)
 from holotrain.config.signatures import REQUIRED, Option, defaults_of, signature
 from holotrain.errors import UserError, as_user_error, did_you_mean
 from holotrain.targets import TARGET, targets
