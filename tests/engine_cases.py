@@ -195,6 +195,15 @@ def differentiated(use, net, run, x, leaves):
     return loss, [leaf.grad for leaf in leaves()]
 
 
+def streams():
+    return torch.linspace(-1, 1, 12 * WIDTH, dtype=F64).view(2, 2, 3, WIDTH).requires_grad_().unbind()
+
+
+def loss_of(net, **keywords):
+    y1, y2 = net(*streams(), **keywords)
+    return (y1 * y2.sin()).sum()
+
+
 FACTORS = {
     "engine": [*ENGINES],
     "branch": [*BRANCHES],

@@ -6,8 +6,8 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from memo import Memo
 from shown_runs import assert_trains_as_without
+from small_trainings import Memo
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -5,9 +5,8 @@ import mmap
 import lightning.pytorch as pl
 import pytest
 import torch
-from memo import Memo
 from shown_runs import adamw
-from small_trainings import quiet_trainer
+from small_trainings import Memo, quiet_trainer
 from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader

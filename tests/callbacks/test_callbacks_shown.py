@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from memo import Memo
 from shown_runs import Logged, adamw, assert_trains_as_without, fit, images
+from small_trainings import Memo
 
 from holotrain.callbacks import ConfusionMatrix, Predictions, Samples
 from holotrain.data import TextFiles

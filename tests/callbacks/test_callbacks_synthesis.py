@@ -8,8 +8,7 @@ import torch
 from compared import assert_equal_parameters
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from memo import Memo
-from small_trainings import quiet_trainer
+from small_trainings import Memo, quiet_trainer
 from torch import nn
 
 from holotrain.callbacks import SynthesisCallback

@@ -11,7 +11,7 @@ import torch
 from compared import assert_equal
 from covering import paired
 from engine_branches import F64, WIDTH, Branch
-from engine_cases import ENGINES, learned, relative_error, sequence
+from engine_cases import ENGINES, learned, loss_of, relative_error, sequence, streams
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
@@ -21,15 +21,6 @@ from holotrain.reversible.context import recomputing
 RECOMPUTING = ("checkpoint", "reversible")
 every_engine = pytest.mark.parametrize("engine", ["checkpoint", "reversible", "a schedule a block"])
 recomputing_engines = pytest.mark.parametrize("engine", RECOMPUTING)
-
-
-def streams():
-    return torch.linspace(-1, 1, 12 * WIDTH, dtype=F64).view(2, 2, 3, WIDTH).requires_grad_().unbind()
-
-
-def loss_of(net, **keywords):
-    y1, y2 = net(*streams(), **keywords)
-    return (y1 * y2.sin()).sum()
 
 
 def gradients(net, **keywords):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from covering import paired
 from engine_branches import F64, WIDTH
-from engine_cases import relative_error
+from engine_cases import loss_of, relative_error
 from paper_gpu import paper_gpu
 from torch import nn
 from torch.backends import cuda as kernels
@@ -13,15 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 recomputing_engines = pytest.mark.parametrize("engine", ["checkpoint", "reversible"])
-
-
-def streams():
-    return torch.linspace(-1, 1, 12 * WIDTH, dtype=F64).view(2, 2, 3, WIDTH).requires_grad_().unbind()
-
-
-def loss_of(net):
-    y1, y2 = net(*streams())
-    return (y1 * y2.sin()).sum()
 
 
 CUDNN, FLASH, EFFICIENT, MATH, OVERRIDEABLE = 3, 1, 2, 0, 4

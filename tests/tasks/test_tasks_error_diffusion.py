@@ -3,8 +3,7 @@
 import pytest
 import torch
 from compared import assert_equal_parameters
-from memo import Memo
-from small_trainings import quiet_trainer
+from small_trainings import Memo, quiet_trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from holotrain.callbacks import ErrorDiffusionMonitor

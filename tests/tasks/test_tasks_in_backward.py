@@ -5,9 +5,8 @@ import pytest
 import torch
 from compared import assert_equal
 from covering import paired
-from memo import Memo
 from small_models import IMAGE
-from small_trainings import quiet_trainer
+from small_trainings import Memo, quiet_trainer
 from torch.utils.data import DataLoader
 
 from holotrain.callbacks import OptimizationMonitor, SynthesisCallback

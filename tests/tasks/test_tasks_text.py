@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from memo import Memo
-from small_trainings import quiet_trainer
+from small_trainings import Memo, quiet_trainer
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
