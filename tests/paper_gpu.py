@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from holotrain.overlap import predictor, signals
-from holotrain.reversible import random_state, side_stream
+from holotrain.reversible import graphs, side_stream
 from holotrain.synthesis import delayed
 
 CPU = torch.device("cpu")
@@ -322,7 +322,7 @@ def replace_cuda(monkeypatch, machine: Machine, late: bool = False) -> Iterator[
     recorded = lambda tensor, stream: machine.memory_of(tensor).recorded.add(stream)  # noqa: E731
     monkeypatch.setattr(torch.Tensor, "record_stream", recorded)
     pair = SimpleNamespace(forward=None, recomputation=None, used=lambda generator: nullcontext())
-    monkeypatch.setattr(random_state, "_Pair", lambda device, seed: pair)
+    monkeypatch.setattr(graphs, "_Pair", lambda device, seed: pair)
     monkeypatch.setattr(delayed, "ThreadPoolExecutor", lambda threads, thread_name_prefix: Worker(machine, late))
     kept = (side_stream._side_stream, signals._stream_of, signals.order_of, predictor.sms_of)
     for cached in kept:

@@ -15,12 +15,11 @@ recomputation       a branch that runs again in the backward
 tape                records the branches of one forward, and rebuilds their inputs in the backward
 side_stream         a second CUDA stream
 checks              whether what is rebuilt is right, and what follows if not
-settings            autocast, attention kernels and the like, put back for the recomputation
-random_state        random number generators, also those of a captured CUDA graph
+settings            random number generators, autocast, attention kernels and the like, put back for the recomputation
 context             whether a recomputation, a plan, a capture or a backward is running
 reads               parameters, buffers and arguments, which must be the same in the recomputation
 grid                the fixed-point grid of the streams, which follows them
-graphs              a training step as one CUDA graph
+graphs              a training step as one CUDA graph, and its random number generators
 """
 
 from holotrain.reversible.block import ReversibleBlock

@@ -111,9 +111,9 @@ class OffloadedInput(InputAsIs):
     def fetch(self) -> None:
         """Begins the copy to the device."""
         if self._fetched is None:
-            found: list[Tensor] = []
-            done = self._side.run(lambda: found.append(self._on_device()))
-            self._fetched = found[0], done
+            copies: list[Tensor] = []
+            done = self._side.run(lambda: copies.append(self._on_device()))
+            self._fetched = copies[0], done
 
     def _on_device(self) -> Tensor:
         x = torch.empty_strided(*self._layout, dtype=self._dtype, device=self._device)

@@ -67,17 +67,17 @@ class RebuildChecks:
         """
         if not self.failed:
             return schedules
-        found = []
+        in_force = []
         for schedule, block in zip(schedules, blocks, strict=True):
             kept = schedule.kind == "rebuilt" and not is_tensor_parallel(block)
-            found.append(SCHEDULES["checkpoint"] if kept else schedule)
-        return found
+            in_force.append(SCHEDULES["checkpoint"] if kept else schedule)
+        return in_force
 
     def of_blocks(self, stream: Tensor, grid: Grid | None) -> StreamCheck:
         """The check of consecutive blocks that are rebuilt, of which the first reads a stream."""
         return StreamCheck(self, stream, grid, first_pass=self._passes == 1)
 
-    def found(self, figures: Tensor, check: StreamCheck) -> None:
+    def add(self, figures: Tensor, check: StreamCheck) -> None:
         """Takes the error, whether bits differ, the largest magnitude and the grid's limit, on the device."""
         self.errors.append(figures[0])
         if not figures.is_cuda:
@@ -158,7 +158,7 @@ class StreamCheck:
         else:
             differs = torch.ne(_checksum(rebuilt), self._checksum)
             figures = torch.stack([error, *(each.double() for each in (differs, self.grid.largest, self.grid.limit))])
-        self._checks.found(figures, self)
+        self._checks.add(figures, self)
 
 
 def _sample(stream: Tensor) -> Tensor:

@@ -121,7 +121,7 @@ def _within(stream: Any, run: Callable, rest: dict[str, Any]) -> tuple[Tensor | 
     if place is None:
         return None, run, rest
 
-    def run_within(x: Tensor, others: list[Any], **rest: Any) -> Any:
-        return run(tree_unflatten([*others[:place], x, *others[place:]], spec), **rest)
+    def run_within(x: Tensor, leaves: list[Any], **rest: Any) -> Any:
+        return run(tree_unflatten([*leaves[:place], x, *leaves[place:]], spec), **rest)
 
-    return leaves.pop(place), run_within, {**rest, "others": leaves}
+    return leaves.pop(place), run_within, {**rest, "leaves": leaves}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from holotrain.reversible.context import has_no_data
-from holotrain.reversible.random_state import generators_among, other_generators_among
+from holotrain.reversible.settings import generators_among, python_generators_among
 
 _version, _training, _values, _flat = (
     attrgetter("_version"),
@@ -97,7 +97,7 @@ class Reads:
 
     Attributes:
         tensors: the parameters; after the forward also the buffers of modules that changed none.
-        known: their addresses.
+        addresses: theirs, each by itself, to look one up.
         hooked: whether forward hooks are registered.
     """
 
@@ -126,8 +126,7 @@ class Reads:
             else:
                 self._copies.append((buffers.present, buffers.copies))
         self._buffers.clear()
-        addresses = [*map(id, self.tensors)]
-        self.known = dict(zip(addresses, addresses, strict=True))
+        self.addresses = {address: address for address in map(id, self.tensors)}
         self._held, self._versions = [*map(dict, self._owners)], [*map(_version, self.tensors)]
         # Held, so that their memory is not used again, at the same address, when ``.data`` is replaced.
         self._storages = [*map(Tensor.untyped_storage, self.tensors)]
@@ -199,7 +198,7 @@ class Arguments:
                 )
         self._marks = [_mark(leaf) for leaf in self._leaves]
         self.generators = generators_among(self._leaves)
-        self.other_generators = other_generators_among(self._leaves)
+        self.python_generators = python_generators_among(self._leaves)
 
     def settle(self, keywords: dict[str, Any]) -> dict[str, Any]:
         """After the forward: returns the arguments in containers of their own.

@@ -28,16 +28,17 @@ from holotrain.numeric import counted
 from holotrain.reversible.backward_schedules import Casts, KeptResults
 from holotrain.reversible.block_inputs import WAYS, InputAsIs
 from holotrain.reversible.context import graph_is_retained, in_recomputation, in_trace
-from holotrain.reversible.random_state import (
+from holotrain.reversible.graphs import next_pair
+from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, require_unwrapped
+from holotrain.reversible.settings import (
+    Call,
     generators_among,
-    next_pair,
-    other_generators_among,
-    other_states,
+    one_convolution,
     put_back,
+    python_generators_among,
+    python_states,
     source_of,
 )
-from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, require_unwrapped
-from holotrain.reversible.settings import Call, one_convolution
 
 _kind_of = attrgetter("shape", "dtype")
 
@@ -47,7 +48,7 @@ class BranchHistory:
 
     Attributes:
         generators: of torch, that it and its submodules hold.
-        other_generators: of Python and NumPy.
+        python_generators: of Python and NumPy.
         verified: a recomputation was compared with the forward in full.
         kinds: shapes and dtypes of what its latest forward saved.
         places: those of them that are leaves, or views or casts of leaves.
@@ -55,7 +56,7 @@ class BranchHistory:
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
         attributes = [value for part in parts for value in vars(part).values()]
-        self.generators, self.other_generators = generators_among(attributes), other_generators_among(attributes)
+        self.generators, self.python_generators = generators_among(attributes), python_generators_among(attributes)
         self.verified = False
         self.kinds: list[tuple[torch.Size, torch.dtype]] = []
         self.places: list[int] = []
@@ -125,13 +126,13 @@ class Branch:
 
     def _note_states(self) -> None:
         """Before the forward: the states of all random number generators that it may use."""
-        own, others = [*self.history.generators], [*self.history.other_generators]
+        own, python = [*self.history.generators], [*self.history.python_generators]
         if self._arguments is not None:
-            own, others = own + self._arguments.generators, others + self._arguments.other_generators
+            own, python = own + self._arguments.generators, python + self._arguments.python_generators
         self._states = self.call.states() + [source_of(generator).read() for generator in own]
         self._pair = next_pair(self.call.device) if self.call.on_gpu else None
-        self._other_generators, self._others_after = others, None
-        self._others_before = None if self.history.verified else other_states(others)
+        self._python_generators, self._python_after = python, None
+        self._python_before = None if self.history.verified else python_states(python)
 
     def run(self, source: Tensor, supply: Callable[[Self], None]) -> Any:
         """The forward: returns the module's output, with a graph whose saved tensors are discarded.
@@ -189,14 +190,14 @@ class Branch:
             if now[2] != then[2]:
                 self._states.append(then)
         call.present = after[: len(call.sources)]
-        if self._others_before is not None:
-            states = other_states(self._other_generators)
-            self._others_after = None if states == self._others_before else states
+        if self._python_before is not None:
+            states = python_states(self._python_generators)
+            self._python_after = None if states == self._python_before else states
 
     def _note(self, packed: list[Tensor], source: Tensor) -> None:
         """Notes what autograd would have saved: shapes and dtypes, parameters and other leaves."""
-        known, history = self._reads.known, self.history
-        self.kinds, self._parameters = [*map(_kind_of, packed)], [*map(known.get, map(id, packed))]
+        addresses, history = self._reads.addresses, self.history
+        self.kinds, self._parameters = [*map(_kind_of, packed)], [*map(addresses.get, map(id, packed))]
         if self.kinds != history.kinds:
             history.kinds, history.places = self.kinds, [*range(len(packed))]
         places, history.places = history.places, []
@@ -207,7 +208,7 @@ class Branch:
             history.places.append(place)
             if self._parameters[place] is not None:
                 continue
-            if id(leaf) in known:
+            if id(leaf) in addresses:
                 self._derived.append((place, id(leaf)))
             elif leaf is not source:
                 self._leaves.append((leaf, leaf._version))
@@ -273,7 +274,7 @@ class Branch:
             raise RuntimeError(f"a tensor that {type(self.module).__name__} needs for its gradient {_MODIFIED} after its use")
         self._require_same(saved)
         # A branch that sets a seed itself draws the same again.
-        if not verified and self._others_after not in (None, other_states(self._other_generators)):
+        if not verified and self._python_after not in (None, python_states(self._python_generators)):
             raise RuntimeError(
                 f"block {self.name} draws from Python's or NumPy's random numbers in its forward, and drew others when it ran "
                 'again in the backward: draw with torch, or have it store its activations (backward="autograd")'
@@ -335,7 +336,7 @@ class Branch:
                 f"recomputation ({different}), so it did something else; its forward must do the same whenever it runs on the "
                 "same input"
             )
-        parameters = [*map(self._reads.known.get, map(id, saved))]
+        parameters = [*map(self._reads.addresses.get, map(id, saved))]
         if parameters != self._parameters or any(id(_leaf_of(saved[place])) != leaf for place, leaf in self._derived):
             raise RuntimeError(
                 f"{name} read other parameters in the recomputation than in the forward, such as those of another adapter; "

@@ -17,9 +17,9 @@ from holotrain.reversible.block import Coupling, ReversibleBlock
 from holotrain.reversible.checks import RebuildChecks
 from holotrain.reversible.context import backward_id, has_no_data, in_trace
 from holotrain.reversible.grid import FixedPointGrid
-from holotrain.reversible.random_state import generators_among, generators_unmoved
 from holotrain.reversible.reads import is_compiled
 from holotrain.reversible.recomputation import checkpointed
+from holotrain.reversible.settings import generators_among, generators_unmoved
 from holotrain.reversible.tape import Recorder
 from holotrain.reversible.tokenwise import require_tile
 from holotrain.schedules import SCHEDULES, Schedule
@@ -204,9 +204,9 @@ class ReversibleSequence(nn.Module):
 
     def part(self, start: int, stop: int) -> ReversibleSequence:
         """A sequence of some of the blocks, which it shares, with their schedules. It has no grid."""
-        found = ReversibleSequence(self.blocks[start:stop], tile=self.tile)
-        found.schedules = self.schedules[start:stop]
-        return found
+        part = ReversibleSequence(self.blocks[start:stop], tile=self.tile)
+        part.schedules = self.schedules[start:stop]
+        return part
 
     def inverse(self, y1: Tensor, y2: Tensor, f_kwargs: Keywords = None, g_kwargs: Keywords = None) -> tuple[Tensor, Tensor]:
         """Computes (x1, x2) from (y1, y2), up to rounding, or exactly if ``exact``; f and g must be deterministic."""
