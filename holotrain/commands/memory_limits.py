@@ -16,7 +16,7 @@ from holotrain.config.build import check_optimizer
 from holotrain.config.build_trainer import device_kind, device_name
 from holotrain.config.command_options import Config, RunConfig
 from holotrain.config.option_groups import ADAMW, AUTO, HUGGING_FACE, LOW_BIT, TIMM, is_a, trains_all
-from holotrain.data.example import batch_unit
+from holotrain.data.loader import batch_unit
 from holotrain.errors import UserError
 from holotrain.numeric import counted, in_words
 from holotrain.planning.choice import Choice, TooSmall

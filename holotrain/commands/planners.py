@@ -19,7 +19,7 @@ from holotrain.config.build_trainer import autocast_of
 from holotrain.config.command_options import Config, RunConfig
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import AUTO, LANGUAGE_MODELS, MASKED_LM, BackwardConfig, is_a, takes
-from holotrain.data.example import batch_unit, example_batch, first_batch, samples_in
+from holotrain.data.loader import batch_unit, example_batch, first_batch, samples_in
 from holotrain.data.text.module import TextDataModule
 from holotrain.errors import UserError
 from holotrain.models.block_schedules import listed_blocks, sequences, set_backward

@@ -7,8 +7,7 @@ hub           what Hugging Face's datasets library reads
 text          text: tokenised data sets, packed blocks and documents, batches by length for token lists of your own
 tokenizers    text to token ids and back
 sampler       the order of an epoch as a function of seed and epoch, and its division among processes
-loader        loaders that can resume in the middle of an epoch, and augmentation seeded by (seed, epoch, index)
-example       batches of zeros, for a plan
+loader        loaders that can resume in the middle of an epoch; augmentation seeded by (seed, epoch, index); a plan's batch
 """
 
 from holotrain.data.image_files import HubImages, ImageFolder

@@ -204,6 +204,10 @@ class ImageDataModule(LoadingModule):
     def setup(self, stage: str | None = None) -> None:
         """Reads nothing by default."""
 
+    def zeros(self, size: int) -> tuple[Tensor, Tensor]:
+        labels = torch.zeros(size, self.num_classes) if any(self.alphas) else torch.zeros(size, dtype=torch.int64)
+        return torch.zeros(size, *self.image_shape), labels
+
     def fingerprint(self) -> dict[str, Any]:
         """The classes, and the number of samples of each part."""
         names = list(map(str, self.class_names))

@@ -6,11 +6,13 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -158,9 +160,55 @@ class LoadingModule(ShowsInherited, pl.LightningDataModule):
         loader.batch_sampler.repeats = self.overfits
         return loader
 
+    batch_unit = 1
+    """The smallest sensible increment of the size of a batch."""
+
+    def zeros(self, size: int) -> Any | None:
+        """See :func:`example_batch`; None: the shapes are known of a real batch only."""
+        return None
+
     def fingerprint(self) -> dict[str, Any]:
         """What must be equal in all processes after ``setup``, by names for messages, in plain values."""
         return {}
+
+
+def first_batch(data: pl.LightningDataModule) -> Any:
+    """The first training batch of data of others; None for holotrain's, whose shapes are known without it."""
+    if isinstance(data, LoadingModule) and type(data).zeros is not LoadingModule.zeros:
+        return None
+    with torch.random.fork_rng(devices=[]):  # an epoch is shuffled as if nobody had looked at its first batch
+        first = next(iter(data.train_dataloader()), None)
+    if first is None:
+        raise UserError("data: the training loader gives no batch")
+    return first
+
+
+def example_batch(data: pl.LightningDataModule, size: int, first: Any = None) -> Any:
+    """A training batch of zeros, at least as large as the largest that ``data`` can give. ``data`` must be set up.
+
+    Args:
+        size: number of images, packed blocks or documents; of tokens, if documents are batched by ``max_tokens``.
+        first: from :func:`first_batch`; other batches differ from it in their first dimension only.
+    """
+    if first is None:
+        return cast(LoadingModule, data).zeros(size)
+    length = samples_in(first)
+
+    def zeros(tensor: Tensor) -> Tensor:
+        shape = (size, *tensor.shape[1:]) if tensor.ndim and len(tensor) == length else tensor.shape
+        return torch.zeros(shape, dtype=tensor.dtype)
+
+    return tree_map_only(Tensor, zeros, first)
+
+
+def samples_in(batch: Any) -> int:
+    """The first dimension of the first tensor in a batch."""
+    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 1)
+
+
+def batch_unit(data: pl.LightningDataModule) -> int:
+    """The smallest sensible increment of the size of a batch: see :func:`example_batch`."""
+    return data.batch_unit if isinstance(data, LoadingModule) else 1
 
 
 def in_places(size: int) -> list[int]:

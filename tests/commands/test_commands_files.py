@@ -18,7 +18,7 @@ from holotrain.commands.plan import PLAN
 from holotrain.commands.planners import planner_of
 from holotrain.commands.summary import Measured
 from holotrain.config.build import build_data
-from holotrain.data.example import example_batch
+from holotrain.data.loader import example_batch
 from holotrain.errors import UserError
 from holotrain.folders import write_table
 

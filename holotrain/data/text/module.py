@@ -209,6 +209,19 @@ class TextDataModule(LoadingModule):
         """Tokens of the longest training document, including start, end and padding."""
         return int(padded(self._pieces("train").lengths, self.multiple).max())
 
+    @property
+    def batch_unit(self) -> int:
+        return self.longest if self.max_tokens else 1
+
+    def zeros(self, size: int) -> Batch:
+        if self.layout == "packed":
+            return {"tokens": torch.zeros(size, self.context + 1, dtype=torch.int64)}
+        documents = -(-size // self.longest) if self.max_tokens else size
+        lengths = torch.full((documents,), self.longest)
+        lengths[1:] = max(self.longest - 1, 1)  # some padding, without which a model may leave out its mask
+        batch = {"tokens": torch.zeros(documents, self.longest, dtype=torch.int64), "lengths": lengths}
+        return batch | {"labels": torch.zeros_like(lengths)} if self.num_classes else batch
+
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         """Keeps the lengths on the CPU, too: to read them on a GPU is to wait for it."""
         moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
