@@ -98,10 +98,10 @@ def is_defined_in(target: str, packages: Iterable[str]) -> bool:
     if not is_public_name(target) or not is_of(module, packages):
         return False
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        value = getattr(importlib.import_module(module), name, None)
     except ImportError:
         return False
-    return (inspect.isclass(found) or inspect.isfunction(found)) and is_of(found.__module__, packages)
+    return (inspect.isclass(value) or inspect.isfunction(value)) and is_of(value.__module__, packages)
 
 
 def first_line(error: BaseException) -> str:
@@ -128,12 +128,12 @@ def show_arguments(cls: Any, chain: Iterable[type] | None = None, last: type | N
         chain: the class and those that it passes its options on to, in order; None: it and its base classes.
         last: the class of the chain whose keywords are shown after those of the others.
     """
-    makers: list[type] = []
-    found: dict[str, tuple[type, Parameter]] = {}
+    classes: list[type] = []
+    owners: dict[str, tuple[type, Parameter]] = {}
     for each in chain or cls.__mro__:
         if "__init__" not in vars(each):
             continue
-        makers.append(each)
+        classes.append(each)
         try:
             parameters = list(signature(vars(each)["__init__"]).parameters.values())[1:]
         except (TypeError, ValueError):  # of a descriptor, or of C
@@ -143,15 +143,15 @@ def show_arguments(cls: Any, chain: Iterable[type] | None = None, last: type | N
             return
         for parameter in parameters:
             if parameter.kind is not Parameter.VAR_KEYWORD:
-                passed_on = parameter if each is makers[0] else parameter.replace(kind=Parameter.KEYWORD_ONLY)
-                found.setdefault(parameter.name, (each, passed_on))
+                passed_on = parameter if each is classes[0] else parameter.replace(kind=Parameter.KEYWORD_ONLY)
+                owners.setdefault(parameter.name, (each, passed_on))
         if Parameter.VAR_KEYWORD not in kinds:
             break
-    shown = sorted(found.items(), key=lambda item: (item[1][1].kind, item[1][0] is last))
+    shown = sorted(owners.items(), key=lambda item: (item[1][1].kind, item[1][0] is last))
     cls.__signature__ = Signature([parameter for _, (_, parameter) in shown])
-    described = {maker: descriptions(cleandoc(maker.__doc__ or "")) for maker in makers}
-    lines = [described[maker][name] for name, (maker, _) in shown if name in described[maker]]
-    if lines and cls.__doc__ and makers != [cls]:  # python -OO has no docstrings
+    described = {owner: descriptions(cleandoc(owner.__doc__ or "")) for owner in classes}
+    lines = [described[owner][name] for name, (owner, _) in shown if name in described[owner]]
+    if lines and cls.__doc__ and classes != [cls]:  # python -OO has no docstrings
         cls.__doc__ = _with_arguments(cleandoc(cls.__doc__), "".join(dict.fromkeys(lines)))
 
 
@@ -164,12 +164,12 @@ def descriptions(docstring: str) -> dict[str, str]:
     if section is None:
         return {}
     margin = re.match(" *", section[1])[0]  # ty: ignore[not-subscriptable]
-    found = {}
+    by_name = {}
     for item in re.split(rf"\n+(?={margin}\S)", section[1].rstrip()):
         names = item.partition(":")[0].strip().partition(" (")[0]
         for name in names.split(","):
-            found[name.strip()] = f"{item}\n"
-    return found
+            by_name[name.strip()] = f"{item}\n"
+    return by_name
 
 
 def _with_arguments(text: str, lines: str) -> str:

@@ -103,19 +103,19 @@ def chosen_classes(classes: Sequence[str | int], names: Sequence[str]) -> list[i
     """The indices of the requested classes, given by name, or by number if no class has that name. An empty list means all."""
     if not classes:
         return list(range(len(names)))
-    found: list[int] = []
+    indices: list[int] = []
     for one in classes:
         if type(one) is int and str(one) not in names and 0 <= one < len(names):
             index = one
         else:
             check_choice("data.classes", str(one), names)
             index = names.index(str(one))
-        if index in found:
+        if index in indices:
             raise UserError(f"data.classes: {names[index]} is given twice")
-        found.append(index)
-    if len(found) < 2:
-        raise UserError(f"data.classes: {names[found[0]]} is the only class; give at least two")
-    return found
+        indices.append(index)
+    if len(indices) < 2:
+        raise UserError(f"data.classes: {names[indices[0]]} is the only class; give at least two")
+    return indices
 
 
 Labelled = tuple[Dataset, Tensor]

@@ -163,7 +163,7 @@ class SubwordTokenizer(Tokenizer):
         self._encoder.no_padding()
         self._encoder.no_truncation()
         self._encoder.encode_special_tokens = True
-        self.specials = self._known_specials()
+        self.specials = self._special_ids()
         for role in ("pad", "start", "end"):
             self._add(role)
         self.vocab_size = 1 + max(self._encoder.get_vocab(with_added_tokens=True).values())  # shared ones have gaps
@@ -215,16 +215,16 @@ class SubwordTokenizer(Tokenizer):
     def to_json(self) -> str:
         return self._encoder.to_str() if self._settings is None else with_chat(self._encoder.to_str(), self._settings)
 
-    def _known_specials(self) -> dict[str, int]:
+    def _special_ids(self) -> dict[str, int]:
         special = {token.content: index for index, token in self._encoder.get_added_tokens_decoder().items() if token.special}
         settings = self._settings["tokens"] if self._settings else {}
-        found = {}
+        ids = {}
         for role, names in NAMES.items():
             for name in (*names, settings.get(SETTING[role])):
                 if name in special:
-                    found[role] = special[name]
+                    ids[role] = special[name]
                     break
-        return {"pad": found["end"], "start": found["end"], **found} if "end" in found else found
+        return {"pad": ids["end"], "start": ids["end"], **ids} if "end" in ids else ids
 
     def _add(self, role: str) -> None:
         """Adds a special token with one of its usual names, if there is none for this role."""
@@ -261,7 +261,7 @@ def tokenizer_from_json(text: str, where: str = "tokenizer.json") -> Tokenizer:
     return SubwordTokenizer(text, where)
 
 
-def known_tokenizer(name: str) -> Tokenizer | None:
+def tokenizer_named(name: str) -> Tokenizer | None:
     """The tokenizer ``byte``, or that of a tokenizer.json at a path; None for ``bpe``, which needs documents to be trained.
 
     Raises:

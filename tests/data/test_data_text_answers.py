@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Encoder
 from torch.nn import functional as F
 
 from holotrain.data import TextFiles
-from holotrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, known_tokenizer, tokenizer_from_json
+from holotrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, tokenizer_from_json, tokenizer_named
 from holotrain.errors import UserError
 from holotrain.models import RevGPT
 from holotrain.tasks import CausalLM
@@ -221,7 +221,7 @@ def test_what_a_template_refuses_is_named(tmp_path, folder):
         module(tmp_path, files, messages="messages", tokenizer=path)
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(UserError, match="cannot read the chat template in"):
-        known_tokenizer(path)
+        tokenizer_named(path)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer as Encoder
 from tokenizers import models, pre_tokenizers
 
-from holotrain.data.tokenizers import NAMES, ByteTokenizer, SubwordTokenizer, known_tokenizer, tokenizer_from_json
+from holotrain.data.tokenizers import NAMES, ByteTokenizer, SubwordTokenizer, tokenizer_from_json, tokenizer_named
 from holotrain.errors import UserError
 
 SAMPLES = [
@@ -96,7 +96,7 @@ def word_level(path, special=(), ordinary=()):
 
 
 def test_a_file_keeps_its_own_special_tokens_and_gets_what_it_lacks(tmp_path):
-    tokenizer = known_tokenizer(str(word_level(tmp_path / "t.json", ["[CLS]", "[PAD]"])))
+    tokenizer = tokenizer_named(str(word_level(tmp_path / "t.json", ["[CLS]", "[PAD]"])))
     tokenizer.add_mask()
     assert (tokenizer.start_id, tokenizer.pad_id) == (3, 4)
     assert {tokenizer.end_id, tokenizer.mask_id} == {5, 6} and tokenizer.vocab_size == 7
@@ -106,12 +106,12 @@ def test_a_file_keeps_its_own_special_tokens_and_gets_what_it_lacks(tmp_path):
 
 def test_the_vocabulary_of_a_causal_model_stays_as_it_is(tmp_path):
     """Its end token stands for padding and start, as transformers are told to do; the settings of its model name others."""
-    tokenizer = known_tokenizer(str(word_level(tmp_path / "tokenizer.json", ["<|endoftext|>", "<|turn|>"])))
+    tokenizer = tokenizer_named(str(word_level(tmp_path / "tokenizer.json", ["<|endoftext|>", "<|turn|>"])))
     assert tokenizer.vocab_size == 5 and tokenizer.specials == {"pad": 3, "start": 3, "end": 3}
     with pytest.raises(UserError, match="it has no mask token"):
         _ = tokenizer.mask_id
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"pad_token": "<|turn|>"}))
-    tokenizer = known_tokenizer(str(tmp_path / "tokenizer.json"))
+    tokenizer = tokenizer_named(str(tmp_path / "tokenizer.json"))
     assert tokenizer.vocab_size == 5 and tokenizer.specials == {"pad": 4, "start": 3, "end": 3} and tokenizer.chat is None
     assert tokenizer_from_json(tokenizer.to_json()).specials == tokenizer.specials
 
@@ -119,7 +119,7 @@ def test_the_vocabulary_of_a_causal_model_stays_as_it_is(tmp_path):
 def test_names_that_ordinary_tokens_have_are_refused(tmp_path):
     path = word_level(tmp_path / "t.json", ordinary=NAMES["mask"])
     with pytest.raises(UserError, match=r"t\.json has no special token <mask>") as error:
-        known_tokenizer(str(path)).add_mask()
+        tokenizer_named(str(path)).add_mask()
     assert "\n" not in str(error.value)
 
 
@@ -137,13 +137,13 @@ def test_what_is_no_tokenizer_is_refused_in_one_line(tmp_path, monkeypatch, name
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message) as error:
-        known_tokenizer(name)
+        tokenizer_named(name)
     assert "\n" not in str(error.value)
 
 
 def test_bytes_are_counted_in_tokenizers_that_are_not_byte_level(tmp_path):
     words = {"##ing": 3, "\u2581the": 4, "<0x0A>": 1, "é": 2}
-    tokenizer = known_tokenizer(str(word_level(tmp_path / "t.json", ordinary=words)))
+    tokenizer = tokenizer_named(str(word_level(tmp_path / "t.json", ordinary=words)))
     assert tokenizer.byte_lengths[3 : 3 + len(words)].tolist() == list(words.values())
     assert tokenizer.byte_lengths[list(tokenizer.specials.values())].tolist() == [0] * 3
 

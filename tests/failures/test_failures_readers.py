@@ -17,7 +17,7 @@ from small_run import SMALL
 
 from holotrain.config import checkpointed
 from holotrain.config.start import compose
-from holotrain.data.tokenizers import SubwordTokenizer, known_tokenizer
+from holotrain.data.tokenizers import SubwordTokenizer, tokenizer_named
 from holotrain.errors import UserError
 from holotrain.models.huggingface_files import network_of
 from holotrain.models.saved import build, load, save
@@ -67,7 +67,7 @@ def in_json(value: Any) -> bytes:
 READERS = {
     "config.json of an export": (export, lambda path: load(path.parent), json.loads, in_json),
     "checkpoint": (checkpoint, checkpointed.load, lambda content: torch.load(io.BytesIO(content)), saved),
-    "tokenizer.json": (tokenizer, lambda path: known_tokenizer(str(path)), json.loads, in_json),
+    "tokenizer.json": (tokenizer, lambda path: tokenizer_named(str(path)), json.loads, in_json),
     "config.json of transformers": (network, lambda path: network_of(str(path.parent)), json.loads, in_json),
 }
 """What writes an honest file, what reads it, and what takes its content apart and puts it together."""

@@ -220,13 +220,13 @@ def of_template(messages: list[Message], tokenizer: Any) -> Sequenced:
         ValueError: an answer is not found in what the template writes.
     """
     if MARKED.search(tokenizer.chat_template):
-        found = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        return np.array(found["input_ids"]), np.array(found["assistant_masks"], dtype=bool)
+        encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"], dtype=bool)
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
-    found = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
-    ids, places = np.array(found["input_ids"]), np.array(found["offset_mapping"])
+    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    ids, places = np.array(encoded["input_ids"]), np.array(encoded["offset_mapping"])
     added = tokenizer.added_tokens_decoder
-    special = np.array([number in added and added[number].special for number in found["input_ids"]])
+    special = np.array([number in added and added[number].special for number in encoded["input_ids"]])
     answers = np.zeros(len(ids), dtype=bool)
     for first, last in answers_in(whole, messages, tokenizer):
         ends = places[special & (places[:, 0] >= last)]

@@ -295,10 +295,10 @@ class BucketBatchSampler(ResumableBatchSampler):
 
 def whole_numbers(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     """Lengths as (N,) int64. Raises a ValueError unless they are whole numbers of at least 0."""
-    found = np.asarray(lengths)
-    if found.ndim != 1 or (found.size and (found.dtype.kind not in "iu" or found.min() < 0)):
+    numbers = np.asarray(lengths)
+    if numbers.ndim != 1 or (numbers.size and (numbers.dtype.kind not in "iu" or numbers.min() < 0)):
         raise ValueError("lengths must be a list of whole numbers of at least 0, one for each document")
-    return found.astype(np.int64)
+    return numbers.astype(np.int64)
 
 
 def bucket_of(lengths: np.ndarray) -> np.ndarray:

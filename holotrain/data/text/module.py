@@ -24,7 +24,7 @@ from holotrain.data.text.batches import (
     padded,
 )
 from holotrain.data.text.tokenise import PARTS, Batch, Corpus, DocumentRules, OnCPU, Rows, as_it_is
-from holotrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer, known_tokenizer, tokenizer_from_json
+from holotrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer, tokenizer_from_json, tokenizer_named
 from holotrain.errors import UserError
 from holotrain.numeric import counted, require_at_least, require_one_of, require_within
 
@@ -117,7 +117,7 @@ class TextDataModule(LoadingModule):
         self.num_proc, self.streaming, self.epoch_batches = num_proc, streaming, epoch_batches
         self.loading["collate_fn"] = as_it_is
         self._tokenizer = (
-            tokenizer_from_json(tokenizer_json, "tokenizer_json") if tokenizer_json else known_tokenizer(tokenizer)
+            tokenizer_from_json(tokenizer_json, "tokenizer_json") if tokenizer_json else tokenizer_named(tokenizer)
         )
         if isinstance(self._tokenizer, SubwordTokenizer) and layout == "documents" and not labels:  # masked_lm
             self._tokenizer.add_mask()

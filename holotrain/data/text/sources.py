@@ -64,23 +64,23 @@ class TextFile:
 
 def matches(option: str, patterns: str | Sequence[str], part: str | None = None) -> list[TextFile]:
     """The files that match glob patterns, named below the part of the pattern that has no wildcard."""
-    found = []
+    files = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         whole = Path(pattern).expanduser()
         if whole.is_dir():
             raise UserError(f"data.{option}: {pattern} is a folder; its files are {whole / '**' / '*.txt'}")
         if whole.is_file():  # its name may look like a pattern, such as a[1].txt
-            found.append(TextFile(whole, whole.name, part))
+            files.append(TextFile(whole, whole.name, part))
             continue
         fixed = whole.parts[:-1]
         wild = next((index for index, name in enumerate(fixed) if re.search(r"[*?[]", name)), len(fixed))
         root, rest = Path(*whole.parts[:wild]), str(Path(*whole.parts[wild:]))
         names = [name for name in glob.glob(rest, root_dir=root, recursive=True) if (root / name).is_file()]
         if not names:
-            known = ", ".join((".txt", *FORMATS))
-            raise UserError(f"data.{option}: no file matches {pattern!r}; files may be {known} or any plain text")
-        found += [TextFile(root / name, Path(name).as_posix(), part) for name in names]
-    return found
+            suffixes = ", ".join((".txt", *FORMATS))
+            raise UserError(f"data.{option}: no file matches {pattern!r}; files may be {suffixes} or any plain text")
+        files += [TextFile(root / name, Path(name).as_posix(), part) for name in names]
+    return files
 
 
 def rows_of(
