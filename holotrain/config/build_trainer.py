@@ -156,7 +156,7 @@ def build_trainer(
     try:
         own |= changed | {"default_root_dir": folder, "callbacks": callbacks, "logger": logger}
         return instantiate({TARGET: config.target}, **own)
-    except (MisconfigurationException, ValueError) as error:
+    except (MisconfigurationException, ValueError, OverflowError) as error:  # the last of max_time
         raise UserError(f"trainer: {first_line(error)}") from error
 
 

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from holotrain.config.command_options import COMMANDS
-from holotrain.config.composition import composed, key_of, literal, option_names, register, to_plain
+from holotrain.config.composition import composed, key_of, literal, option_names, to_plain
 from holotrain.config.option_groups import OBJECT_GROUPS, require_not_gone
 from holotrain.config.structured import with_defaults
 from holotrain.errors import UserError, check_choice, did_you_mean
@@ -33,8 +33,6 @@ CHOICES = {
     ("--info", "-i"): ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
 }
 """The values of those flags that do not take any."""
-
-"""Commands of earlier versions, and what takes their place."""
 
 SHOWS = HELP.union(*CHOICES)
 """Flags under which a command only prints something about itself."""
@@ -166,7 +164,7 @@ def parse(argv: list[str]) -> Arguments:
                 raise UserError(f"{word} needs a value")
             arguments.flags += [word, value]
         elif word.startswith("-"):
-            raise _unknown_flag(word, next(words, ""), arguments)
+            raise UserError(f"{word!r} is not a flag; options are written key=value, such as trainer.max_epochs=3")
         elif not key_of(word) or ("=" not in word and not word.startswith("~")):
             near = did_you_mean(word, ("resume=true", "test=false", "compile=true"))
             raise UserError(f"{word!r} is not an override; write group=option or key=value, without spaces around =.{near}")
@@ -266,26 +264,6 @@ def explaining(arguments: Arguments) -> Generator[None]:
         raise UserError(f"{named[0]}: {first_line(error)}" if named else first_line(error)) from None
 
 
-def _unknown_flag(word: str, following: str, arguments: Arguments) -> UserError:
-    """That other programs have flags such as ``--lr`` or ``--max-epochs``, which are options here."""
-    register()
-    flag, equals, value = word.partition("=")
-    name, keys = flag.lstrip("-").replace("-", "_"), _valid_keys("", "", arguments)
-    if option := name if name in keys else _key_of_group(name, keys):
-        value = value if equals else following
-        value = "..." if not value or value.startswith("-") or "=" in value else value
-        near = f"; options are written key=value. Did you mean '{option}={value}'?"
-    else:
-        near = f"; options are written key=value, such as trainer.max_epochs=3.{did_you_mean(flag, VALUED | BARE | HELP)}"
-    return UserError(f"{word!r} is not a flag{near}")
-
-
-def _key_of_group(name: str, keys: list[str]) -> str | None:
-    """The first key whose last part is this; ``epochs`` is ``trainer.max_epochs``, and ``device`` its accelerator."""
-    names = (name, f"max_{name}", "accelerator" if name == "device" else "")
-    return next((key for key in keys if key.rpartition(".")[2] in names), None)
-
-
 def _missing_option(error: MissingConfigException, command: str) -> UserError:
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
     if extra := PLUGINS.get(option if group in ("hydra/sweeper", "hydra/launcher") else ""):
@@ -309,8 +287,8 @@ def _unknown_key(key: str, arguments: Arguments) -> UserError:
         return _unknown_key(first, arguments)
     require_not_gone(key)
     where = f"in {parent}" if parent else "among the options"
-    below = _key_of_group(name, valid)  # ``lr`` is ``optimizer.lr``
-    near = f" Did you mean {below!r}?" if below and name not in valid else did_you_mean(name, valid)
+    below = [each for each in valid if each.rpartition(".")[2] == name]  # ``lr`` is ``optimizer.lr``
+    near = f" Did you mean {below[0]!r}?" if below else did_you_mean(name, valid)
     return UserError(f"{key}: there is no {name!r} {where}.{near}")
 
 

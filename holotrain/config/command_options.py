@@ -4,10 +4,8 @@ The string below a field is its help text, and ``__post_init__`` checks what a t
 that ``--help`` is fast.
 """
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast
 
@@ -464,8 +462,6 @@ def check_trainer(trainer: ObjectConfig) -> None:
         require_at_least(1, max_epochs=trainer.max_epochs)
     elif trainer.max_steps < 1 and trainer.max_time is None:
         raise ValueError("max_epochs=-1: needs a limit; set trainer.max_steps or trainer.max_time")
-    if trainer.max_time is not None and _seconds(trainer.max_time) <= 0:
-        raise ValueError(f"max_time: {trainer.max_time!r} is not a time; write DD:HH:MM:SS, such as 00:12:00:00")
     if trainer.max_steps == 0:
         raise ValueError("max_steps: must be above 0; for no limit, use trainer.max_steps=-1")
     least = {"max_steps": -1, "num_sanity_val_steps": -1, "accumulate_grad_batches": 1, "check_val_every_n_epoch": 1}
@@ -481,14 +477,3 @@ def check_trainer(trainer: ObjectConfig) -> None:
         raise ValueError("limit_train_batches: must be above 0; to evaluate without training, use validate or test")
     if trainer.val_check_interval == 0:
         raise ValueError("val_check_interval: must be above 0; to skip validation, set trainer.limit_val_batches=0")
-
-
-def _seconds(time: Any) -> float:
-    """A duration as Lightning takes it, DD:HH:MM:SS or keywords of ``timedelta``; 0 if it is none."""
-    try:
-        if isinstance(time, str):
-            found = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", time.strip())
-            time = dict(zip(("days", "hours", "minutes", "seconds"), map(int, found.groups()), strict=True)) if found else {}
-        return (time if isinstance(time, timedelta) else timedelta(**time)).total_seconds()
-    except (OverflowError, TypeError, ValueError):
-        return 0.0

@@ -77,7 +77,7 @@ class BackwardConfig:
 
     @property
     def name(self) -> str:
-        """The kind, for display."""
+        """The kind; ``as built``: as the model's class has it."""
         return self.kind or "as built"
 
     @property

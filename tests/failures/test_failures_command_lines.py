@@ -22,7 +22,7 @@ TABLES = {
         ("fitt", "Did you mean 'fit'?"),
         ("report runs/fit", "report is gone: tensorboard --logdir runs compares runs"),
         ("fit optimizer.lr = 1", "'optimizer.lr' is not an override; write group=option or key=value, without spaces"),
-        ("fit --lr 3", "'--lr' is not a flag; options are written key=value. Did you mean 'optimizer.lr=3'?"),
+        ("fit --lr 3", "'--lr' is not a flag; options are written key=value, such as trainer.max_epochs=3"),
         ("fit callbacks=ema +callbacks=ema", "callbacks: it is given twice, as callbacks=ema and"),
         # names of options and groups
         ("fit lr=1", "Did you mean 'optimizer.lr'?"),
