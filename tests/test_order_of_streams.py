@@ -351,7 +351,7 @@ def not_holding(work, held, then=None):
 
 
 a_split_synthesis = partial(a_synthesis, split="cpu")
-a_layer, a_signalling_layer = (partial(an_overlapped_layer, layer="row", signalling=each) for each in (False, True))
+a_signalling_layer = partial(an_overlapped_layer, layer="row", signalling=True)
 a_layer_that_scatters = partial(an_overlapped_layer, layer="row, sequence", signalling=False)
 
 WITHOUT = {name: (Stream, name, nothing) for name in ("wait_stream", "wait_event")}

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from foreign_models import NETWORKS, TEXT, write_network, write_texts
 from left_by_runs import summary
 
 import holotrain as package
@@ -18,28 +19,16 @@ SHORT = [
     "test=false",
 ]
 HERE = ["trainer.accelerator=cpu", "logger=none"]
-TEXT = ["data=text_files", "data.files=texts/*.txt", "data.context=16", "data.batch_size=4", "data.cache_dir=tokens"]
 CAUSAL = ["task=causal_lm", "model=huggingface", "model.name=network"]
 MINE = "# @package _global_\ndefaults:\n  - override /model: huggingface\nmodel:\n  name: ${oc.env:PWD}/network\n"
 WITH_RATE = "optimizer:\n  lr: 3e-3\n"
 
 
-def write_texts(folder: Path) -> None:
-    (folder / "texts").mkdir()
-    for number in range(20):
-        (folder / f"texts/{number}.txt").write_text(f"{number} apples\n" * (number + 1))
-
-
-def network() -> transformers.PreTrainedConfig:
-    return transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=260, n_positions=256)
-
-
-def write_random(folder: Path) -> None:
-    network().save_pretrained(folder)
+LONG = {"n_positions": 256}  # as many tokens as data have by default
 
 
 def write_pretrained(folder: Path) -> None:
-    transformers.GPT2LMHeadModel(network()).save_pretrained(folder)
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**NETWORKS["gpt2"] | LONG)).save_pretrained(folder)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +50,7 @@ def test_pretrained_weights_are_tuned_gently(tmp_path, monkeypatch, words, name,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PWD", str(tmp_path))
     write_pretrained(Path("network"))
-    write_random(Path("random"))
+    write_network(Path("random"), "gpt2", **LONG)
     Path("mine/experiment").mkdir(parents=True)
     Path("mine/experiment/mine.yaml").write_text(MINE)
     Path("mine/experiment/mine_with_rate.yaml").write_text(MINE + WITH_RATE)
@@ -101,7 +90,7 @@ def test_pretrained_weights_are_evaluated_before_any_training(holotrain, tmp_pat
 
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
 def test_random_weights_are_not_evaluated(holotrain, command):
-    write_random(Path("network"))
+    write_network(Path("network"), "gpt2", **LONG)
     assert holotrain.refused(command, *TEXT, *CAUSAL).startswith(f"holotrain: ckpt_path: {command} needs a checkpoint; give")
     write_pretrained(Path("network"))
     if command == "predict":

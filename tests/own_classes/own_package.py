@@ -4,7 +4,6 @@ heard of."""
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import lightning.pytorch as pl
 import torch
@@ -58,14 +57,12 @@ def halving(optimizer: Optimizer, steps: int, times: int = 2) -> LambdaLR:
 class Diary(pl.Callback):
     """Counts the batches of the training, also over a resumption."""
 
-    def __init__(self, kind: Literal["batches", "epochs"] = "batches") -> None:
-        self.kind, self.count = kind, 0
+    count = 0
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
-        self.count += self.kind == "batches"
+        self.count += 1
 
     def on_train_epoch_end(self, trainer, module) -> None:
-        self.count += self.kind == "epochs"
         module.log("diary/count", float(self.count))
 
     def state_dict(self) -> dict:
@@ -152,14 +149,6 @@ class Net(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         x = self.embed(images.transpose(1, 2).flatten(2))
         return self.head(sum(self.blocks(x, x)).mean(1))
-
-
-class Switched(Net):
-    """The same, with an argument for the schedule."""
-
-    def __init__(self, classes: int, image_size: int, channels: int, backward: str = "pareprop") -> None:
-        super().__init__(classes, image_size, channels)
-        self.blocks.backward = backward
 
 
 class Tower(nn.Module):

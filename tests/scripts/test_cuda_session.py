@@ -27,28 +27,12 @@ FOUND = {"machine": MACHINE | {"threads": 4}} | VERDICTS
 HERE = f"import json, pathlib, sys; pathlib.Path(sys.argv[-1]).write_text(json.dumps({FOUND}))"
 PARENT = "import subprocess; process = subprocess.Popen(['sleep', '600']); print('child', process.pid, flush=True); "
 
-SPECIFIED = {
-    ("versions",): 20,
-    ("first_steps",): 90,
-    ("cuda_graphs",): 30,
-    ("planned_and_reserved", "whole_steps_in_tiles"): 60,
-    ("longest_sequence_gpt2", "longest_sequence_qwen3"): 90,
-    ("command_line",): 90,
-    ("tests_of_the_engine",): 100,
-}
-"""Names of pieces in their order, and their seconds together."""
-
 
 def test_pieces_are_scripts_with_names_of_their_own_and_the_first_fit_into_a_quarter_of_an_hour():
-    seconds = {piece.name: piece.seconds for piece in PIECES}
-    assert len(seconds) == len(PIECES)
-    assert [name for names in SPECIFIED for name in names] == [piece.name for piece in QUARTER]
-    assert PIECES[: len(QUARTER)] == QUARTER
-    for names, together in SPECIFIED.items():
-        assert sum(seconds[name] for name in names) == together
+    assert len({piece.name for piece in PIECES}) == len(PIECES)
+    assert PIECES[: len(QUARTER)] == QUARTER and sum(piece.seconds for piece in QUARTER) <= 600  # others go to starting
     for piece in PIECES:
-        assert (ROOT / piece.command[0]).is_file()
-        assert 0 < piece.seconds <= 300
+        assert (ROOT / piece.command[0]).is_file() and 0 < piece.seconds <= 300
 
 
 def test_what_fails_is_named_and_tried_again_after_all_others(tmp_path, capsys):
