@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain.clock import Clock
 from holotrain.optimizers import InBackward
-from holotrain.planning.devices import ALLOCATORS, Allocator
+from holotrain.planning.devices import CPU, Allocator
 from holotrain.planning.tracker import AllocationTracker
 from holotrain.planning.training_step import TrainingStep
 
@@ -169,8 +169,6 @@ def _held(options: list[Option]) -> int:
 def _cost(options: list[Option]) -> float:
     return sum(option.cost for option in options)
 
-
-CPU = ALLOCATORS["cpu"]
 
 REPEATS = 5
 """Measurements of each option after the first run, in turn with the other options."""

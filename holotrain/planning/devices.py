@@ -90,8 +90,10 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+CPU = Allocator()
+
 ALLOCATORS = {
-    "cpu": Allocator(),
+    "cpu": CPU,
     "cuda": Allocator(lambda size: _up(size, CUDA_BLOCK), lambda peak: CUDA_WORKSPACES, on_cpu=False),
 }
 """By device type. They count as ``torch.cuda.memory_allocated`` does, and as the CPU allocator reports to the profiler."""

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from holotrain.planning.devices import ALLOCATORS, Allocator
+from holotrain.planning.devices import CPU, Allocator
 from holotrain.planning.fake_tensors import is_wrapper_subclass
 
 PHASES = ("forward", "backward", "update")
@@ -58,7 +58,7 @@ class Event:
 class AllocationTracker:
     """Records the storages of operations that run inside of :meth:`tracking`."""
 
-    allocator: Allocator = ALLOCATORS["cpu"]
+    allocator: Allocator = CPU
     phase: str = "before"
     kind: str = "before"
     alive: int = 0

@@ -16,12 +16,10 @@ from torch.optim import Optimizer
 from holotrain.optimizers import InBackward
 from holotrain.optimizers.low_bit import parts_of
 from holotrain.optimizers.stepping import refuse_in_backward
-from holotrain.planning.devices import ALLOCATORS, Allocator
+from holotrain.planning.devices import CPU, Allocator
 from holotrain.planning.fake_tensors import assume_ones
 from holotrain.planning.tracker import AllocationTracker, Footprint
 from holotrain.reversible.lists_of_blocks import is_list_of_blocks, outermost
-
-CPU = ALLOCATORS["cpu"]
 
 
 @dataclass
