@@ -37,13 +37,14 @@ from holotrain.targets import TARGET, instantiate, is_of, needed
 from holotrain.tasks.optimizer_functions import decay_groups
 
 
-def make(where: str, config: ObjectConfig, of: type, *positional: Any, **known: Any) -> Any:
+def build_object(where: str, config: ObjectConfig, kind: type, *positional: Any, **context: Any) -> Any:
     """Calls what is configured, with what the program knows of those parameters that the configuration leaves open. All objects
     of a configuration are made here.
 
     Args:
         where: the group, or a name in it, such as ``callbacks.memory``.
-        of: the class of what is made.
+        kind: the class that the object must have.
+        context: values of parameters, used where the class or function has such a parameter.
 
     Raises:
         UserError: it cannot be imported or called, refuses a value, or makes something else.
@@ -53,34 +54,34 @@ def make(where: str, config: ObjectConfig, of: type, *positional: Any, **known: 
     schema = schema_of(where)
     own = {name: value for name, value in config.arguments.items() if value is not None or name not in schema.null_if_known}
     parameters = {*signature(config.target).options, *config.arguments}
-    known = {name: value for name, value in known.items() if name in parameters and own.get(name) is None}
+    context = {name: value for name, value in context.items() if name in parameters and own.get(name) is None}
     with as_user_error(where, schema.options(config.target), schema.elsewhere):
-        made = instantiate({TARGET: config.target, **own}, *positional, **known)
-        if not isinstance(made, of):
-            raise ValueError(f"{config.target} is not a {of.__name__}; calling it gives a {type(made).__name__}")
-    return made
+        result = instantiate({TARGET: config.target, **own}, *positional, **context)
+        if not isinstance(result, kind):
+            raise ValueError(f"{config.target} is not a {kind.__name__}; calling it gives a {type(result).__name__}")
+    return result
 
 
-def _on_default_device(made: Any) -> Any:
+def _on_default_device(value: Any) -> Any:
     """The object; while torch's default device is ``meta``, a copy of it that has shapes but no data."""
-    if torch.get_default_device().type != "meta" or not isinstance(made, torch.nn.Module):
-        return made
-    memo: dict[int, Any] = {id(getattr(made, "_trainer", None)): None}  # a copy belongs to no trainer
-    for tensor in made.buffers():
+    if torch.get_default_device().type != "meta" or not isinstance(value, torch.nn.Module):
+        return value
+    memo: dict[int, Any] = {id(getattr(value, "_trainer", None)): None}  # a copy belongs to no trainer
+    for tensor in value.buffers():
         memo[id(tensor)] = torch.empty_like(tensor, device="meta")
-    for weight in made.parameters():
+    for weight in value.parameters():
         memo[id(weight)] = torch.nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
-    return copy.deepcopy(made, memo)
+    return copy.deepcopy(value, memo)
 
 
 def build_data(config: RunConfig, tokenizer: str | None = None) -> pl.LightningDataModule:
     """The data module of a run, which reads its data in ``setup``; ``tokenizer``: that of a checkpoint, from ``to_json``."""
-    known: dict[str, Any] = {"seed": config.seed}
+    context: dict[str, Any] = {"seed": config.seed}
     if is_a(config.data, groups.TEXT):
         packed = is_a(config.task, groups.CAUSAL_LM)
-        known |= {"layout": "packed" if packed else "documents", "tokenizer_json": tokenizer}
-        known["labels"] = is_a(config.task, groups.SEQUENCE_CLASSIFIER)
-    return make("data", config.data, pl.LightningDataModule, **known)
+        context |= {"layout": "packed" if packed else "documents", "tokenizer_json": tokenizer}
+        context["labels"] = is_a(config.task, groups.SEQUENCE_CLASSIFIER)
+    return build_object("data", config.data, pl.LightningDataModule, **context)
 
 
 def data_properties(data: pl.LightningDataModule) -> dict[str, Any]:
@@ -128,7 +129,7 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
     backward = config.backward
     with as_user_error("model"), allocated():
         chosen = replace(config.model, arguments=model_arguments(config, facts))
-        model = make("model", chosen, nn.Module)
+        model = build_object("model", chosen, nn.Module)
     if isinstance(model, pl.LightningModule):  # whose steps and optimizer would not be used
         target = config.model.target
         raise UserError(f"model.{TARGET}: {target} is a LightningModule, which is a task; give task.{TARGET}={target}")
@@ -170,18 +171,18 @@ def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = Fa
 
 def task_of(model: nn.Module | None, config: RunConfig, described: dict[str, Any]) -> pl.LightningModule:
     """The LightningModule for a model, or for None if it takes none; ``described``: from :func:`description`."""
-    known: dict[str, Any] = {"model": model, "cuda_graph": config.backward.cuda_graph}
+    context: dict[str, Any] = {"model": model, "cuda_graph": config.backward.cuda_graph}
     if config.optimizer is not None:
-        known["optimizer"] = partial(make_optimizer, config.optimizer, config.trainer.gradient_clip_val or None)
+        context["optimizer"] = partial(make_optimizer, config.optimizer, config.trainer.gradient_clip_val or None)
         if config.scheduler is not None:
-            known["scheduler"] = partial(make_scheduler, config.scheduler, config.trainer.max_epochs)
+            context["scheduler"] = partial(make_scheduler, config.scheduler, config.trainer.max_epochs)
     if "tokenizer" in described:
         tokenizer = tokenizer_from_json(described["tokenizer"])
-        known["token_bytes"] = torch.from_numpy(tokenizer.byte_lengths)
+        context["token_bytes"] = torch.from_numpy(tokenizer.byte_lengths)
         if takes(config.task, "mask_id"):
-            known["mask_id"] = tokenizer.mask_id
+            context["mask_id"] = tokenizer.mask_id
     chosen = replace(config.task, arguments=with_data_properties("task", config.task, described["facts"]))
-    task = make("task", chosen, pl.LightningModule, **known)
+    task = build_object("task", chosen, pl.LightningModule, **context)
     if config.backward.on_mismatch != ON_MISMATCH[0]:
         for checks in checks_in(task):
             checks.on_mismatch = config.backward.on_mismatch
@@ -202,7 +203,7 @@ def make_optimizer(chosen: ObjectConfig, clip_value: float | None, model: nn.Mod
         if isinstance(rate := arguments.get("lr"), int | float):
             require_at_least(0, lr=rate)  # torch's message names no option
         of = model if takes(chosen, "model") else decay_groups(model, arguments.get("weight_decay", 0.0))
-    optimizer = make("optimizer", replace(chosen, arguments=arguments), Optimizer, of)
+    optimizer = build_object("optimizer", replace(chosen, arguments=arguments), Optimizer, of)
     if not chosen.arguments.get(groups.IN_BACKWARD, False):
         return optimizer
     with as_user_error(f"optimizer.{groups.IN_BACKWARD}"):
@@ -222,13 +223,15 @@ def make_scheduler(chosen: ObjectConfig, epochs: int | None, optimizer: Optimize
     plateau = is_a(chosen, groups.PLATEAU)
     by_epoch = options["interval"] == "epoch" or (plateau and options["interval"] is None)
     length = epochs if by_epoch and epochs and epochs > 0 else steps
-    made = make("scheduler", replace(chosen, arguments=own), LRScheduler, optimizer, steps=length, total_steps=length)
+    scheduler = build_object(
+        "scheduler", replace(chosen, arguments=own), LRScheduler, optimizer, steps=length, total_steps=length
+    )
     if options["monitor"] is not None and not plateau:
         raise UserError(f"scheduler.monitor: {chosen.name} follows no metric; leave it out")
     if not by_epoch and not plateau:
-        return made
+        return scheduler
     monitor = {} if options["monitor"] is None else {"monitor": options["monitor"]}
-    return {"scheduler": made, "interval": "epoch" if by_epoch else "step", **monitor}
+    return {"scheduler": scheduler, "interval": "epoch" if by_epoch else "step", **monitor}
 
 
 def check_optimizer(config: RunConfig) -> None:
@@ -316,7 +319,7 @@ def class_names(config: RunConfig, data: pl.LightningDataModule) -> list[str] | 
 
 
 def synthesis_callback(chosen: ObjectConfig) -> SynthesisCallback:
-    return make("synthesis", chosen, SynthesisCallback)
+    return build_object("synthesis", chosen, SynthesisCallback)
 
 
 def synthesis_of(chosen: ObjectConfig, task: nn.Module) -> HolographicSynthesis:

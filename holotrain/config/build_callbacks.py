@@ -17,7 +17,7 @@ from holotrain.callbacks.shown import EpochLog
 from holotrain.callbacks.throughput import peak_flops, training_flops
 from holotrain.checkpoints.exact_resume import ExactResume
 from holotrain.checkpoints.saving import last_checkpoint
-from holotrain.config.build import build_model, data_properties, make, synthesis_callback, synthesis_of
+from holotrain.config.build import build_model, build_object, data_properties, synthesis_callback, synthesis_of
 from holotrain.config.build_trainer import device_name
 from holotrain.config.command_options import RunConfig
 from holotrain.config.objects import ObjectConfig
@@ -38,46 +38,48 @@ def build_fit_callbacks(
     at the validation. A synthesis rewrites gradients, so it comes after all that measure them. Lightning moves those that save
     checkpoints to the end, in this order, so that last.ckpt holds the state of all others.
     """
-    made: list[pl.Callback] = []
+    callbacks: list[pl.Callback] = []
     for name, chosen in config.callbacks.items():
         if _has_its_metric(chosen, config):
-            known = _known(name, chosen, config, folder, task, data)
-            made.append(make(f"callbacks.{name}", chosen, pl.Callback, **known))
+            context = _callback_context(name, chosen, config, folder, task, data)
+            callbacks.append(build_object(f"callbacks.{name}", chosen, pl.Callback, **context))
     if config.trainer.enable_progress_bar is False:
-        made = [callback for callback in made if not isinstance(callback, ProgressBar | EpochLog)]
-    made.sort(key=lambda callback: isinstance(callback, WeightAveraging))
+        callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar | EpochLog)]
+    callbacks.sort(key=lambda callback: isinstance(callback, WeightAveraging))
     synthesis = []
     if config.synthesis is not None:
         synthesis.append(synthesis_callback(config.synthesis))
         synthesis_of(config.synthesis, task).remove()  # raises on mistakes before the training starts
     last = folder / LAST_CHECKPOINT
-    periods = [callback.last_every_n_steps for callback in made if isinstance(callback, BestCheckpoint)]
+    periods = [callback.last_every_n_steps for callback in callbacks if isinstance(callback, BestCheckpoint)]
     lasts = [last_checkpoint(last, period) for period in (None, *filter(None, periods))]
-    return [ExactResume(config.seed), *made, *synthesis, *lasts, SaveOnSignal(last)]
+    return [ExactResume(config.seed), *callbacks, *synthesis, *lasts, SaveOnSignal(last)]
 
 
 def build_matrices(config: RunConfig) -> list[ConfusionMatrix]:
     """The confusion matrices among the configured callbacks, for an evaluation."""
     ours = f"{ConfusionMatrix.__module__}.{ConfusionMatrix.__name__}"
-    return [make(f"callbacks.{name}", each, ConfusionMatrix) for name, each in config.callbacks.items() if is_a(each, ours)]
+    return [
+        build_object(f"callbacks.{name}", each, ConfusionMatrix) for name, each in config.callbacks.items() if is_a(each, ours)
+    ]
 
 
-def _known(
+def _callback_context(
     name: str, chosen: ObjectConfig, config: RunConfig, folder: Path, task: pl.LightningModule, data: pl.LightningDataModule
 ) -> dict[str, Any]:
     """What the program knows of a callback's parameters. What takes time is computed only for a callback that has it."""
     parameters = signature(chosen.target).options
-    known: dict[str, Any] = {"dirpath": folder / LAST_CHECKPOINT.parent}
+    context: dict[str, Any] = {"dirpath": folder / LAST_CHECKPOINT.parent}
     if "monitor" in parameters:
-        known |= _metric(name, chosen, task)
+        context |= _metric(name, chosen, task)
     if "count_tokens" in parameters and isinstance(data, TextDataModule):
-        known["count_tokens"] = tokens_of
+        context["count_tokens"] = tokens_of
     if "peak_flops" in parameters:
         found = peak_flops(device_name(config.trainer.accelerator), config.trainer.precision)
-        known["peak_flops"] = chosen.arguments.get("peak_flops") or found
-        if known["peak_flops"] is not None and "model_flops_per_sample" in parameters:  # only MFU and HFU need them
-            known |= _flops(config, data)
-    return known
+        context["peak_flops"] = chosen.arguments.get("peak_flops") or found
+        if context["peak_flops"] is not None and "model_flops_per_sample" in parameters:  # only MFU and HFU need them
+            context |= _flops(config, data)
+    return context
 
 
 def _has_its_metric(chosen: ObjectConfig, config: RunConfig) -> bool:
@@ -122,14 +124,14 @@ def tokens_of(batch: dict[str, Tensor]) -> Tensor:
 
 def build_loggers(config: RunConfig, folder: Path, sweep: str | None = None) -> list[Logger]:
     """Those of the group ``logger``; ``folder``: that of the run; ``sweep``: name of the sweep that the run is a job of."""
-    made, run = [], folder.name if sweep is None else f"{sweep}/{folder.name}"
+    loggers, run = [], folder.name if sweep is None else f"{sweep}/{folder.name}"
     if config.name is not None:
         run = config.name if sweep is None else f"{config.name}/{folder.name}"
     for name, chosen in config.logger.items():
-        known = _known_to_logger(name, chosen, folder, run) | _tags(chosen, config.tags)
-        made.append(make(f"logger.{name}", chosen, Logger, group=sweep, **known))
-        _count_steps_done(made[-1])
-    return made
+        context = _logger_context(name, chosen, folder, run) | _tags(chosen, config.tags)
+        loggers.append(build_object(f"logger.{name}", chosen, Logger, group=sweep, **context))
+        _count_steps_done(loggers[-1])
+    return loggers
 
 
 def _count_steps_done(logger: Logger) -> None:
@@ -145,17 +147,17 @@ def _count_steps_done(logger: Logger) -> None:
     logger.log_metrics = log_metrics
 
 
-def _known_to_logger(name: str, chosen: ObjectConfig, folder: Path, run: str) -> dict[str, Any]:
+def _logger_context(name: str, chosen: ObjectConfig, folder: Path, run: str) -> dict[str, Any]:
     """What the program knows of a logger's parameters."""
     parameters = signature(chosen.target).options
-    known: dict[str, Any] = {"save_dir": folder, "run_name": run}
-    known["name"] = run if "project" in parameters else name  # of a run in a project, or of a subfolder
+    context: dict[str, Any] = {"save_dir": folder, "run_name": run}
+    context["name"] = run if "project" in parameters else name  # of a run in a project, or of a subfolder
     if "tracking_uri" in parameters and chosen.arguments.get("tracking_uri") is None:
         store = (folder / "mlflow").resolve()
         store.mkdir(parents=True, exist_ok=True)
-        known["tracking_uri"] = f"sqlite:///{store / 'mlflow.db'}"  # MLflow 3 refuses a folder of files
-        known["artifact_location"] = (store / "artifacts").as_uri()
-    return known
+        context["tracking_uri"] = f"sqlite:///{store / 'mlflow.db'}"  # MLflow 3 refuses a folder of files
+        context["artifact_location"] = (store / "artifacts").as_uri()
+    return context
 
 
 def _tags(chosen: ObjectConfig, tags: Sequence[str]) -> dict[str, Any]:
