@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from holotrain.reversible.recomputation import checkpointed
 from holotrain.reversible.replaced_forward import ReplacedForward, call_of
 from holotrain.reversible.tiled_loss import TiledLoss
 from holotrain.reversible.tiles import Tiled, take_in_tiles
-from holotrain.reversible.tokenwise import require_tile
 from holotrain.schedules import PLAIN
 
 
@@ -24,7 +23,7 @@ def recompute(
     blocks: str | Sequence[str] | None = None,
     *,
     backward: str | Sequence[str] = "checkpoint",
-    tile: int | None = None,
+    tile: int | Mapping[str, int] | None = None,
 ) -> nn.Module:
     """Has a stack of blocks keep only their inputs in training, and run again in the backward, in place.
 
@@ -41,9 +40,11 @@ def recompute(
             all hold blocks of one class.
         backward: how each block's input is kept, one name of :data:`~holotrain.schedules.PLAIN` or one for each block. Where
             it is inexact, the forward does not change; the gradients are those of the rounded inputs.
-        tile: tokens of each row that MLPs take at a time, also as part of a block that runs again. In language models of
-            transformers, the head and the loss of ``model(input_ids, labels=labels)`` are then taken in tiles, too, and
-            ``logits`` is None in training; see :mod:`holotrain.reversible.tiled_loss`. None: all tokens at once.
+        tile: tokens of each row that MLPs take at a time, also as part of a block that runs again; or a mapping from names of
+            modules, such as ``"layers.*.mlp"``, to tokens, for modules that you know to keep tokens apart; see
+            :func:`~holotrain.reversible.tiles.tile_modules`. In language models of transformers, the head and the loss of
+            ``model(input_ids, labels=labels)`` are then taken in tiles, too, and ``logits`` is None in training; see
+            :mod:`holotrain.reversible.tiled_loss`. None: all tokens at once.
 
     Returns:
         the model.
@@ -52,7 +53,6 @@ def recompute(
         ValueError: the model has no such list of blocks, or several lists and none is named; the blocks are reversible; an
             unknown or a wrong number of schedules.
     """
-    require_tile(tile)
     chosen = named_blocks(model, blocks)
     schedules = [backward] * len(chosen) if isinstance(backward, str) else list(backward)
     if len(schedules) != len(chosen):
@@ -61,10 +61,10 @@ def recompute(
         require_plain(schedule)
     if any(isinstance(block, ReversibleBlock) for block in chosen):
         raise ValueError("the blocks are those of a ReversibleSequence, which has a backward of its own: set sequence.backward")
-    for block, schedule in zip(chosen, schedules, strict=True):
-        recompute_block(block, schedule)
     if tile is not None:
         take_in_tiles(model, tile)
+    for block, schedule in zip(chosen, schedules, strict=True):
+        recompute_block(block, schedule)
     return model
 
 

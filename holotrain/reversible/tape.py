@@ -26,7 +26,7 @@ from holotrain.reversible.reads import is_sharded, is_tensor_parallel
 from holotrain.reversible.recomputation import Branch, from_stored
 from holotrain.reversible.settings import Call
 from holotrain.reversible.side_stream import SameStream, SideStream, side_of
-from holotrain.reversible.tokenwise import tiles_of
+from holotrain.reversible.tokenwise import tiles_of, why_whole
 from holotrain.schedules import Schedule
 
 _no_room: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -112,13 +112,12 @@ class Recorder:
     def _tiles_of(self, module: nn.Module, read: Tensor, keywords: dict) -> Iterator[tuple[slice | None, Tensor, Casts | None]]:
         """The tiles of a branch: their tokens, what they read, and what they share. One of None: all tokens."""
         # Where the input is not kept as it is, each tile would fetch or restore the whole.
-        tiles = tiles_of(module, self._tile, read, keywords) if self._schedule.input == "checkpoint" else []
-        if not tiles:
+        if self._tile is None or self._schedule.input != "checkpoint" or why_whole(module, self._tile, read, keywords):
             yield None, read, None
             return
         casts = Casts() if self.call.settings.casts_weights else None
-        parts = torch.unsafe_split(read, tiles[0].stop, 1)  # no views: what a branch writes to its part is noticed
-        for tile, part in zip(tiles, parts, strict=True):
+        parts = torch.unsafe_split(read, self._tile, 1)  # no views: what a branch writes to its part is noticed
+        for tile, part in zip(tiles_of(read, self._tile), parts, strict=True):
             yield tile, part.contiguous(), casts
 
     def _has_crossed(self, first: Tensor, second: Tensor) -> bool:

@@ -26,7 +26,7 @@ from holotrain.reversible.context import has_no_data
 from holotrain.reversible.reads import is_sharded
 from holotrain.reversible.replaced_forward import ReplacedForward, forward_replaced
 from holotrain.reversible.tiled_cross_entropy import Head, Step, Tiles, Unreadable
-from holotrain.reversible.tokenwise import why_whole
+from holotrain.reversible.tokenwise import mixes_tokens
 
 IGNORED = -100
 """The label of a token to ignore."""
@@ -131,7 +131,7 @@ def pending_logits(model: nn.Module, most_logits: int | None = None, said: set[s
         if looking or hidden.ndim < 2:
             return own(hidden)
         looking = True
-        reason = None if weights else why_whole(head, hidden.reshape(1, -1, hidden.shape[-1]), {})
+        reason = None if weights else mixes_tokens(head, hidden.reshape(1, -1, hidden.shape[-1]), {})
         looking = False
         return own(hidden) if reason else PendingLogits.of(Head(own, weights, head, said), hidden, most_logits)
 

@@ -5,39 +5,74 @@ A tile is recomputed in the backward, by itself. (Tiled MLPs: ALST, arXiv 2506.1
 
 from __future__ import annotations
 
+import logging
+import warnings
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from holotrain.reversible.context import has_no_data
+from holotrain.reversible.context import has_no_data, is_captured
 from holotrain.reversible.lists_of_blocks import is_list_of_blocks, outermost
 from holotrain.reversible.recomputation import checkpointed
 from holotrain.reversible.replaced_forward import ReplacedForward
+from holotrain.reversible.settings import put_back, sources_of
 from holotrain.reversible.tiled_loss import language_model, tile_loss
-from holotrain.reversible.tokenwise import require_tile, tiles_of
+from holotrain.reversible.tokenwise import require_tile, tiles_of, why_whole
+
+_LOGGER = logging.getLogger(__name__)
 
 
-def tile_modules(model: nn.Module, tile: int) -> list[str]:
+def tile_modules(model: nn.Module, tile: int | Mapping[str, int]) -> list[str]:
     """Takes the MLPs in the blocks of a model, and whatever else works token by token, a tile at a time in training, in place.
 
-    Candidates are parts of blocks with at least two matrices of weights. At its first call each is looked at
-    (:mod:`holotrain.reversible.tokenwise`), and left alone if it may mix tokens, as attention does. A second call changes the
-    size. Returns the names of the candidates.
+    A second call replaces the first.
+
+    Args:
+        tile: tokens of a tile. The candidates are then parts of blocks with at least two matrices of weights. At its first call
+            each is looked at (:mod:`holotrain.reversible.tokenwise`), and left alone if it may mix tokens, as attention does;
+            the reason is logged. Or a mapping from patterns of names, such as ``"layers.*.mlp"``, to tokens: these modules are
+            taken in tiles without being looked at.
+
+    Returns:
+        the names of the candidates.
+
+    Raises:
+        ValueError: a wrong number of tokens, or no module has a name of such a pattern.
     """
-    require_tile(tile)
+    candidates = _named(model, tile) if isinstance(tile, Mapping) else _candidates(model, tile)
     untile_modules(model)
-    candidates = {
-        f"{name}.{inner}": module
+    said: set[str] = set()
+    for module, size in candidates.values():
+        tiled = Tiled(module)
+        tiled.tile, tiled.trusted, tiled.said = size, isinstance(tile, Mapping), said
+    return list(candidates)
+
+
+def _candidates(model: nn.Module, tile: int) -> dict[str, tuple[nn.Module, int]]:
+    require_tile(tile)
+    return {
+        f"{name}.{inner}": (module, tile)
         for name, blocks in outermost(model, is_list_of_blocks)
         for inner, module in blocks.named_modules()
         if "." in inner and sum(weight.ndim == 2 for weight in module.parameters()) >= 2
     }
-    for module in candidates.values():
-        Tiled(module).tile = tile
-    return list(candidates)
+
+
+def _named(model: nn.Module, tiles: Mapping[str, int]) -> dict[str, tuple[nn.Module, int]]:
+    found = {}
+    for pattern, tile in tiles.items():
+        require_tile(tile)
+        named = {name: (module, tile) for name, module in model.named_modules() if fnmatchcase(name, pattern)}
+        if not named:
+            raise ValueError(f"tile: {type(model).__name__} has no module of the name {pattern!r}")
+        found |= named
+    return found
 
 
 def untile_modules(model: nn.Module) -> None:
@@ -45,7 +80,7 @@ def untile_modules(model: nn.Module) -> None:
     Tiled.remove_all(model)
 
 
-def take_in_tiles(model: nn.Module, tile: int) -> None:
+def take_in_tiles(model: nn.Module, tile: int | Mapping[str, int]) -> None:
     """Takes MLPs in tiles, and the loss, if it is a language model of transformers with a head for words; see
     :func:`tile_modules` and :func:`~holotrain.reversible.tiled_loss.tile_loss`."""
     tile_modules(model, tile)
@@ -57,26 +92,40 @@ _inside: ContextVar[bool] = ContextVar("inside a tile", default=False)
 """Whether a tile is being computed: the modules in it take it whole."""
 
 
+@contextmanager
+def _within_a_tile() -> Generator[None]:
+    token = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
 class Tiled(ReplacedForward):
-    """The forward of a module of (B, T, C), which is taken a tile at a time in training."""
+    """The forward of a module of (B, T, C), which is taken a tile at a time in training.
+
+    Attributes:
+        tile: its tokens.
+        trusted: somebody named the module, so it is not looked at.
+        said: what was logged or warned of already, for all modules of a model.
+    """
 
     KEY, WHAT = "_tiled_forward", "tiled modules"
     tile: int
+    trusted: bool
+    said: set[str]
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self._calls, self._mixes = 0, False
 
     def train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
         x = arguments[0] if len(arguments) == 1 else None
-        if _inside.get() or not isinstance(x, Tensor):
-            return self.pass_on(arguments, keywords)
-        token = _inside.set(True)
-        try:
-            tiles = tiles_of(self.module, self.tile, x, keywords)
-        finally:
-            _inside.reset(token)
-        if not tiles:
+        if _inside.get() or self._mixes or not isinstance(x, Tensor) or not self._may_cut(x, keywords):
             return self.pass_on(arguments, keywords)
         run, outputs = partial(checkpointed, self.module, forward=partial(self._run_tile, keywords)), []
-        sizes, skipped = [part.stop - part.start for part in tiles], None
-        if has_no_data(x) and len(tiles) > 3:  # a plan, in which these need no more than the two before them
+        sizes, skipped = [part.stop - part.start for part in tiles_of(x, self.tile)], None
+        if has_no_data(x) and len(sizes) > 3:  # a plan, in which these need no more than the two before them
             sizes, skipped = [*sizes[:2], sum(sizes[2:-1]), sizes[-1]], 2
         for place, part in enumerate(torch.unsafe_split_with_sizes(x, sizes, 1)):
             part = part.contiguous()
@@ -84,11 +133,39 @@ class Tiled(ReplacedForward):
         return torch.cat(outputs, 1)
 
     def _run_tile(self, keywords: dict[str, Any], part: Tensor) -> Any:
-        token = _inside.set(True)
-        try:
+        with _within_a_tile():
             return self.own()(part, **keywords)
-        finally:
-            _inside.reset(token)
+
+    def _may_cut(self, x: Tensor, keywords: dict[str, Any]) -> bool:
+        with _within_a_tile():
+            reason = why_whole(self.module, self.tile, x, keywords, self.trusted)
+        if reason is not None:
+            self._say(reason, _LOGGER.info)
+            return False
+        self._calls += 1
+        is_power_of_two = self._calls & (self._calls - 1) == 0
+        if is_power_of_two and not has_no_data(x) and not is_captured(x.device) and not self._keeps_apart(x, keywords):
+            self._mixes = True
+            self._say("two tiles give another result together than each by itself", partial(warnings.warn, stacklevel=5))
+        return not self._mixes
+
+    def _say(self, reason: str, how: Any) -> None:
+        message = f"{type(self.module).__name__} is taken whole, not in tiles: {reason}"
+        if message not in self.said:
+            self.said.add(message)
+            how(message)
+
+    @torch.no_grad()
+    def _keeps_apart(self, x: Tensor, keywords: dict[str, Any]) -> bool:
+        """Whether the first two tiles give the same by themselves as together; unknown, so True, if it draws numbers."""
+        states = [source.read() for source in sources_of(x.device)]
+        together = self._run_tile(keywords, x[:, : 2 * self.tile].contiguous())
+        if any(before[2] != source.read()[2] for before, (source, *_) in zip(states, states, strict=True)):
+            put_back(states)
+            return True
+        parts = [self._run_tile(keywords, part.contiguous()) for part in x[:, : 2 * self.tile].split(self.tile, 1)]
+        off = (torch.cat(parts, 1) - together).abs().max()
+        return not bool(off > torch.finfo(off.dtype).eps ** 0.5 * together.abs().max())  # also where both are NaN
 
 
 class _SkippedTiles(torch.autograd.Function):

@@ -33,23 +33,33 @@ def require_tile(tile: int | None) -> None:
         raise ValueError(f"tile must be a number of tokens or None, not {tile!r}")
 
 
-def tiles_of(branch: nn.Module, tile: int | None, x: Tensor, keywords: dict[str, Any]) -> list[slice]:
-    """The tiles of x (B, T, ...) in which a branch is taken; none: it is taken whole."""
-    if tile is None or x.ndim != 3 or x.shape[1] <= tile or torch.compiler.is_compiling():
-        return []
-    if x.shape[1] % tile and any(map(is_compiled, parts_of(branch))):
-        return []  # a last tile of another length would have the code of the others compiled anew, before they are recomputed
-    if why_whole(branch, x, keywords) is not None:
-        return []
+def tiles_of(x: Tensor, tile: int) -> list[slice]:
+    """The tiles of x (B, T, ...), along T."""
     return [slice(start, min(start + tile, x.shape[1])) for start in range(0, x.shape[1], tile)]
+
+
+def why_whole(module: nn.Module, tile: int, x: Tensor, keywords: dict[str, Any], trusted: bool = False) -> str | None:
+    """Why a module takes x whole, in words that end a sentence; None: it takes it in tiles.
+
+    Args:
+        trusted: it is known to keep tokens apart.
+    """
+    if x.ndim != 3 or x.shape[1] <= tile:
+        return "its input has no more tokens than a tile" if x.ndim == 3 else "its input is not (B, T, C)"
+    if torch.compiler.is_compiling():
+        return "it is being compiled"
+    if x.shape[1] % tile and any(map(is_compiled, parts_of(module))):
+        # A last tile of another length would have the code of the others compiled anew, before they are recomputed.
+        return "it is compiled, and its tokens are no multiple of a tile"
+    return None if trusted else mixes_tokens(module, x, keywords)
 
 
 _reasons: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], str | None]] = WeakKeyDictionary()
 """What was found of a module, by the classes, modes and plain attributes of its parts, which decide what it does."""
 
 
-def why_whole(module: nn.Module, x: Tensor, keywords: dict[str, Any]) -> str | None:
-    """Why a module cannot be taken in tiles of x (B, T, ...), in words that end a sentence; None: it can.
+def mixes_tokens(module: nn.Module, x: Tensor, keywords: dict[str, Any]) -> str | None:
+    """Why a module may not keep the tokens of x (B, T, ...) apart, in words that end a sentence; None: it does.
 
     Its operators are looked at once, and again where the classes, modes or plain attributes of its parts have changed.
     """

@@ -1,0 +1,406 @@
+"""Which modules may be taken in tiles: those that mix tokens never are, and what is cut equals the whole."""
+
+import random
+from unittest import TestCase
+
+import pytest
+import torch
+from covering import slow
+from torch import nn
+from torch.nn import functional as F
+
+from holotrain.reversible.tiles import tile_modules
+from holotrain.reversible.tokenwise import mixes_tokens
+
+B, T, WIDTH, TILE, F64 = 2, 24, 8, 8, torch.float64
+
+pytestmark = pytest.mark.usefixtures("float64_stays")
+
+
+class Layers(nn.Module):
+    """Two linear layers, a gate of zero, and what a forward may need besides."""
+
+    def __init__(self, forward, **parts):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.gate = nn.Parameter(torch.zeros(()))
+        self.seen, self.calls, self.kept = None, 0, []
+        self.register_buffer("mean", torch.zeros(2 * WIDTH))
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.function = forward
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def inner(layers, x):
+    return F.gelu(layers.first(x))
+
+
+def with_inner(function):
+    """``second(function(layers, first(x)))``."""
+    return lambda layers, x: layers.second(function(layers, inner(layers, x)))
+
+
+def attention(layers, h):
+    return F.scaled_dot_product_attention(h, h, h, is_causal=True)
+
+
+def attention_by_hand(layers, h):
+    return (h @ h.transpose(1, 2)).softmax(-1) @ h
+
+
+def linear_attention(layers, h):
+    return h @ (h.transpose(1, 2) @ h)
+
+
+def rotary(layers, h):
+    angle = torch.arange(h.shape[1], dtype=h.dtype)[None, :, None]
+    return h * angle.cos()
+
+
+def global_response_norm(layers, h):
+    norm = h.norm(dim=1, keepdim=True)
+    return h * (1 + layers.gate * norm / norm.mean(-1, keepdim=True))
+
+
+def by_fourier(layers, h):
+    return torch.fft.ifft(torch.fft.fft(h, dim=1) * 2, dim=1).real
+
+
+def experts_with_a_capacity(layers, h):
+    share = h[..., :2].softmax(-1)
+    best = share[..., 0].topk(4, dim=1).indices
+    return h.scatter_add(
+        1, best[..., None].expand(-1, -1, h.shape[-1]), h.gather(1, best[..., None].expand(-1, -1, h.shape[-1]))
+    )
+
+
+def experts_choose(layers, h):
+    chosen = h[..., 0].sort(dim=1).values[:, -3:-2, None]
+    return torch.where(h[..., :1] > chosen, 2 * h, h)
+
+
+def mixer(layers, h):
+    return layers.tokens(h.transpose(1, 2)).transpose(1, 2)
+
+
+def long_convolution(layers, h):
+    return torch.fft.irfft(torch.fft.rfft(h, 2 * T, 1) * torch.fft.rfft(layers.kernel, 2 * T, 0), 2 * T, 1)[:, :T]
+
+
+def previous(layers, h):
+    return torch.cat((h[:, :1], h[:, :-1]), 1)
+
+
+def in_an_attribute(layers, h):
+    layers.seen = h.softmax(-1).mean()
+    return h
+
+
+def in_a_list(layers, h):
+    layers.kept.append(h.square().mean(-1))
+    return h
+
+
+def counted(layers, h):
+    layers.calls += 1
+    return h * layers.calls
+
+
+def running_mean(layers, h):
+    if layers.training:
+        layers.mean.mul_(0.9).add_(0.1 * h.detach().mean((0, 1)))
+    return h - layers.mean
+
+
+def by_values(layers, h):
+    return h if h.sum() > 0 else 2 * h
+
+
+def by_length(layers, h):
+    return h / h.shape[1]
+
+
+def of_the_first(layers, h):
+    return h + h[:, :1]
+
+
+def dropped_samples(layers, h):
+    return h * (torch.rand(h.shape[0], 1, 1, dtype=h.dtype) > 0.5)
+
+
+def drawn_by_python(layers, h):
+    return h * random.random()
+
+
+def reshaped_across(layers, h):
+    return h.reshape(B, h.shape[2], h.shape[1]).softmax(1).reshape(h.shape)
+
+
+def folded(layers, h):
+    return layers.narrow(h.reshape(B, h.shape[1] // 2, 2 * h.shape[2])).repeat_interleave(2, 1)
+
+
+def in_place_of_the_input(layers, x):
+    return layers.second(layers.first(x.mul_(2)))
+
+
+MIXING = {
+    "attention": with_inner(attention),
+    "attention by hand": with_inner(attention_by_hand),
+    "linear attention": with_inner(linear_attention),
+    "rotary positions": with_inner(rotary),
+    "norm over tokens behind a gate of zero": with_inner(global_response_norm),
+    "attention behind a tanh of zero": with_inner(lambda layers, h: h + layers.gate.tanh() * attention(layers, h)),
+    "squeeze and excite": with_inner(lambda layers, h: h * h.mean(1, keepdim=True).sigmoid()),
+    "largest of all tokens": with_inner(lambda layers, h: h - h.amax(1, keepdim=True)),
+    "largest with its place": with_inner(lambda layers, h: h - h.max(1, keepdim=True).values),
+    "softmax over tokens": with_inner(lambda layers, h: h.softmax(1)),
+    "softmax of all dimensions": with_inner(lambda layers, h: h.flatten(1).softmax(-1).view_as(h)),
+    "standard deviation": with_inner(lambda layers, h: h / h.std()),
+    "sum of tokens": with_inner(lambda layers, h: h.cumsum(1)),
+    "Fourier": with_inner(by_fourier),
+    "capacity": with_inner(experts_with_a_capacity),
+    "expert choice": with_inner(experts_choose),
+    "previous token": with_inner(previous),
+    "turned": with_inner(lambda layers, h: h.flip(1)),
+    "rolled": with_inner(lambda layers, h: h.roll(1, 1)),
+    "the first token": with_inner(of_the_first),
+    "every second token": with_inner(lambda layers, h: h[:, ::2].repeat_interleave(2, 1)),
+    "an attribute": with_inner(in_an_attribute),
+    "a list": with_inner(in_a_list),
+    "a counter": with_inner(counted),
+    "a running mean": with_inner(running_mean),
+    "values": with_inner(by_values),
+    "the number of tokens": with_inner(by_length),
+    "drop path": with_inner(dropped_samples),
+    "Python's random": with_inner(drawn_by_python),
+    "reshape across tokens": with_inner(reshaped_across),
+    "outer product with positions": with_inner(lambda layers, h: h + torch.linspace(0, 1, h.shape[1], dtype=h.dtype)[:, None]),
+    "median": with_inner(lambda layers, h: h - h.median(1, keepdim=True).values),
+    "covariance": with_inner(lambda layers, h: torch.einsum("btc,bsc->bts", h, h).softmax(-1) @ h),
+    "masked mean": with_inner(lambda layers, h: h - (h * (h > 0)).sum(1, keepdim=True) / (h > 0).sum(1, keepdim=True)),
+    "a changed input": in_place_of_the_input,
+}
+WITH_PARTS = {
+    "token mixing": (mixer, {"tokens": nn.Linear(T, T)}),
+    "convolution": (
+        lambda layers, h: layers.tokens(h.transpose(1, 2)).transpose(1, 2),
+        {"tokens": nn.Conv1d(2 * WIDTH, 2 * WIDTH, 3, padding=1)},
+    ),
+    "long convolution": (long_convolution, {"kernel": nn.Parameter(torch.randn(T, 2 * WIDTH))}),
+    "batch norm": (
+        lambda layers, h: layers.norm(h.transpose(1, 2)).transpose(1, 2),
+        {"norm": nn.BatchNorm1d(2 * WIDTH)},
+    ),
+    "instance norm": (
+        lambda layers, h: layers.norm(h.transpose(1, 2)).transpose(1, 2),
+        {"norm": nn.InstanceNorm1d(2 * WIDTH)},
+    ),
+    "group norm": (lambda layers, h: layers.norm(h.transpose(1, 2)).transpose(1, 2), {"norm": nn.GroupNorm(2, 2 * WIDTH)}),
+    "norm of tokens": (lambda layers, h: layers.norm(h.transpose(1, 2)).transpose(1, 2), {"norm": nn.LayerNorm(T)}),
+    "recurrence": (lambda layers, h: layers.cell(h)[0], {"cell": nn.GRU(2 * WIDTH, 2 * WIDTH, batch_first=True)}),
+    "positions": (lambda layers, h: h + layers.table[: h.shape[1]], {"table": nn.Parameter(torch.randn(64, 2 * WIDTH))}),
+    "two tokens at a time": (folded, {"narrow": nn.Linear(4 * WIDTH, 2 * WIDTH)}),
+    "pooled": (
+        lambda layers, h: layers.pool(h.transpose(1, 2)).transpose(1, 2),
+        {"pool": nn.AvgPool1d(3, stride=1, padding=1)},
+    ),
+}
+ALL = MIXING | {name: (with_inner(function), parts) for name, (function, parts) in WITH_PARTS.items()}
+
+
+class Block(nn.Module):
+    def __init__(self, mlp):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), mlp
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+def pair(make):
+    """Two equal models of two blocks, the second in tiles."""
+    models = []
+    for tiled in (False, True):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(Block(make()), Block(make())).double().train())
+        if tiled:
+            tile_modules(nn.ModuleList([models[-1]]), TILE)
+    return models
+
+
+def step(model, seed):
+    x = torch.randn(B, T, WIDTH, dtype=F64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    torch.manual_seed(seed)
+    random.seed(seed)
+    model.zero_grad()
+    y = model(x)
+    (y * y.detach().cos()).sum().backward()
+    return [y, x.grad, *(parameter.grad for parameter in model.parameters()), *model.buffers()]
+
+
+def assert_equal(models, steps=2):
+    for seed in range(steps):
+        whole, tiled = (step(model, seed) for model in models)
+        for a, b in zip(whole, tiled, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, equal_nan=True)
+        with torch.no_grad():  # gates leave zero
+            for model in models:
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter -= 0.1 * parameter.grad
+
+
+@pytest.mark.parametrize("name", [name if place % 4 == 0 else slow(name) for place, name in enumerate(ALL)])
+@pytest.mark.filterwarnings("ignore")
+def test_what_mixes_tokens_is_taken_whole(name):
+    function, parts = ALL[name] if isinstance(ALL[name], tuple) else (ALL[name], {})
+    layers = Layers(function, **parts).double().train()
+    assert mixes_tokens(layers, torch.randn(B, T, WIDTH, dtype=F64), {}) is not None
+    assert_equal(pair(lambda: Layers(function, **parts)))
+
+
+def gated(layers, h):
+    left, right = h.chunk(2, -1)
+    return torch.cat((left * right.sigmoid(), F.silu(right)), -1)
+
+
+def in_groups(layers, h):
+    h = h.unflatten(-1, (4, -1))
+    return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)).flatten(-2)
+
+
+def experts_by_weight(layers, h):
+    share = h[..., :2].softmax(-1)
+    return sum(share[..., i : i + 1] * torch.pow(h, i + 1) for i in range(2))
+
+
+APART = {
+    "an MLP": lambda layers, h: h,
+    "gated": gated,
+    "norm": lambda layers, h: F.layer_norm(h, h.shape[-1:]) + F.rms_norm(h, h.shape[-1:]),
+    "by hand": in_groups,
+    "flat": lambda layers, h: h.reshape(-1, h.shape[-1]).relu().view_as(h),
+    "transposed": lambda layers, h: h.transpose(1, 2).tanh().transpose(1, 2),
+    "experts": experts_by_weight,
+    "glu": lambda layers, h: torch.cat((F.glu(h), F.glu(h)), -1),
+    "largest entry": lambda layers, h: h - h.amax(-1, keepdim=True) + h.logsumexp(-1, keepdim=True),
+    "other dtypes": lambda layers, h: h.float().exp().to(h.dtype).clamp(max=3),
+    "a gate": lambda layers, h: h * layers.gate.tanh() + layers.mean,
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_keeps_tokens_apart_is_cut(name):
+    layers = Layers(with_inner(APART[name])).double().train()
+    assert mixes_tokens(layers, torch.randn(B, T, WIDTH, dtype=F64), {}) is None
+    assert_equal(pair(lambda: Layers(with_inner(APART[name]))))
+
+
+def random_function(draw):
+    """A few operations, some of which mix tokens."""
+    apart, mixing = list(APART.values())[:-1], [each for each in OF_INNER if draw.random() < 0.9]
+    chosen = [draw.choice(mixing if draw.random() < 0.2 else apart) for _ in range(draw.randint(1, 4))]
+
+    def function(layers, h):
+        for each in chosen:
+            h = each(layers, h) * 0.5
+        return h
+
+    return function
+
+
+OF_INNER = [
+    *(attention, attention_by_hand, linear_attention, rotary, global_response_norm, by_fourier, experts_choose, previous),
+    *(of_the_first, by_length, dropped_samples, reshaped_across, in_an_attribute, counted),
+    *(
+        lambda layers, h: h.cumsum(1),
+        lambda layers, h: h.softmax(1),
+        lambda layers, h: h.flip(1),
+        lambda layers, h: h / h.std(),
+    ),
+]
+
+
+@pytest.mark.parametrize("seeds", [range(20), *(slow(range(start, start + 120)) for start in range(20, 500, 120))], ids=str)
+def test_random_modules_equal_the_whole(seeds):
+    cut = 0
+    for seed in seeds:
+        function = with_inner(random_function(random.Random(seed)))
+        models = pair(lambda function=function: Layers(function))
+        assert_equal(models, steps=1)
+        cut += mixes_tokens(models[1][0].mlp, torch.randn(B, T, WIDTH, dtype=F64), {}) is None
+    assert cut >= 5
+
+
+def test_why_a_module_is_whole_is_logged_once():
+    _, model = pair(lambda: Layers(with_inner(lambda layers, h: h.cumsum(1))))
+    with TestCase().assertLogs("holotrain", "INFO") as logs:
+        step(model, 0)
+        step(model, 1)
+    assert [record.message for record in logs.records] == [
+        "Layers is taken whole, not in tiles: aten.cumsum.default may mix tokens"
+    ]
+
+
+def hides(layers, h):
+    """What no look at its operators would find, because it changes between two calls."""
+    return h.cumsum(1) if HIDDEN else h
+
+
+HIDDEN: list[int] = []
+
+
+def reads_its_gate(layers, h):
+    return h * (1 + layers.gate.item())
+
+
+def named(model):
+    tile_modules(model, {"*.mlp": TILE})
+    return model
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_named_module_is_cut_unless_it_shows_that_it_mixes():
+    torch.manual_seed(0)
+    whole = nn.Sequential(Block(Layers(with_inner(in_groups))), Block(Layers(with_inner(reads_its_gate)))).double()
+    sizes = []
+    with pytest.raises(ValueError, match=r"Sequential has no module of the name 'h\.\*'"):
+        tile_modules(whole, {"h.*": TILE})
+    with pytest.raises(ValueError, match="tile must be a number of tokens"):
+        tile_modules(whole, {"*.mlp": 0})
+    named(whole)
+    whole[1].mlp.first.register_forward_hook(lambda module, given, output: sizes.append(output.shape[1]))
+    step(whole, 0)
+    assert sizes[-1] == TILE
+    mixing = named(pair(lambda: Layers(with_inner(lambda layers, h: h.cumsum(1))))[0])
+    with pytest.warns(UserWarning, match="two tiles give another result together than each by itself"):
+        step(mixing, 0)
+    assert_equal([pair(lambda: Layers(with_inner(lambda layers, h: h.cumsum(1))))[0], mixing])
+
+
+def test_a_module_that_begins_to_mix_is_noticed():
+    """In the calls 1, 2, 4, 8 ..., which a look at operators and attributes could not tell."""
+    _, model = pair(lambda: Layers(with_inner(hides)))
+    step(model, 0)
+    HIDDEN.append(1)
+    try:
+        with pytest.warns(UserWarning, match="Layers is taken whole, not in tiles: two tiles give another result"):
+            step(model, 1)
+    finally:
+        HIDDEN.clear()
+
+
+def test_what_is_compared_moves_no_generator():
+    torch.manual_seed(0)
+    model = named(nn.Sequential(Block(Layers(with_inner(lambda layers, h: F.dropout(h, 0.5))))).double())
+    calls = []
+    model[0].mlp.first.register_forward_hook(lambda module, given, output: calls.append(output.shape[1]))
+    states = []
+    for _ in range(3):  # the third call is not compared
+        step(model, 0)
+        states.append(torch.get_rng_state())
+    assert torch.equal(states[0], states[2]) and len(calls) == 2 + 3 * 2 * T // TILE
