@@ -19,14 +19,13 @@ from typing import Any, cast
 import lightning.pytorch as pl
 from torch import nn
 
-from holotrain.commands.checkpoint import described_model
-from holotrain.commands.console import quietly
 from holotrain.commands.generate import GENERATIONS
 from holotrain.commands.multiprocess import run_job
 from holotrain.commands.plan import planned
 from holotrain.commands.predict import PREDICTIONS
-from holotrain.commands.run_folder import Run
-from holotrain.commands.summary import read
+from holotrain.commands.prepare import described_model
+from holotrain.commands.run import Run, read_summary
+from holotrain.commands.screen import quietly
 from holotrain.config import checkpointed
 from holotrain.config.command_options import COMMANDS, ExportConfig, PlanConfig, RunConfig
 from holotrain.config.objects import PYTHON_OBJECT, full_name
@@ -305,6 +304,6 @@ def _with_objects(command: str, config: RunConfig, objects: dict[str, object], k
 
 
 def _summary(run: Run) -> dict[str, Any]:
-    summary = read(run.folder)
+    summary = read_summary(run.folder)
     assert summary is not None  # a run that has ended well leaves one
     return summary | {"metrics": {name: math.nan if value is None else value for name, value in summary["metrics"].items()}}

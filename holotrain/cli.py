@@ -35,7 +35,7 @@ from holotrain.parallel.rank import ProcessRank, rank_from_environment
 from holotrain.targets import first_line
 
 if TYPE_CHECKING:
-    from holotrain.commands.run_folder import Run
+    from holotrain.commands.run import Run
     from holotrain.parallel.processes import Processes
 
 log = logging.getLogger("holotrain")
@@ -154,7 +154,7 @@ class Launch:
 
     def _sweep(self, launch: Callable[[], None]) -> None:
         """Lets Hydra run the jobs of a sweep, and shows their table."""
-        from holotrain.commands.console import quieten
+        from holotrain.commands.screen import quieten
 
         folder = prepare_sweep(self.start)
         quieten()
@@ -173,7 +173,7 @@ class Launch:
             with suppress(OSError):  # such as: it is not empty
                 folder.rmdir()
             if jobs := read_jobs(folder):
-                from holotrain.commands.sweep import show_sweep
+                from holotrain.commands.comparison import show_sweep
 
                 self.statuses += [job.exit_status for job in jobs.values()]
                 show_sweep(self.arguments.command, folder, jobs)
@@ -203,7 +203,7 @@ class Launch:
         if swept:
             job.write(folder)
             if self.arguments.command == "fit" and not job.exit_status:
-                from holotrain.commands.sweep import best
+                from holotrain.commands.comparison import best
 
                 value = best(folder)
         else:
@@ -221,9 +221,9 @@ class Launch:
         try:
             with files_named():
                 typed = self.start.structured(config, job.overrides, hydra.runtime.choices)
-                from holotrain.commands.console import quieten
                 from holotrain.commands.multiprocess import run_job  # imports Lightning, which can now be silenced
-                from holotrain.commands.run_folder import Run
+                from holotrain.commands.run import Run
+                from holotrain.commands.screen import quieten
                 from holotrain.config.build import check_values
 
                 quieten()

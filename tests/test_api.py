@@ -150,7 +150,7 @@ def test_fit_is_the_command_line(here, run, capsys):
     assert (result.folder, result.checkpoint.parent) == (Path("run"), Path("run/checkpoints"))
     assert 0 <= result.metrics["test/accuracy"] <= 1 and result.checkpoint.name.startswith("best-")
     assert not result.model.training and same(result.model, holotrain.load(run))
-    summaries = [holotrain.api.read(folder) for folder in (run, result.folder)]
+    summaries = [holotrain.api.read_summary(folder) for folder in (run, result.folder)]
     assert summaries[0]["overrides"] == [*summaries[1]["overrides"]]
 
 
@@ -171,13 +171,13 @@ def test_a_module_and_data_of_a_program(here, run):
     first = net.layers[1].weight.detach().clone()
     result = holotrain.fit(model=net, data=data, overrides=[*SHORT, "optimizer.lr=1e-2"], folder="mine", quiet=True)
     assert result.model is net and not torch.equal(net.layers[1].weight, first)
-    assert math.isfinite(result.metrics["test/loss"]) and holotrain.api.read(result.folder)["parameters"] == 610
+    assert math.isfinite(result.metrics["test/loss"]) and holotrain.api.read_summary(result.folder)["parameters"] == 610
     other = holotrain.load("mine", model=Net())
     assert same(other, net) and not other.training
     metrics = holotrain.test(model=Net(), data=data, overrides=[f"ckpt_path={result.checkpoint}"], quiet=True)
     assert metrics == {name: value for name, value in result.metrics.items() if name.startswith("test/")}
     words = [*SHORT, "ckpt_path=mine/checkpoints/last.ckpt", "trainer.max_epochs=3"]
-    assert holotrain.api.read(holotrain.fit(model=Net(), data=data, overrides=words, quiet=True).folder)["epochs"] == 3
+    assert holotrain.api.read_summary(holotrain.fit(model=Net(), data=data, overrides=words, quiet=True).folder)["epochs"] == 3
 
     # What cannot know the objects says so.
     assert "Net that Python code made; give one to holotrain.load(..., model=...)" in refusal(holotrain.load, "mine")

@@ -6,6 +6,7 @@ throughput          ThroughputMonitor: samples, tokens, MFU and HFU; FLOPs of a 
 synthesis_callback  SynthesisCallback: holographic weight synthesis before each optimizer step
 shown               ConfusionMatrix, Predictions, Samples: what people look at in TensorBoard; progress: bar or lines
 trace               TraceProfiler: a few batches as a trace for Perfetto
+measured            Measured: what a training has measured, for its checkpoints and its summary
 interrupt           SaveOnSignal: saves a checkpoint before a signal ends the training, in all processes at the same batch
 
 Those that save and resume are in :mod:`holotrain.checkpoints`.

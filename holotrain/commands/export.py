@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from holotrain.commands.checkpoint import as_exported, described_model
-from holotrain.commands.console import show
-from holotrain.commands.run_folder import Run
-from holotrain.commands.summary import write_summary
+from holotrain.commands.prepare import as_exported, described_model
+from holotrain.commands.run import Run, write_summary
+from holotrain.commands.screen import show
 from holotrain.config import checkpointed
 from holotrain.config.command_options import ExportConfig
 from holotrain.data.tokenizers import CHAT, SETTINGS, TEMPLATE, plain_json, tokenizer_from_json

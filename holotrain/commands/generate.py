@@ -9,10 +9,9 @@ from typing import Any, cast
 
 import torch
 
-from holotrain.commands.checkpoint import as_exported, described_model
-from holotrain.commands.console import show
-from holotrain.commands.run_folder import Run
-from holotrain.commands.summary import write_summary
+from holotrain.commands.prepare import as_exported, described_model
+from holotrain.commands.run import Run, write_summary
+from holotrain.commands.screen import show
 from holotrain.config.build_trainer import autocast_of, check_device, device_kind
 from holotrain.config.command_options import GenerateConfig
 from holotrain.data.text.answers import Message, chat_to_answer, chat_writer, messages_in

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holotrain.commands.console import console, quieten
-from holotrain.commands.run_folder import Run, run_folder_made
-from holotrain.commands.summary import continued, ended
+from holotrain.commands.run import Run, continued, ended, run_folder_made
+from holotrain.commands.screen import console, quieten
 from holotrain.config.build_trainer import check_device, device_kind, model_parallel_size
 from holotrain.config.command_options import FitConfig, RunConfig
 from holotrain.config.objects import ObjectConfig

@@ -11,13 +11,12 @@ import torch
 from rich import box
 from rich.table import Table
 
-from holotrain.commands.checkpoint import tokenizer_for
-from holotrain.commands.console import console, plain
-from holotrain.commands.memory_limits import chosen, described, proposals
-from holotrain.commands.planners import PlannedTraining, budget_of, smallest_batch
-from holotrain.commands.run_folder import Run
+from holotrain.commands.memory import PlannedTraining, chosen, described, proposals, smallest_batch, what_helps
+from holotrain.commands.planner import budget_of
+from holotrain.commands.prepare import shared_data
+from holotrain.commands.run import Run
+from holotrain.commands.screen import console, plain
 from holotrain.config.annotations import read_fields
-from holotrain.config.build import build_data
 from holotrain.config.command_options import PlanConfig
 from holotrain.errors import UserError
 from holotrain.folders import write_whole
@@ -37,31 +36,24 @@ def run(config: PlanConfig, run: Run) -> int:
     with redirect_stdout(sys.stderr if quiet else sys.stdout):
         if not quiet:
             console.print("planning ...")
-        config, plan, needed, less = planned(config)
-    found = plan.as_json() | {"remedies": needed} | ({"less_for_states": less} if less else {})
-    figures = json.dumps(found, indent=2) + "\n"
+        config, plan, remedies = planned(config)
+    figures = json.dumps(plan.as_json() | {"remedies": remedies}, indent=2) + "\n"
     write_whole(run.folder / PLAN, figures)
     if quiet:
         print(figures, end="")
         return 0
     if config.json:
         write_whole(Path(config.json), figures)
-    _show(config, run, plan, needed)
-    if less:
-        needs = (f"{words} ({in_words(need, up=True)})" for words, need in less.items())
-        console.print(f"these need less, but do not fit: {'; '.join(needs)}")
+    _show(config, run, plan, remedies)
     console.print(f"written to {run.folder / PLAN}")
     return 0
 
 
-def planned(config: PlanConfig) -> tuple[PlanConfig, Plan, list[str], dict[str, int]]:
-    """The configuration with its batch size, the plan, and what :func:`proposals` returns if the training does not fit.
-    Raises a UserError if the training step cannot be planned."""
+def planned(config: PlanConfig) -> tuple[PlanConfig, Plan, list[str]]:
+    """The configuration with its batch size, the plan, and overrides with which the training fits, if it does not. Raises a
+    UserError if the training step cannot be planned."""
     device = _device_of(config)
-    known = tokenizer_for(config, Path(config.ckpt_path) if config.ckpt_path else None)
-    data = build_data(smallest_batch(config) if config.batch_is_open else config, known)
-    data.prepare_data()
-    data.setup("fit")
+    data = shared_data("fit", smallest_batch(config), Path(config.ckpt_path) if config.ckpt_path else None)
     if config.batch_is_open:
         config, _ = chosen(config, data, device)
     try:
@@ -70,7 +62,7 @@ def planned(config: PlanConfig) -> tuple[PlanConfig, Plan, list[str], dict[str, 
         if config.backward.open:
             raise
         budget = None  # the memory of the device is not known
-    needed, less = [], {}
+    remedies = []
     try:
         training = PlannedTraining(config, data, device)
         plan = make_plan(training.planner, budget, training.tiled)
@@ -78,10 +70,10 @@ def planned(config: PlanConfig) -> tuple[PlanConfig, Plan, list[str], dict[str, 
         if budget is not None and (longest := training.longest_context(planner, plan.schedule, budget)):
             plan = replace(plan, limits=[*plan.limits, longest])
         if budget is not None and not plan.fits:
-            needed, less = proposals(training, budget, plan.limits)
+            remedies = proposals(training, budget, plan.limits)
     except Unplannable as error:
         raise UserError(f"plan: {error}") from error
-    return config, plan, needed, less
+    return config, plan, remedies
 
 
 def _device_of(config: PlanConfig) -> str:
@@ -108,7 +100,7 @@ def row(folder: Path) -> dict[str, Any] | None:
     return found | {f"largest {name}": value for name, value in plan["largest"].items()}
 
 
-def _show(config: PlanConfig, run: Run, plan: Plan, needed: list[str]) -> None:
+def _show(config: PlanConfig, run: Run, plan: Plan, remedies: list[str]) -> None:
     plain(width=max(console.width, 160)).print(_table(config, run, plan))  # one line per row
     say = console.print
     say("*: the backward of this configuration; peak in: the phase of the step in which memory peaks; head: logits and loss")
@@ -125,8 +117,8 @@ def _show(config: PlanConfig, run: Run, plan: Plan, needed: list[str]) -> None:
     for limit in plan.limits:
         found = f"up to {'' if limit.exact else 'about '}{limit.value}" if limit.value else "none fits"
         say(f"{limit.option}={limit.configured}: {found} under backward={plan.backward}")
-    if needed:
-        say(f"it fits with {', or with '.join(needed)}")
+    if plan.fits is False:
+        say(what_helps(remedies))
 
 
 def _table(config: PlanConfig, run: Run, plan: Plan) -> Table:

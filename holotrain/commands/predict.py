@@ -10,10 +10,16 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from holotrain.commands import screen
-from holotrain.commands.checkpoint import as_exported, described_model, load_weights
-from holotrain.commands.evaluation import attention_for, lightning_refusals, prepared
-from holotrain.commands.run_folder import Run
-from holotrain.commands.summary import write_summary
+from holotrain.commands.prepare import (
+    as_exported,
+    attention_for,
+    described_model,
+    lightning_refusals,
+    load_weights,
+    prepare,
+    prepared_task,
+)
+from holotrain.commands.run import Run, write_summary
 from holotrain.config.build import description, task_of
 from holotrain.config.build_trainer import build_trainer, check_device
 from holotrain.config.command_options import PredictConfig, RunConfig
@@ -43,7 +49,8 @@ def run(config: PredictConfig, run: Run) -> int:
             raise UserError(f"predict: {config.task.name} has no predict_step, which takes a batch of images or texts")
         loader = _files_loader(config, described, Path(files))
     else:
-        data, task = prepared("predict", config, run)
+        config, data, _ = prepare(config, run)
+        task = prepared_task(config, run, data, path)
         load_weights(task, path)
         described, loader = description(config, data), data.predict_dataloader()
     screen.show_start(config, run, model_of(task), path)

@@ -11,6 +11,7 @@ A plan for a GPU runs on fake tensors of a CPU, because autograd's engine asks a
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -173,3 +174,25 @@ def _to_fp32(operator: Any) -> Callable:
             return operator(first, *args, **kwargs)
 
     return run
+
+
+SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
+"""Parts of the RuntimeErrors of torch's allocators (CUDA, MPS, CPU, Windows) and NVIDIA's libraries."""
+
+
+class OutOfMemory(Exception):
+    """An allocation failed. The message is the requested size, or empty if it is not known."""
+
+
+@contextmanager
+def as_out_of_memory() -> Generator[None]:
+    """Raises an OutOfMemory instead of the error that an allocator of torch, NumPy or Python raises inside."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in SIGNS):
+            raise
+        if found := re.search(r"tried to allocate (\d+) bytes", str(error)):
+            raise OutOfMemory(f"{int(found[1]) / 2**20:.1f} MiB") from error
+        found = re.search(r"(?:tried|unable) to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+        raise OutOfMemory(found[1] if found else "") from error

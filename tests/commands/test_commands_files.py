@@ -13,10 +13,10 @@ from covering import slow
 from tracked_memory import check_plan
 
 from holotrain import compose
+from holotrain.callbacks.measured import Measured
 from holotrain.commands import plan as command
 from holotrain.commands.plan import PLAN
-from holotrain.commands.planners import planner_of
-from holotrain.commands.summary import Measured
+from holotrain.commands.planner import planner_of
 from holotrain.config.build import build_data
 from holotrain.data.loader import example_batch
 from holotrain.errors import UserError
@@ -38,7 +38,7 @@ TRAINER = SimpleNamespace(callbacks=[], callback_metrics={"val/loss": torch.tens
 def test_what_is_no_measurement_is_left_out(kept):
     measured = Measured(time.monotonic(), resumed=True)
     measured.on_load_checkpoint(TRAINER, None, {"measured": kept})
-    found = measured.results(TRAINER)
+    found = measured.figures(TRAINER)
     assert found.pop("seconds") < 100 and found == {"metrics": {"val/loss": 0.5}}
 
 
@@ -48,7 +48,7 @@ def test_only_a_resumed_training_has_the_numbers_of_its_checkpoint(resumed):
     held = {"metrics": {"train/loss": 2.0, "val/loss": 3.0, 4: 5.0}, "step_seconds": 0.1, "seconds": 1000.0}
     measured.on_load_checkpoint(TRAINER, None, {"measured": held})
     before = {"metrics": {"train/loss": 2.0, "val/loss": 0.5}, "step_seconds": 0.1}
-    found = measured.results(TRAINER)
+    found = measured.figures(TRAINER)
     assert (found.pop("seconds") > 1000) is resumed  # the time of all parts
     assert found == (before if resumed else {"metrics": {"val/loss": 0.5}})
 

@@ -12,7 +12,7 @@ from left_by_runs import assert_same_weights, only, rows, summary
 from omegaconf import OmegaConf
 from small_run import SMALL
 
-from holotrain.commands.planners import planner_of
+from holotrain.commands.planner import planner_of
 from holotrain.config.build import build_data
 from holotrain.config.composition import composed, register
 from holotrain.config.structured import structured
@@ -176,17 +176,6 @@ def test_a_model_of_transformers_is_trained_within_the_least_memory(holotrain, o
     out = holotrain.done(*less, "resume=true", "trainer.max_steps=3")
     assert "backward=auto: " in out and "as before" in out and "has no effect" not in out
     assert kept("less")["backward"] == chosen["backward"] and summary(Path("less"))["steps"] == 3
-
-
-@pytest.mark.slow
-def test_few_bits_are_proposed_where_a_part_is_trained(holotrain):
-    pytest.importorskip("torchao")
-    words = [*PLANNED, "memory=1MiB", "device=cpu"]
-    assert "model.quantised" not in holotrain.done("plan", *words)
-    out = holotrain.done("plan", *words, "model.trained=head", "hydra.run.dir=plan")
-    whole = json.loads(Path("plan/plan.json").read_text())["footprints"]["reversible"]["bound"]
-    need = float(re.search(r"model.quantised=4bit \(([\d.]+) MiB\)", out)[1])
-    assert 0 < need < whole / 2**20
 
 
 @pytest.mark.slow

@@ -173,7 +173,7 @@ def test_texts_are_scored_and_classified(holotrain, trained):
 
 def bits_per_byte(checkpoint, path):
     """Of a text read in blocks of the model's context, each without what came before it, an end token first."""
-    from holotrain.commands.checkpoint import described_model
+    from holotrain.commands.prepare import described_model
 
     model, described = described_model(checkpoint)
     tokenizer = tokenizer_from_json(described["tokenizer"])

@@ -17,7 +17,7 @@ from small_run import SMALL, fit_in, run_in
 from small_trainings import quiet_trainer
 
 import holotrain as package
-from holotrain.commands.evaluation import lightning_refusals
+from holotrain.commands.prepare import lightning_refusals
 from holotrain.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("contacts_nobody")
@@ -214,7 +214,7 @@ def test_a_checkpoint_does_not_decide_where_files_go(holotrain, honest):
 
 
 def test_the_advice_to_resume_repeats_what_a_checkpoint_does_not_keep():
-    from holotrain.commands.run_folder import Run
+    from holotrain.commands.run import Run
 
     words = ["data.cache_dir=cache", "optimizer.lr=1", "test=false", "logger.mlflow.tracking_uri=http://a;b", "experiment=mine"]
     advice = Run("fit", Path("my runs"), words, {"logger": "mlflow"}).how_to_resume

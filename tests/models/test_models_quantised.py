@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from holotrain.callbacks import WeightAverage
-from holotrain.commands.checkpoint import as_exported
+from holotrain.commands.prepare import as_exported
 from holotrain.models import RevGPT, RevRoBERTa, RevSwin, RevViT, ViT
 from holotrain.models.adapters import add_peft, merge_peft
 from holotrain.models.quantised import bits_of, dequantise, parameter_count, quantise, quantised_counts, storage_bytes

@@ -1,11 +1,10 @@
-"""What planning needs to know of a configuration: how to build its training, its sizes, its memory budget."""
+"""The planner of a configuration: how to build the training and its variants without allocating anything, and a budget."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -18,22 +17,22 @@ from holotrain.config.build import build_model, build_task, data_properties, syn
 from holotrain.config.build_trainer import autocast_of
 from holotrain.config.command_options import Config, RunConfig
 from holotrain.config.objects import ObjectConfig
-from holotrain.config.option_groups import AUTO, LANGUAGE_MODELS, MASKED_LM, BackwardConfig, is_a, takes
+from holotrain.config.option_groups import AUTO, MASKED_LM, BackwardConfig, is_a, takes
 from holotrain.data.loader import batch_unit, example_batch, first_batch, samples_in
-from holotrain.data.text.module import TextDataModule
 from holotrain.errors import UserError
 from holotrain.models.block_schedules import listed_blocks, sequences, set_backward
 from holotrain.models.layers.blocks import ResidualSequence
 from holotrain.numeric import parse_bytes
 from holotrain.planning import Planner, TrainingStep
-from holotrain.planning.fake_tensors import Unplannable
-from holotrain.planning.memory_plan import Limit, largest, least_bytes, rows_in_tiles
 from holotrain.planning.planner import Backward, Size, free_memory
 from holotrain.schedules import OF_REVERSIBLE, PLAIN, SCHEDULES
 from holotrain.tasks.task import model_of, optimizer_of, training_loss
 
 NO_OPTION = "batch"
 """What the size of batches is called if the data module has no option for it."""
+
+TILE = 512
+"""Tokens of a tile that a plan tries."""
 
 
 def planner_of(config: RunConfig, data: pl.LightningDataModule, device: str) -> Planner:
@@ -62,82 +61,6 @@ def planner_of(config: RunConfig, data: pl.LightningDataModule, device: str) -> 
         tile=backward.tile,
         inexact=backward.inexact,
     )
-
-
-TILE, CONTEXT_UNIT = 512, 64
-"""Tokens of a tile that a plan tries, and the step in which a context grows."""
-
-
-class PlannedTraining:
-    """A training, and the same with MLPs in tiles, without allocating anything.
-
-    Args:
-        data, device: see :func:`planner_of`.
-    """
-
-    def __init__(self, config: RunConfig, data: pl.LightningDataModule, device: str) -> None:
-        self.config, self.data = config, data
-        self.planner = planner_of(config, data, device)
-
-    def changed(self, config: RunConfig) -> PlannedTraining:
-        """The training of another configuration on these data."""
-        return PlannedTraining(config, self.data, self.planner.device)
-
-    @cached_property
-    def tiled(self) -> Planner | None:
-        """The planner of the training with MLPs in tiles; None: they are already, or cannot be, or it saves nothing."""
-        if self.config.backward.tile is not None or self.config.model is None:
-            return None
-        try:
-            tiled = planner_of(with_tile(self.config, TILE), self.data, self.planner.device)
-            tiled = replace(tiled, updates=self.planner.updates)
-            rows = rows_in_tiles(tiled)
-            if not rows:
-                return None
-            saves = tiled.footprint(rows[0]).bound < self.planner.footprint(rows[0]).bound
-        except (UserError, Unplannable, ValueError):
-            return None
-        return tiled if saves else None
-
-    @cached_property
-    def smallest(self) -> Planner:
-        """The planner, of these two, of what needs least under some schedules."""
-        return min(filter(None, (self.planner, self.tiled)), key=least_bytes)
-
-    @property
-    def need(self) -> int:
-        """Bytes that the training needs with its schedules; if ``backward=auto`` chooses them, at least."""
-        backward = self.planner.backward
-        return least_bytes(self.smallest) if backward is None else self.planner.footprint(backward).bound
-
-    def longest_context(self, planner: Planner, backward: Backward, budget: int) -> Limit | None:
-        """The longest sequence, in steps of 64 tokens, with which the training fits by one of the planners; None: no option
-        sets one length for all."""
-        config, data = self.config, self.data
-        if not isinstance(data, TextDataModule) or data.layout != "packed" or not is_a(config.model, *LANGUAGE_MODELS):
-            return None
-        if planner is not self.planner:
-            config = with_tile(config, TILE)
-        with torch.device("meta"):
-            most = getattr(build_model(config, data_properties(data)), "longest", None)
-
-        def bound(context: int) -> int:
-            if context == data.context:
-                return planner.footprint(backward).bound
-            other = copy.copy(data)
-            other.context = context
-            make = partial(_task, config, other), partial(_step, config, other, planner.device, None)
-            return replace(planner, make_model=make[0], make_step=make[1]).footprint(backward).bound
-
-        unit = min(CONTEXT_UNIT, data.context)
-        most = None if most is None else most // unit * unit
-        return Limit("data.context", data.context, largest(bound, budget, data.context // unit * unit, unit, most))
-
-
-def with_tile(config: Config, tile: int | None) -> Config:
-    """The configuration with MLPs in tiles; ``backward=autograd`` would keep each tile."""
-    kind = config.backward.kind
-    return replace(config, backward=replace(config.backward, tile=tile, kind=PLAIN[1] if kind == PLAIN[0] else kind))
 
 
 def _schedules(config: RunConfig, data: pl.LightningDataModule, device: str) -> tuple[tuple[str, ...], str, int]:
@@ -235,9 +158,16 @@ def _hologram(
     return held, copied if split != on_gpu else None
 
 
-def smallest_batch(config: Config) -> Config:
-    """The configuration with the smallest batch, for use until the batch size is chosen."""
-    return config.with_batch(config.data.context if config.batch_option[0] == "data.max_tokens" else 1)
+def with_data(planner: Planner, config: RunConfig, data: pl.LightningDataModule) -> Planner:
+    """The planner of the same training on other data, such as longer sequences."""
+    step = partial(_step, config, data, planner.device, None)
+    return replace(planner, make_model=partial(_task, config, data), make_step=step)
+
+
+def with_tile(config: Config) -> Config:
+    """The configuration with MLPs in tiles; ``backward=autograd`` would keep each tile."""
+    kind = config.backward.kind
+    return replace(config, backward=replace(config.backward, tile=TILE, kind=PLAIN[1] if kind == PLAIN[0] else kind))
 
 
 def budget_of(config: RunConfig, device: str, processes: int = 1) -> int:
