@@ -5,6 +5,7 @@ import socket
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 OUTSIDE = {
@@ -34,6 +35,7 @@ sys.addaudithook(_hook)
 def watched(secret: Path) -> Generator[list[str]]:
     """Yields what is noted; ``secret`` is a file that nothing may open."""
     global _watching
+    import_module("matplotlib.font_manager")  # whose first import lists the fonts, for which it starts a program
     _watching = [], os.path.realpath(secret)
     try:
         yield _watching[0]

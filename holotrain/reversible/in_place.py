@@ -12,7 +12,7 @@ from holotrain.numeric import counted
 from holotrain.reversible.block import ReversibleBlock
 from holotrain.reversible.lists_of_blocks import named_blocks
 from holotrain.reversible.recomputation import checkpointed
-from holotrain.reversible.replaced_forward import ReplacedForward, call_of
+from holotrain.reversible.replaced_forward import ReplacedForward, call_of, is_cache
 from holotrain.reversible.tiled_loss import TiledLoss
 from holotrain.reversible.tiles import Tiled, take_in_tiles
 from holotrain.schedules import PLAIN
@@ -104,7 +104,8 @@ class RecomputedForward(ReplacedForward):
     backward = "autograd"
 
     def train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
-        if self.backward == "autograd":
+        generates = not self.module.training and any(map(is_cache, (*arguments, *keywords.values())))
+        if self.backward == "autograd" or generates:
             return self.pass_on(arguments, keywords)
         x, run, rest = call_of(self.own(), arguments, keywords)
         if not isinstance(x, Tensor):

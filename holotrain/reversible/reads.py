@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from copy import copy
 from functools import cache
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
@@ -65,6 +66,22 @@ def _are_equal(tensor: Tensor | None, other: Tensor | None) -> bool:
 
 _writes: WeakKeyDictionary[nn.Module, dict[bool, bool]] = WeakKeyDictionary()
 """Whether a module's forward changes its buffers, in training mode and not, as its forwards have shown so far."""
+
+
+_OWN = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+
+
+def plain_attributes(parts: Iterable[nn.Module]) -> list[dict[str, Any]]:
+    """Copies of the numbers, strings, and lists and dicts of them that modules hold."""
+    return [
+        {name: copy(value) for name, value in vars(part).items() if name not in _OWN and _is_plain(value)} for part in parts
+    ]
+
+
+def _is_plain(value: Any) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    return all(isinstance(each, bool | int | float | str) for each in inner)
 
 
 class _Buffers:

@@ -9,6 +9,7 @@ A checkpointed branch runs again from its stored input, and one on a tape (:mod:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -29,7 +30,7 @@ from holotrain.reversible.backward_schedules import Casts, KeptResults
 from holotrain.reversible.block_inputs import WAYS, InputAsIs
 from holotrain.reversible.context import graph_is_retained, in_recomputation, in_trace
 from holotrain.reversible.graphs import next_pair
-from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, require_unwrapped
+from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, plain_attributes, require_unwrapped
 from holotrain.reversible.settings import (
     Call,
     generators_among,
@@ -50,6 +51,7 @@ class BranchHistory:
         generators: of torch, that it and its submodules hold.
         python_generators: of Python and NumPy.
         verified: a recomputation was compared with the forward in full.
+        forwards: their number.
         kinds: shapes and dtypes of what its latest forward saved.
         places: those of them that are leaves, or views or casts of leaves.
     """
@@ -58,6 +60,7 @@ class BranchHistory:
         attributes = [value for part in parts for value in vars(part).values()]
         self.generators, self.python_generators = generators_among(attributes), python_generators_among(attributes)
         self.verified = False
+        self.forwards = 0
         self.kinds: list[tuple[torch.Size, torch.dtype]] = []
         self.places: list[int] = []
 
@@ -123,6 +126,7 @@ class Branch:
         # The leaves that the forward saved and that are no parameters of the module, and their versions.
         self._leaves: list[tuple[Tensor, int]] = []
         self.saved: list[Tensor | None] = []
+        self._attributes: list[dict[str, Any]] | None = None
 
     def _note_states(self) -> None:
         """Before the forward: the states of all random number generators that it may use."""
@@ -174,6 +178,9 @@ class Branch:
             self._keywords = self._arguments.settle(self._keywords)
         self._settle_states()
         self._reads.settle()
+        self.history.forwards = number = self.history.forwards + 1
+        # It takes some 20 us, so not in each step.
+        self._attributes = None if number & (number - 1) else plain_attributes(self._reads.parts)
         self._note(packed, source)
         if self._kept is not None:
             self._kept.settle(needed=bool(packed))
@@ -263,6 +270,7 @@ class Branch:
                 if len(packed) == last:  # an operation saves its inputs before it runs: its product is left out
                     raise _AllSaved
 
+        self._compare_attributes()
         if self.tile is not None:
             source = source[:, self.tile].contiguous()
         update = self._called_as_then(source, pack, self._around(ahead))
@@ -281,6 +289,19 @@ class Branch:
             )
         history.verified = True
         return update.detach() if isinstance(update, Tensor) else tree_map_only(Tensor, Tensor.detach, update), saved
+
+    def _compare_attributes(self) -> None:
+        """Warns if a plain attribute of the branch has another value than after the forward."""
+        then, self._attributes = self._attributes, None
+        if then is None:
+            return
+        for part, before, now in zip(self._reads.parts, then, plain_attributes(self._reads.parts), strict=True):
+            for name in [name for name in before.keys() & now.keys() if before[name] != now[name]]:
+                warnings.warn(
+                    f"{type(part).__name__}.{name} was {before[name]!r} in the forward, and is {now[name]!r} in the backward, "
+                    "where its block runs again: gradients are wrong if its forward reads it; change it after the backward",
+                    stacklevel=2,
+                )
 
     def _called_as_then(self, source: Tensor, pack: Callable, around: Sequence[AbstractContextManager]) -> Any:
         """Calls the module with all as it was before the forward; None if it has been stopped."""
@@ -334,7 +355,7 @@ class Branch:
             raise RuntimeError(
                 f"{name} saved {counted(len(self.kinds), 'tensor')} for its gradient in the forward and {len(kinds)} in the "
                 f"recomputation ({different}), so it did something else; its forward must do the same whenever it runs on the "
-                "same input"
+                "same input, also if a list that it appends to has been cleared"
             )
         parameters = [*map(self._reads.addresses.get, map(id, saved))]
         if parameters != self._parameters or any(id(_leaf_of(saved[place])) != leaf for place, leaf in self._derived):

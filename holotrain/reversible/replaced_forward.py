@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 
 class ReplacedForward(ABC):
-    """Stands in place of a module's ``forward`` until :meth:`remove`. In ``eval()`` and without gradients it calls what was
-    there before. A subclass defines :meth:`train`, and sets ``KEY``, the name under which the module keeps it, since others may
-    wrap its forward meanwhile.
+    """Stands in place of a module's ``forward`` until :meth:`remove`. Without gradients it calls what was there before, and in
+    ``eval()`` unless ``IN_EVAL``. A subclass defines :meth:`train`, and sets ``KEY``, the name under which the module keeps it,
+    since others may wrap its forward meanwhile.
 
     Args:
         module: whose forward it becomes.
@@ -27,6 +27,7 @@ class ReplacedForward(ABC):
 
     KEY: ClassVar[str]
     WHAT: ClassVar[str]
+    IN_EVAL: ClassVar[bool] = True
 
     def __init__(self, module: Any) -> None:
         self.module, self._before, self.removed = module, vars(module).get("forward"), False
@@ -64,13 +65,13 @@ class ReplacedForward(ABC):
             module.forward = self._before
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        if self.module.training and not self.removed and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self.removed and (self.IN_EVAL or self.module.training):
             return self.train(arguments, keywords)
         return self.pass_on(arguments, keywords)
 
     @abstractmethod
     def train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
-        """A call in ``train()`` and with gradients."""
+        """A call with gradients, in ``train()`` or if ``IN_EVAL``."""
 
     def pass_on(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
         """Any other call."""
@@ -126,9 +127,14 @@ def call_of(forward: Callable, arguments: tuple, keywords: dict[str, Any]) -> tu
     return x, run, {key: value for key, value in (("rest", rest), ("named", named)) if value}
 
 
+def is_cache(value: Any) -> bool:
+    """Whether a value is a cache of keys and values of transformers."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
 def _no_cache(value: Any) -> Any:
     """None for an empty cache of keys and values, to which a recomputation would add a second time."""
-    if not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
+    if not is_cache(value):
         return value
     if getattr(value, "is_compileable", False):
         raise ValueError(

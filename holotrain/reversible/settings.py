@@ -155,9 +155,17 @@ class Call:
 
     Attributes:
         present: the states of the generators, if nothing can have drawn since they were read.
+
+    Raises:
+        ValueError: a transform of torch.func is active.
     """
 
     def __init__(self, device: torch.device) -> None:
+        if torch._C._are_functorch_transforms_active():  # private: nothing public tells it
+            raise ValueError(
+                "blocks that run again in the backward cannot be transformed by torch.func (grad, vmap, jvp); use "
+                'torch.autograd.grad, or have them store their activations (backward="autograd")'
+            )
         self.device, self.on_gpu = device, device.type == "cuda"
         self.settings = Settings.present(("cpu",) if device.type in ("cpu", "meta") else ("cpu", device.type))
         self.sources = sources_of(device)

@@ -79,6 +79,7 @@ class TiledLoss(ReplacedForward):
     """The forward of a language model, which makes its loss tile by tile in training with labels."""
 
     KEY, WHAT = "_tiled_loss", "model"
+    IN_EVAL = False  # an evaluation looks at the logits
     most_logits: int | None
     whole = False
     """The logits reached something that cannot take them as pending."""

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import small_stacks
@@ -81,6 +82,47 @@ def test_gradients_are_those_of_autograd():
     assert not any(map(RecomputedForward.of, model.modules())) and list(model.state_dict()) == names
     assert all("forward" not in vars(part) for part in model.modules())
     assert_equal(gradients(model, inputs), plain)
+
+
+def test_blocks_in_eval_run_again_too():
+    model, inputs = stack()
+    plain = gradients(model.eval(), inputs)
+    runs = []
+    model.blocks[0].up.register_forward_hook(lambda *given: runs.append(recomputing()))
+    assert_equal(gradients(recompute(model), inputs), plain)
+    assert runs == [False, True]
+
+
+class Scaled(Block):
+    def __init__(self):
+        super().__init__(8)
+        self.scales, self.name = {"default": 2.0}, "a"
+
+    def forward(self, x):
+        return super().forward(x, self.scales["default"])
+
+
+def test_an_attribute_that_changes_before_the_backward_is_named():
+    """In the steps 1, 2, 4, 8 ..."""
+    model = recompute(nn.Sequential(nn.Sequential(Scaled(), Scaled())))
+    said = []
+    for number in range(1, 6):
+        loss = model(torch.randn(2, 5, 8)).sum()
+        model[0][1].scales["default"] = 0.1 * number
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss.backward()
+        said.append([str(each.message) for each in caught])
+        model[0][1].scales["default"] = 2.0
+    assert [len(each) for each in said] == [1, 1, 0, 1, 0]
+    assert "Scaled.scales was {'default': 2.0} in the forward, and is {'default': 0.1} in the backward" in said[0][0]
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_transforms_of_functions_are_refused(transform):
+    model, inputs = stack()
+    with pytest.raises(ValueError, match=r"cannot be transformed by torch\.func"):
+        transform(lambda x: recompute(model)(x).sum())(inputs["x"])
 
 
 def without_dropout(model):
@@ -300,7 +342,8 @@ def test_tuples_streams_by_name_and_caches(aside):
         net(x)
     with torch.no_grad():
         net(x)
-    assert len(net.cache.held) == (4 if aside else 5)
+    net.eval()(x)
+    assert len(net.cache.held) == (7 if aside else 9)
 
 
 def test_a_static_cache_is_refused():
