@@ -28,7 +28,7 @@ from holotrain.optimizers import InBackward
 from holotrain.overlap import all_to_all_linear, column_parallel_linear, linear_all_to_all, row_parallel_linear, signals
 from holotrain.overlap import groups as in_groups
 from holotrain.overlap.groups import Collectives, Columns, Holding
-from holotrain.reversible import ReversibleBlock, ReversibleSequence
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, recompute
 from holotrain.reversible.graphs import WARM_UPS, GraphedStep
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.tasks import optimizer_functions
@@ -101,6 +101,80 @@ def test_a_capture_does_not_ask_what_has_arrived(on_paper):
     for _ in range(WARM_UPS + 2):  # and no other forward between them
         step(torch.ones(3, WIDTH, dtype=torch.float64, device="cuda"))
     assert net.checks.errors[0].item() < 1e-12
+
+
+class Flipping(nn.Module):
+    """Adds 1 in every second call, where its input is large."""
+
+    def __init__(self):
+        super().__init__()
+        self.sign = torch.ones((), device="cuda")
+
+    def forward(self, x):
+        self.sign.neg_()
+        return x.sin() + self.sign * (x.abs().amax() > 5)
+
+
+def test_what_a_replay_rebuilds_wrongly_is_said_and_drops_the_graph(on_paper):
+    net = ReversibleSequence([ReversibleBlock(Flipping(), Flipping()) for _ in range(3)], "reversible")
+    step = GraphedStep(lambda x: sum(net(x, x.tanh())).mean(), [])
+    x = torch.full((2, 3), 0.5, device="cuda").requires_grad_()
+    for _ in range(WARM_UPS + 2):
+        step(x)
+    step(20 * x)
+    assert step._graph is not None
+    with pytest.warns(UserWarning, match="From the next step on the blocks keep their inputs"):
+        step(x)
+    assert step._graph is None
+    for _ in range(WARM_UPS + 2):
+        step(20 * x)
+    assert net.checks.failed and step._graph is not None
+
+
+def test_a_step_that_draws_on_the_host_stays_an_ordinary_one(on_paper):
+    weight, drawn = nn.Parameter(torch.ones(3, device="cuda")), []
+
+    def loss(x):
+        drawn.append(float(torch.rand(())))
+        return (weight * x).sum() * drawn[-1]
+
+    step = GraphedStep(loss, [weight])
+    x = torch.ones(3, device="cuda")
+    with pytest.warns(UserWarning, match="draws random numbers on the CPU"):
+        step(x)
+    for number in range(WARM_UPS + 3):
+        assert step(x).item() == pytest.approx(3 * drawn[-1])
+        assert len(drawn) == number + 2
+
+
+def test_the_backward_of_a_captured_step_runs_outside_of_autocast(on_paper):
+    modes = []
+
+    class Noting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            modes.append(torch.is_autocast_enabled("cuda"))
+            return gradient * 2
+
+    weight = nn.Parameter(torch.ones(3, device="cuda"))
+    step = GraphedStep(lambda x: Noting.apply(weight * x).sum(), [weight])
+    with torch.autocast("cuda", torch.bfloat16):
+        for _ in range(WARM_UPS + 1):
+            step(torch.ones(3, device="cuda"))
+    assert modes == [False] * (WARM_UPS + 1)
+
+
+def test_offload_in_a_capture_says_that_inputs_stay(on_paper):
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))).to("cuda")
+    model = recompute(nn.ModuleList([blocks]), backward="offload")[0]
+    step = GraphedStep(lambda x: model(x).sum(), model.parameters())
+    with pytest.warns(UserWarning, match="offload keeps inputs on the device in a CUDA graph"):
+        for _ in range(WARM_UPS + 1):
+            step(torch.ones(3, 4, device="cuda"))
 
 
 @pytest.mark.parametrize("backward", ["autograd", *ENGINES[:3]])

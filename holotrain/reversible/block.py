@@ -99,6 +99,11 @@ class ReversibleBlock(nn.Module):
         y2 = update("g", self.g, x2, y1, g_kwargs or {})
         return self.placed(y1, y2)
 
+    def compile(self, *arguments: Any, **options: Any) -> None:
+        """Compiles f and g, in place, as ``Module.compile`` does: a block that is compiled as a whole could not be rebuilt."""
+        self.f.compile(*arguments, **options)
+        self.g.compile(*arguments, **options)
+
     def placed(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """Swaps the streams if ``exchange``; its own inverse."""
         return (second, first) if self.exchange else (first, second)

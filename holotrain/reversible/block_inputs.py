@@ -144,7 +144,10 @@ def _int8_input(x: Tensor) -> InputAsIs:
 
 def _offloaded_input(x: Tensor) -> InputAsIs:
     side = side_of(x)
-    if side is None or is_captured(x.device) or _is_repeated(x):
+    if is_captured(x.device):
+        warnings.warn("offload keeps inputs on the device in a CUDA graph, in which nothing can be offloaded", stacklevel=2)
+        return InputAsIs(x)
+    if side is None or _is_repeated(x):
         return InputAsIs(x)
     try:
         return OffloadedInput(x, side)

@@ -11,11 +11,13 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from holotrain.reversible.context import backward_id
+from holotrain.reversible.graphs import collect
 from holotrain.reversible.grid import Grid
 from holotrain.reversible.reads import is_tensor_parallel
 from holotrain.schedules import ON_MISMATCH, SCHEDULES, Schedule
@@ -35,8 +37,8 @@ class RebuildChecks:
         errors: the relative errors found since the latest forward began, as 0-dim tensors on the streams' device.
         failed: the blocks keep their inputs.
 
-    The host does not wait for a GPU: it reads what one step finds when a later one begins. What a captured CUDA graph finds is
-    in ``errors`` alone.
+    The host does not wait for a GPU: it reads what one step finds when a later one begins, or a later replay of a CUDA graph
+    has been started.
     """
 
     def __init__(self, name: str, on_mismatch: str = "store") -> None:
@@ -54,11 +56,14 @@ class RebuildChecks:
             return  # a recomputation around these blocks: its forward must do what it did
         self.errors.clear()
         self._passes += 1
-        # During a capture an event cannot be queried.
-        while self._arriving and not torch.cuda.is_current_stream_capturing() and self._arriving[0][1].query():
+        if not (self._arriving and torch.cuda.is_current_stream_capturing()):  # in which an event cannot be queried
+            self._look_at_arrived()
+        self.failed = self._failing
+
+    def _look_at_arrived(self) -> None:
+        while self._arriving and self._arriving[0][1].query():
             figures, _, check = self._arriving.popleft()
             self._look(figures, check)
-        self.failed = self._failing
 
     def in_force(self, schedules: list[Schedule], blocks: Iterable[nn.Module]) -> list[Schedule]:
         """The schedules of a forward: once a rebuilt stream was wrong, inputs are kept where they would be rebuilt.
@@ -82,9 +87,21 @@ class RebuildChecks:
         self.errors.append(figures[0])
         if not figures.is_cuda:
             self._look(figures, check)
-        elif not torch.cuda.is_current_stream_capturing():
-            host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True).copy_(figures, non_blocking=True)
-            self._arriving.append((host, torch.cuda.current_stream(figures.device).record_event(), check))
+        elif torch.cuda.is_current_stream_capturing():
+            collect(_Captured(self, figures, check))
+        else:
+            self._send(figures, check)
+
+    def _send(self, figures: Tensor, check: StreamCheck) -> None:
+        """To the host, which does not wait."""
+        host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True).copy_(figures, non_blocking=True)
+        self._arriving.append((host, torch.cuda.current_stream(figures.device).record_event(), check))
+
+    def report(self, figures: Tensor, check: StreamCheck) -> bool:
+        """After a replay: sends its figures. Returns whether those of earlier ones have blocks keep their inputs."""
+        self._look_at_arrived()
+        self._send(figures, check)
+        return self._failing
 
     def _look(self, figures: Tensor, check: StreamCheck) -> None:
         error, differs, largest, limit = figures.tolist()
@@ -111,6 +128,17 @@ class RebuildChecks:
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {"errors": [], "_arriving": deque()}
+
+
+class _Captured(NamedTuple):
+    """A check in a CUDA graph, whose figures are computed anew in each replay."""
+
+    checks: RebuildChecks
+    figures: Tensor
+    check: StreamCheck
+
+    def report(self) -> bool:
+        return self.checks.report(self.figures, self.check)
 
 
 _KEEP = (

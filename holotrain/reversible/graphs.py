@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from holotrain.reversible.context import fake_mode_active, is_captured
-from holotrain.reversible.settings import Call
+from holotrain.reversible.settings import Call, python_states, source_of
 
 WARM_UPS = 3
 """Ordinary steps before the capture, in which libraries allocate workspaces and autograd sets up its streams."""
@@ -41,8 +42,10 @@ class GraphedStep:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._shapes: tuple | None = None
         self._calls = 0
+        self._draws_on_the_host = False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._found: list[Finding] = []
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """Returns the loss, detached, on the device."""
@@ -52,28 +55,45 @@ class GraphedStep:
         if self._shapes is None:
             self._shapes = shapes
             self._generators = GraphGenerators(inputs[0].device)
-        if shapes != self._shapes:
+        if shapes != self._shapes or self._draws_on_the_host:
             return self._ordinary(inputs)
         self._calls += 1
-        if self._calls < WARM_UPS:
-            return self._aside(inputs)
-        if self._calls == WARM_UPS:
-            with self._generators.available():  # the last ordinary step counts what will be recomputed
-                return self._aside(inputs)
+        if self._calls <= WARM_UPS:
+            return self._warm_up(inputs)
         graph = self._graph or self._capture(inputs)
         for static, value in zip(self._inputs, inputs, strict=True):
             static.copy_(value, non_blocking=True)
         graph.replay()
         for parameter, grad in zip(self._parameters, self._grads, strict=True):
             parameter.grad = grad
-        return self._result.clone()
+        result = self._result.clone()
+        if any([finding.report() for finding in self._found]):  # all of them
+            # The blocks have other schedules from now on.
+            self._graph, self._found, self._calls = None, [], 0
+            self._generators = GraphGenerators(inputs[0].device)
+        return result
+
+    def _warm_up(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        before = _host_states()
+        # The last one counts what will be recomputed.
+        with self._generators.available() if self._calls == WARM_UPS else nullcontext():
+            loss = self._aside(inputs)
+        if _host_states() != before:
+            self._draws_on_the_host = True
+            warnings.warn(
+                "the step draws random numbers on the CPU (as for layers that are dropped), which a CUDA graph would repeat in "
+                "each replay, so all steps run as ordinary ones",
+                stacklevel=3,
+            )
+        return loss
 
     def _ordinary(self, inputs: tuple[Tensor, ...]) -> Tensor:
         for parameter in self._parameters:
             parameter.grad = None
         with Call(inputs[0].device).settings.reinstated(cached=False):  # a cast weight in the cache would be captured as it was
             loss = self._loss(*inputs)
-        loss.backward()
+        with torch.autocast(inputs[0].device.type, enabled=False):  # the caller's, which is for the forward
+            loss.backward()
         return loss.detach()
 
     def _aside(self, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -92,11 +112,44 @@ class GraphedStep:
         graph = torch.cuda.CUDAGraph()
         self._generators.prepare(graph)
         # A loader's thread may pin memory meanwhile, which would end a capture that forbids it to all threads.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"), self._generators.available():
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"), self._generators.available(), collected() as found:
             self._result = self._ordinary(tuple(self._inputs))
         self._grads = [parameter.grad for parameter in self._parameters]
-        self._graph = graph
+        self._graph, self._found = graph, found
         return graph
+
+
+class Finding(Protocol):
+    """What a check computes on the device, in the same memory in each replay."""
+
+    def report(self) -> bool:
+        """After a replay: has the figures sent to the host. Returns whether those that have arrived change the schedules."""
+        ...
+
+
+_findings: ContextVar[list[Finding] | None] = ContextVar("findings", default=None)
+
+
+@contextmanager
+def collected() -> Generator[list[Finding]]:
+    """Inside, a list of what checks compute."""
+    found: list[Finding] = []
+    token = _findings.set(found)
+    try:
+        yield found
+    finally:
+        _findings.reset(token)
+
+
+def collect(finding: Finding) -> None:
+    """In a capture: has a finding reported after each replay."""
+    found = _findings.get()
+    if found is not None:
+        found.append(finding)
+
+
+def _host_states() -> tuple[object, bytes]:
+    return source_of(torch.default_generator).read()[2], python_states([])
 
 
 # During the capture of a CUDA graph the state of a generator cannot be read or set. It can only be replaced by the state of

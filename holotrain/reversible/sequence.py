@@ -17,7 +17,6 @@ from holotrain.reversible.block import Coupling, ReversibleBlock
 from holotrain.reversible.checks import RebuildChecks
 from holotrain.reversible.context import backward_id, has_no_data, in_trace
 from holotrain.reversible.grid import FixedPointGrid
-from holotrain.reversible.reads import is_compiled
 from holotrain.reversible.recomputation import checkpointed
 from holotrain.reversible.settings import generators_among, generators_unmoved
 from holotrain.reversible.tape import Recorder
@@ -153,12 +152,8 @@ class ReversibleSequence(nn.Module):
             if hooked or block._forward_pre_hooks or block._forward_hooks:
                 recorder.call.present = None  # a hook may draw random numbers
             recorder.begin_block(number, schedule, coupling, block, (x1, x2))
-            update = recorder.update
-            if is_compiled(block):
-                # A recomputation runs outside the compiled block, and one that is stored inside it.
-                update = coupling.update if schedule.kind == "stored" else torch.compiler.disable(update)
             with in_trace("forward", number):
-                x1, x2 = block(x1, x2, f_kwargs, g_kwargs, update=update)
+                x1, x2 = block(x1, x2, f_kwargs, g_kwargs, update=recorder.update)
         recorder.end(x1, x2)
         return x1, x2
 

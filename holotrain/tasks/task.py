@@ -95,6 +95,10 @@ class Task(ShowsInherited, pl.LightningModule):
             self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"], batch_size=len(inputs[0]))
         return loss
 
+    def on_train_epoch_start(self) -> None:
+        if self._graphed is not None and self.trainer.accumulate_grad_batches > 1:
+            raise ValueError("cuda_graph sets gradients anew in each batch; set accumulate_grad_batches=1 or cuda_graph=False")
+
     @property
     def _whole_step(self) -> Callable[..., Tensor] | None:
         """What runs forward and backward together, and sets gradients anew: a CUDA graph, or a strategy with stages."""

@@ -62,6 +62,18 @@ def test_compiled_gradients_equal_plain_autograds(compiled, backward):
         assert relative_error(gradients(run, model), reference) <= 1e-10
 
 
+def test_compiling_a_block_compiles_its_branches():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    model = compile_blocks(Model("reversible"), backend=backend)
+    gradients(model, model)
+    assert graphs
+
+
 def test_dropout_in_compiled_branches_is_the_same_in_both_runs(compiler):
     """The compiler's own random numbers: the recomputation must draw what the forward drew."""
     plain, model = (compile_branches(Model(backward, dropout=0.3)) for backward in ("autograd", "reversible"))

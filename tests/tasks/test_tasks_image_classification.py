@@ -107,6 +107,8 @@ def test_a_graphed_task_trains_as_an_ordinary_one(monkeypatch):
         quiet_trainer(max_epochs=1, gradient_clip_val=0.5).fit(task, DataLoader(batches, batch_size=None))
         weights.append(model[1].weight.detach().clone())
     torch.testing.assert_close(*weights, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="cuda_graph sets gradients anew in each batch; set accumulate_grad_batches=1"):
+        quiet_trainer(max_epochs=1, accumulate_grad_batches=2).fit(task, DataLoader(batches, batch_size=None))
 
 
 def test_metrics_that_the_configuration_names_are_those_of_torchmetrics_and_select_checkpoints(holotrain):
