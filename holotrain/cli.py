@@ -24,8 +24,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from holotrain.commands import init
+from holotrain.config.annotations import to_plain
 from holotrain.config.command_line import HELP, SHOWS, Arguments, explaining, parse, quoted, readable
-from holotrain.config.composition import composed, config_folder, direction, key_of, register, to_plain
+from holotrain.config.composition import composed, config_folder, direction, key_of, register
 from holotrain.config.help import command_help, overview
 from holotrain.config.jobs import Job, prepare_sweep, read_jobs
 from holotrain.config.start import Start

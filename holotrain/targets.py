@@ -44,7 +44,7 @@ def instantiate(value: Any, *positional: Any, **keywords: Any) -> Any:
         return partial(function, *positional, **(arguments | keywords))
     try:
         return function(*positional, **(arguments | keywords))
-    except (ImportError, TypeError) as error:
+    except (ImportError, TypeError, IndexError) as error:  # the last of a list that is too short
         raise ValueError(f"{target}: {first_line(error)}") from error
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from data_files import write_cifar, write_folder, write_mnist
 from readme_blocks import Line
 
-SHOWS = {"--help", "--help=all", "--version", "--cfg"}
+SHOWS = {"--help", "--version", "--cfg"}
 TASKS = {
     "causal_lm": ("gpt", "text_stdlib"),
     "masked_lm": ("roberta", "text_stdlib"),

@@ -191,7 +191,7 @@ def test_the_traceback_of_a_mistake_has_no_frames_of_hydra(here):
     with pytest.raises(holotrain.UserError) as caught:
         holotrain.fit(overrides=["modle=vit_tiny"])
     shown = "".join(traceback.format_exception(caught.value))
-    assert shown.count("Traceback") == 1 and "/hydra/" not in shown and "'modle'" in shown
+    assert shown.count("Traceback") == 1 and "/hydra/" not in shown and "modle" in shown
 
 
 @pytest.mark.parametrize(

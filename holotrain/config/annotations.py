@@ -1,51 +1,101 @@
-"""Values that people and files give, checked against annotations."""
+"""Options as structured configs of OmegaConf, which checks their names and types; and in one line what it refuses."""
 
 import ast
-import math
-import sys
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import field, make_dataclass
+from enum import Enum
+from functools import reduce
+from operator import or_
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, Never, Union, get_args, get_origin
+from typing import Any
 
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from holotrain.config.option_groups import require_not_gone
+from holotrain.config.signatures import REQUIRED, Option
 from holotrain.errors import UserError, did_you_mean
 from holotrain.files import read_json
+from holotrain.targets import first_line
 
 KINDS: dict[str, Any] = {
-    **{kind.__name__: kind for kind in (int, float, bool, str, Path)},
-    **dict.fromkeys(("list", "List", "Sequence", "Iterable", "Collection"), list),
-    **dict.fromkeys(("tuple", "Tuple"), tuple),
+    **{"int": int, "float": float, "bool": bool, "str": str, "Path": str},
+    **dict.fromkeys(("list", "List", "Sequence", "Iterable", "Collection", "tuple", "Tuple"), list),
     **dict.fromkeys(("dict", "Dict", "Mapping"), dict),
-    "Tensor": Never,  # which no configuration can hold
+    "Tensor": None,  # which no configuration can hold
 }
-"""The types in annotations of which a value is checked, by their names. Any value may be of another one."""
-
-DESCRIPTIONS = {
-    **{int: "a whole number", float: "a number", bool: "true or false", str: "a word", Path: "a path", NoneType: "null"},
-    **{list: "a list", tuple: "a list", dict: "a mapping"},
-}
+"""The types in annotations that OmegaConf checks, by their names. An option of another type takes any value."""
 
 
-def checked(where: str, annotation: str, value: Any) -> Any:
-    """The value as a parameter of this type takes it: a whole number becomes a float, a number becomes a string. Raises a
-    UserError if it is of another type."""
+def structured_config(options: Mapping[str, Option], given: Collection[str] = ()) -> DictConfig:
+    """Options with their defaults and types. Those without a default are missing, and those that are given."""
+    fields = []
+    for name, option in options.items():
+        default = MISSING if option.default is REQUIRED or name in given else option.default
+        kind = _type_of_text(option.type or "Any")
+        if option.default is None and kind not in (None, Any):
+            kind |= None
+        fields.append((name, Any if kind is None else kind, field(default_factory=lambda value=default: value)))
+    return OmegaConf.structured(make_dataclass("Options", fields))
+
+
+def _type_of_text(annotation: str) -> Any:
     try:
-        hint = _hint(ast.parse(annotation or "Any", mode="eval").body)
+        return _type_of(ast.parse(annotation, mode="eval").body)
     except SyntaxError:
-        return value
-    if fitted := _fitted(hint, value):
-        return fitted[0]
-    shown = f"{value!r:.100}"
-    if type(value) is int and abs(value) >= 2**63:
-        raise UserError(f"{where}: {shown} is too large")
-    if type(value) is float and math.isinf(value):
-        raise UserError(f"{where}: {shown} is not finite")
-    kinds = get_args(hint) if get_origin(hint) is Union else (hint,)
-    choices = [str(choice) for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
-    if isinstance(value, str) and all(get_origin(kind) is Literal or kind is NoneType for kind in kinds):
-        raise UserError(f"{where}: {shown} is not one of {', '.join(choices)}.{did_you_mean(value, choices)}")
-    expected = " or ".join(dict.fromkeys(_described(kind) for kind in kinds if kind is not Never)) or "a tensor"
-    raise UserError(f"{where}: {shown} is not {expected}.{did_you_mean(str(value), choices)}".removesuffix("."))
+        return Any
+
+
+def _type_of(annotation: ast.expr) -> Any:
+    """The type that OmegaConf knows for an annotation. It is not evaluated, because an untrusted file may name whatever has a
+    source."""
+    match annotation:
+        case ast.BinOp(op=ast.BitOr()):
+            return _union([_type_of(annotation.left), _type_of(annotation.right)])
+        case ast.Constant(value=str(quoted)):
+            return _type_of_text(quoted)
+        case ast.Constant(value=None):
+            return None
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return KINDS.get(name, Any)
+        case ast.Subscript(value=ast.Name(id=name) | ast.Attribute(attr=name)):
+            inner = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
+            if name == "Literal":
+                choices = [each.value for each in inner if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+                return Enum("Choice", list(zip(choices, choices, strict=True))) if len(choices) == len(inner) else Any
+            kinds = [_type_of(each) for each in inner if getattr(each, "value", None) is not ...]
+            if name in ("Union", "Optional"):
+                return _union([*kinds, *([None] if name == "Optional" else [])])
+            kind = KINDS.get(name, Any)
+            return kind[*(kinds if kind is dict else kinds[:1])] if kind in (list, dict) and Any not in kinds else kind
+    return Any
+
+
+def _union(kinds: list[Any]) -> Any:
+    """The union, if OmegaConf knows it: of numbers, truth values and words."""
+    some = [kind for kind in kinds if kind is not None]
+    if len(some) > 1:
+        some = [str if isinstance(kind, type) and issubclass(kind, Enum) else kind for kind in some]
+        if any(kind not in (int, float, bool, str) for kind in some):
+            return Any
+    kind = reduce(or_, dict.fromkeys(some)) if some else None
+    return kind if len(some) == len(kinds) or kind in (None, Any) else kind | None
+
+
+def literally(node: Any) -> Any:
+    """What was resolved already is not to be resolved again: a prompt may well hold a dollar and a brace."""
+    if isinstance(node, dict):
+        return {key: literally(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [literally(value) for value in node]
+    return literal(node) if isinstance(node, str) else node
+
+
+def literal(text: str) -> str:
+    """Escapes interpolations, so that OmegaConf resolves the result to ``text``."""
+    return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", text)
 
 
 def read_fields(path: Path, kinds: dict[str, str], what: str, lacking: Collection[str] = ()) -> dict[str, Any]:
@@ -61,68 +111,71 @@ def read_fields(path: Path, kinds: dict[str, str], what: str, lacking: Collectio
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a readable {what}: {error!s:.200}") from error
     try:
-        checked("its content", "dict", found)
-        fields = {name: checked(name, kind, found.get(name)) for name, kind in kinds.items()}
-        if missing := [name for name in kinds if name not in found and name not in lacking]:
-            raise UserError(f"it has no {missing[0]!r}")
-        return fields
+        if not isinstance(found, dict):
+            raise UserError("it is not a mapping")
+        return typed_fields({name: None for name in lacking} | {name: found[name] for name in kinds if name in found}, kinds)
     except UserError as error:
         raise UserError(f"{path} is not the {what} of a run: {error!s:.200}") from error
 
 
-def _hint(node: ast.expr) -> Any:
-    """An annotation as a type. It is not evaluated, because an untrusted file may name anything that has a source."""
-    match node:
-        case ast.BinOp(op=ast.BitOr()):
-            return Union[*map(_hint, (node.left, node.right))]  # ty: ignore[invalid-type-form]
-        case ast.Constant(value=str(quoted)):
-            return _hint(ast.parse(quoted, mode="eval").body)
-        case ast.Constant():  # None, or the dots of tuple[int, ...]
-            return node.value
-        case ast.Name(id=name) | ast.Attribute(attr=name):
-            return KINDS.get(name, Any)
-        case ast.Subscript(value=ast.Name(id=name) | ast.Attribute(attr=name)):
-            inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-            if name == "Literal":
-                return Literal[*(each.value for each in inner if isinstance(each, ast.Constant))]  # ty: ignore[invalid-type-form]
-            if name in ("Union", "Optional"):
-                null = [None] if name == "Optional" else []
-                return Union[*map(_hint, inner), *null]  # ty: ignore[invalid-type-form]
-            kind = KINDS.get(name, Any)
-            return kind[*map(_hint, inner)] if kind in (list, tuple, dict) else kind
-    return Any
+def typed_fields(values: dict[str, Any], kinds: dict[str, str]) -> dict[str, Any]:
+    """The values as their types, which are annotations, take them. Raises a UserError if one is missing or of another type."""
+    try:
+        schema = structured_config({name: Option(kind, REQUIRED, "") for name, kind in kinds.items()})
+        return to_plain(OmegaConf.merge(schema, literally(values)), resolve=True)
+    except CONFIGURATION_ERRORS as error:
+        raise explained(error) from None
 
 
-def _fitted(hint: Any, value: Any) -> list[Any]:
-    """What the value becomes as each of the types that it fits; first, where it keeps its type."""
-    kind, inner = get_origin(hint) or hint, get_args(hint)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is Union:
-        found = [each for alternative in inner for each in _fitted(alternative, value)]
-        return sorted(found, key=lambda each: type(each) is not type(value))
-    if kind is Literal:
-        return [choice for choice in inner if value == choice and type(value) is type(choice)]
-    if kind is float:
-        return [float(value)] if number and abs(value) <= sys.float_info.max else []  # neither NaN nor infinity
-    if kind in (str, Path):
-        return [str(value)] if number or isinstance(value, str) else []
-    if kind is dict and isinstance(value, dict) and inner:
-        return [value] if all(_fitted(inner[0], key) and _fitted(inner[1], each) for key, each in value.items()) else []
-    if kind not in (list, tuple):
-        fits = kind is Any or (type(value) is kind if kind in (int, bool) else kind is not Never and isinstance(value, kind))
-        too_large = fits and kind is int and abs(value) >= 2**63  # torch takes no such number
-        return [value] if fits and not too_large else []
-    if not isinstance(value, list | tuple):
-        return []
-    kinds = inner if kind is tuple and ... not in inner and inner else (*inner, Any)[:1] * len(value)
-    fitted = [_fitted(*pair) for pair in zip(kinds, value, strict=False)]
-    return [[each[0] for each in fitted]] if len(kinds) == len(value) and all(fitted) else []
+def to_plain(node: DictConfig | ListConfig, resolve: bool = False) -> Any:
+    """What Hydra composed, or a part of it, in plain containers; ``resolve``: without interpolations, and complete."""
+    return OmegaConf.to_container(node, resolve=resolve, throw_on_missing=resolve, enum_to_str=True)
 
 
-def _described(hint: Any) -> str:
-    kind, inner = get_origin(hint) or hint, get_args(hint)
-    if kind is Literal:
-        return f"one of {', '.join(map(repr, inner))}"
-    if kind is list and inner and inner[0] in DESCRIPTIONS:
-        return f"a list, each of it {DESCRIPTIONS[inner[0]]}"
-    return f"a list of {len(inner)} values" if kind is tuple and inner and ... not in inner else DESCRIPTIONS[kind]
+CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)
+
+PLUGINS = {"optuna": "optuna", "joblib": "joblib", "submitit_local": "submitit", "submitit_slurm": "submitit"}
+"""The extra that installs each plugin of Hydra, by the plugin's name."""
+
+
+def explained(error: Exception, options: Collection[str] = ()) -> UserError:
+    """What Hydra or OmegaConf refuse, in one line with the nearest valid choice.
+
+    Args:
+        options: the keys of all options, such as ``optimizer.lr``.
+    """
+    cause = error.__cause__ or error
+    key, text = getattr(cause, "full_key", None) or "", first_line(cause)
+    unknown = re.search(r"Could not (?:override|delete from config\.) '([\w./@-]+)'", str(error))
+    if isinstance(error, MissingConfigException):
+        group, _, option = (error.missing_cfg_file or "").rpartition("/")
+        if extra := PLUGINS.get(option) if group.startswith("hydra/") else None:
+            return UserError(f"{group}={option}: the package is not installed; pip install 'holotrain[{extra}]'")
+        return UserError(
+            f"{group}={option}: there is no {option!r} among the options of {group}.{_near(option, error.options)}"
+        )
+    if isinstance(error, OverrideParseException):
+        return UserError(f"{error.override}: write key=value without spaces around =; close brackets, quote special characters")
+    if "Ambiguous value" in text:
+        return UserError(f"{text}; to run a sweep over several values, add -m; a list has brackets: key=[a,b]")
+    if unknown or isinstance(cause, ConfigKeyError):
+        key = unknown[1] if unknown else key
+        require_not_gone(key)
+        return UserError(f"{key}: there is no such option.{_near(key, options)}")
+    if isinstance(cause, MissingMandatoryValue):
+        return UserError(f"{key}: a value is needed; give {key}=...")
+    if resolving := re.fullmatch(r"(\w+) raised while resolving interpolation: (.*)", text):
+        return UserError(resolving[2] if resolving[1] == UserError.__name__ else f"{key}: {resolving[2]}")
+    if choice := re.fullmatch(r"Invalid value '(.*)', expected one of \[(.*)\]", text):
+        text = f"{choice[1]!r} is not one of {choice[2]}.{_near(choice[1], choice[2].split(', '))}"
+    if "is not a ListConfig" in text:
+        text = "give a list, in brackets: [a,b]"
+    return UserError(f"{key}: {text}" if key and key not in text else text)
+
+
+def _near(key: str, options: Collection[str] | None) -> str:
+    """`` Did you mean 'optimizer.lr'?`` for ``optimizer.ls``, and for ``lr``."""
+    parent, _, name = key.rpartition(".")
+    siblings = [each.rpartition(".")[2] for each in options or () if each.rpartition(".")[0] == parent]
+    same = [each for each in options or () if each.rpartition(".")[2] == name]
+    return f" Did you mean {same[0]!r}?" if same else did_you_mean(name, siblings)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import fields
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 from yaml import YAMLError
 
-from holotrain.config.annotations import checked
+from holotrain.config.annotations import typed_fields
 from holotrain.config.command_options import RunConfig
 from holotrain.config.composition import config_folder, models
 from holotrain.config.objects import PYTHON_OBJECT
-from holotrain.config.option_groups import GROUPS
+from holotrain.config.option_groups import GONE, GROUPS
 from holotrain.config.structured import structured, to_container
 from holotrain.errors import UserError, as_user_error, did_you_mean
 from holotrain.models import checkpoint_files
@@ -107,22 +108,26 @@ def _checked(config: dict[str, Any], choices: dict[str, str], description: dict[
     """What :func:`run_metadata` returned, less what a file must not decide. Raises an error of any kind if it is not that."""
     json.dumps([config, description["arguments"]])  # a TypeError of what is no plain value
     values = {name: value for name, value in config.items() if name not in NEVER_KEPT}
-    for *groups, name in (option.split(".") for option in REMOVED):
-        node = values
-        for group in groups:
-            node = node.get(group) or {}
-        node.pop(name, None)
+    for option in (*REMOVED, *GONE):
+        *groups, name = option.split(".")
+        node = reduce(lambda node, group: node.get(group) or {}, groups, values)
+        if option in REMOVED or node.get(name) in (None, "pre"):  # the defaults of what is gone
+            node.pop(name, None)
     config = _kept(structured("fit", values))
     for group, _, name in (option.partition(".") for option in COMMAND_LINE_ONLY):
         if (config.get(group) or {}).pop(name, None) is not None and name == "download":
             config[group][name] = False  # which is not its default
-    described = {name: checked(name, kind, description[name]) for name, kind in DESCRIPTION.items() if name in description}
+    described = typed_fields(description, {name: kind for name, kind in DESCRIPTION.items() if name in description})
     # Classes in a configuration are trusted or not, see below; the description names no others.
     trained = [*targets(config["model"] or config["task"])]
     for where, target in targets({TARGET: described["target"], **described["arguments"]}):
         if (where, target) not in trained:
             raise ValueError(f"its description names {target!r}, and its configuration does not")
-    return {"config": config, "choices": checked("its choices", "dict[str, str]", choices), "description": described}
+    return {
+        "config": config,
+        "choices": typed_fields({"choices": choices}, {"choices": "dict[str, str]"})["choices"],
+        "description": described,
+    }
 
 
 COMPUTING = ("torch.optim", "holotrain.tasks.optimizer_functions", "holotrain.tasks.schedules")

@@ -10,19 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from holotrain.config.command_options import COMMANDS
-from holotrain.config.composition import composed, key_of, literal, option_names, to_plain
-from holotrain.config.option_groups import OBJECT_GROUPS, require_not_gone
-from holotrain.config.structured import with_defaults
+from holotrain.config.annotations import CONFIGURATION_ERRORS, explained, literal
+from holotrain.config.command_options import COMMANDS, options_of
+from holotrain.config.composition import composed, key_of, option_names
+from holotrain.config.option_groups import require_not_gone
 from holotrain.errors import UserError, check_choice, did_you_mean
 from holotrain.targets import first_line
 
-HELP = {"--help", "-h", "--help=all"}
+HELP = {"--help", "-h"}
 
 # Flags of Hydra, with and without a value. --experimental-rerun is missing on purpose: it unpickles a file.
 VALUED = {"--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--info", "-i"}
@@ -67,8 +65,7 @@ class Arguments:
     parsed: list[Override] = field(default_factory=list)
     """the overrides as Hydra reads them"""
 
-    help: str = ""
-    """``usual`` or ``all``: the options that are asked for"""
+    help: bool = False
 
     primary: str = ""
     """name of the primary configuration: that of the command, or that of a checkpoint"""
@@ -149,13 +146,11 @@ def parse(argv: list[str]) -> Arguments:
         commands = [*COMMANDS, "init"]
         raise UserError(f"{command!r} is not a command; use one of {', '.join(commands)}.{did_you_mean(command, commands)}")
     arguments = Arguments(command)
-    words = iter(rest)
+    words, known = iter(rest), {*options_of(COMMANDS[command]), "experiment", "debug", "sweep", "hydra"}
     for word in words:
         flag = word.partition("=")[0]
         if word in HELP:
-            arguments.help = "all" if "all" in (arguments.help, word.partition("=")[2]) else "usual"
-        elif flag == "--help":
-            raise UserError(f"{word}: use --help or --help=all")
+            arguments.help = True
         elif word in BARE or (flag.startswith("--") and flag in VALUED and "=" in word):
             arguments.flags.append(word)
         elif word in VALUED:
@@ -170,7 +165,8 @@ def parse(argv: list[str]) -> Arguments:
             raise UserError(f"{word!r} is not an override; write group=option or key=value, without spaces around =.{near}")
         else:
             arguments.words.append(word)
-            arguments.overrides.append(_verbatim(word))
+            unknown = re.split(r"[./@]", key_of(word))[0] not in known and not word.startswith(("+", "~"))
+            arguments.overrides.append(f"{'++' * unknown}{_verbatim(word)}")  # it is refused below, where all options are there
     for names, choices in CHOICES.items():
         if (value := arguments.flag(*names)) is not None:
             check_choice(names[0], value, choices)
@@ -190,63 +186,25 @@ def require_text(words: list[str]) -> None:
 
 
 def _check_overrides(arguments: Arguments) -> None:
-    """Refuses a group that is chosen twice, of which Hydra would take the last, or with several, which it would merge; a
-    value of an option after a sweep over it, which would give equal jobs; and without ``-m`` what only a sweep uses."""
-    groups, shows = option_names(arguments.config_dir), bool(arguments.help) or arguments.flag(*SHOWS) is not None
-    earlier: dict[str, tuple[str, bool]] = {}
+    """Refuses a group that is chosen twice, of which Hydra would take the last, and without ``-m`` what only a sweep uses."""
+    groups, shows = option_names(arguments.config_dir), arguments.help or arguments.flag(*SHOWS) is not None
+    chosen: set[str] = set()
     for word, override in zip(arguments.words, arguments.parsed, strict=True):
-        key, value, deletes = override.key_or_group, override.value(), override.is_delete()
-        first, swept = earlier.get(key, ("", False))
-        if first and not deletes and (key in groups or swept):
-            raise UserError(f"{key}: it is given twice, as {first} and {word}; leave one out")
-        earlier[key] = word, override.is_sweep_override()
-        if key in (*OBJECT_GROUPS, "backward"):
-            for each in value.list if isinstance(value, ChoiceSweep) else [value]:
-                if isinstance(each, list):
-                    raise UserError(f"{word}: {key} takes one option; -m {key}={','.join(map(str, each))} tries each")
-        if key == "hydra.sweeper.params" and isinstance(value, dict):  # which Hydra (1.3) merges into what is null
-            words = " ".join(f"{name}={values}" for name, values in value.items())
-            raise UserError(f"{key}: give each option with its values as a word of its own: -m {words}")
+        key, deletes = override.key_or_group, override.is_delete()
+        if key in chosen:
+            raise UserError(f"{key}: it is given twice; leave one out")
+        if key in groups and not deletes:
+            chosen.add(key)
         if arguments.multirun:
             continue
         if override.is_sweep_override():
             raise UserError(f"{word}: to run a sweep over several values, add -m; a list has brackets: key=[a,b]")
-        if SWEEPS.match(key) and not shows and not deletes and value is not None:
+        if SWEEPS.match(key) and not (shows or deletes or override.value() is None):
             raise UserError(f"{word}: it is about a sweep; add -m to run one")
 
 
-CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)
-
 REFUSALS = (ValueError, TypeError, AssertionError)
 """What Hydra raises besides for ``group=null``, ``group=3``, and values of its own options that it cannot use."""
-
-PLUGINS = {"optuna": "optuna", "joblib": "joblib", "submitit_local": "submitit", "submitit_slurm": "submitit"}
-"""The extra that installs each plugin of Hydra, by the plugin's name."""
-
-
-def explained(error: Exception, arguments: Arguments) -> UserError:
-    """Turns one of ``CONFIGURATION_ERRORS``, raised while composing ``arguments``, into a UserError."""
-    cause = error.__cause__ or error
-    if isinstance(error, MissingConfigException):
-        return _missing_option(error, arguments.command)
-    if isinstance(cause, MissingMandatoryValue):
-        return UserError(f"{cause.full_key}: a value is needed; give {cause.full_key}=...")
-    if isinstance(error, OverrideParseException):
-        quoted = "close all brackets, and quote a value with special characters, such as \"key='a{b'\""
-        return UserError(f"{error.override}: write key=value without spaces around =; {quoted}")
-    if "Ambiguous value" in str(error):
-        return UserError(f"{first_line(error)}; --cfg shows one job of a sweep, and a list has brackets: key=[a,b]")
-    if unknown := re.search(r"Could not (?:override|delete from config\.) '([\w./@-]+)'", str(error)):
-        return _unknown_key(unknown[1], arguments)
-    key, text = getattr(cause, "full_key", None) or "", first_line(cause)
-    if resolving := re.fullmatch(r"(\w+) raised while resolving interpolation: (.*)", text):
-        kind, text = resolving.groups()
-        key = "" if kind == UserError.__name__ else key
-    if key.startswith("hydra.runtime."):
-        return UserError(
-            f"the name of the folder, or of one that it is in, holds ${{, but is no interpolation ({text}); rename it"
-        )
-    return UserError(f"{key}: {text}" if key and key not in text else text)
 
 
 @contextmanager
@@ -255,52 +213,10 @@ def explaining(arguments: Arguments) -> Generator[None]:
     try:
         yield
     except CONFIGURATION_ERRORS as error:
-        raise explained(error, arguments) from None  # in Python, what follows would be pages of Hydra's frames
+        raise explained(error) from None  # in Python, what follows would be pages of Hydra's frames
     except REFUSALS as error:
         groups, words = option_names(arguments.config_dir), arguments.overrides
         parsed = zip(words, arguments.parsed, strict=True)
         chosen = [word for word, each in parsed if each.key_or_group in groups and not isinstance(each.value(), str | list)]
         named = [*chosen, *(word for word in words if key_of(word).startswith("hydra"))]
         raise UserError(f"{named[0]}: {first_line(error)}" if named else first_line(error)) from None
-
-
-def _missing_option(error: MissingConfigException, command: str) -> UserError:
-    group, _, option = (error.missing_cfg_file or "").rpartition("/")
-    if extra := PLUGINS.get(option if group in ("hydra/sweeper", "hydra/launcher") else ""):
-        return UserError(f"{group}={option}: the package is not installed; pip install 'holotrain[{extra}]'")
-    options = [name for name in error.options or () if not name.startswith("_")]
-    if not group or not options:
-        return UserError(first_line(error))
-    named = f"{group} is one of {', '.join(options)}"
-    if len(named) > 200:
-        named = f"holotrain {command} --help lists the {len(options)} options of {group}"
-    near = did_you_mean(option, options)
-    if group == "model" and Path(option).is_dir():
-        near = f" For the folder {option}, give model=huggingface model.name={option}"
-    return UserError(f"{group}={option}: not found; {named}.{near}")
-
-
-def _unknown_key(key: str, arguments: Arguments) -> UserError:
-    parent, _, name = key.rpartition(".")
-    valid, first = _valid_keys(parent, key, arguments), key.partition(".")[0]
-    if parent and not valid and first not in _valid_keys("", first, arguments):
-        return _unknown_key(first, arguments)
-    require_not_gone(key)
-    where = f"in {parent}" if parent else "among the options"
-    below = [each for each in valid if each.rpartition(".")[2] == name]  # ``lr`` is ``optimizer.lr``
-    near = f" Did you mean {below[0]!r}?" if below else did_you_mean(name, valid)
-    return UserError(f"{key}: there is no {name!r} {where}.{near}")
-
-
-def _valid_keys(parent: str, key: str, arguments: Arguments) -> list[str]:
-    """The valid keys in ``parent``, under the other group choices of the command line; at the top also the keys of groups."""
-    groups = option_names(arguments.config_dir)
-    choices = [word for word in arguments.overrides if word.partition("=")[0] in groups.keys() - {key} and "," not in word]
-    try:
-        config = with_defaults(arguments.command, to_plain(composed(arguments.primary, choices, arguments.config_dir)))
-    except (*CONFIGURATION_ERRORS, UserError):
-        config = {}
-    nodes = {group: node for group, node in config.items() if isinstance(node, dict)}
-    if parent:
-        return [*nodes.get(parent, {})]
-    return [*config, *groups, *(f"{group}.{each}" for group, node in nodes.items() for each in node)]

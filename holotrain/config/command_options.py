@@ -21,7 +21,7 @@ from holotrain.config.option_groups import (
     trainer_options,
 )
 from holotrain.config.signatures import Option, signature
-from holotrain.errors import UserError, as_user_error
+from holotrain.errors import UserError, as_user_error, check_choice
 from holotrain.numeric import parse_bytes, require_at_least, require_within
 from holotrain.schedules import PLAIN
 
@@ -89,6 +89,8 @@ class RunConfig(Composed):
                     with as_user_error("model.name"):
                         self.model = self.model.with_arguments(config=network_of(name, network, download))
         require_within(0, 2**32, seed=self.seed)
+        if isinstance(self.compile, str):
+            check_choice("compile", self.compile, ["max-autotune-no-cudagraphs"])
         for option, texts in (("name", [self.name or "-"]), ("tags", self.tags)):
             if wrong := [text for text in texts if not text.isprintable() or not text.strip()]:
                 raise UserError(f"{option}: {wrong[0]!r} is not one line of text")
@@ -355,6 +357,9 @@ def _check_error_diffusion(config: RunConfig) -> None:
 
 def _check_batch(config: RunConfig) -> None:
     option, size = config.batch_option
+    for name in ("batch_size", "max_tokens"):
+        if isinstance(value := getattr(config.data, name, None), str) and value != groups.AUTO:
+            raise UserError(f"data.{name}: {value!r} is not a whole number or auto")
     for other in ("batch_size", "max_tokens"):
         if f"data.{other}" != option and getattr(config.data, other, None) == groups.AUTO:
             raise UserError(f"data.{other}=auto: {option} sets the batch size here; give {option}=auto")

@@ -1,7 +1,6 @@
 """What holotrain asks of Hydra: the files of options, those of each command, resolvers, and composed configurations."""
 
 import json
-import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import cache
@@ -12,8 +11,9 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.version import VersionBase
-from omegaconf import Container, DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
+from holotrain.config.annotations import to_plain
 from holotrain.config.command_options import COMMANDS, options_of
 from holotrain.config.option_groups import GROUPS
 from holotrain.config.signatures import defaults_of
@@ -129,11 +129,6 @@ def composed(primary: str, overrides: list[str], config_dir: str | None = None, 
         return compose(primary, overrides, with_hydra)
 
 
-def to_plain(node: Container, resolve: bool = False) -> Any:
-    """What Hydra composed, or a part of it, in plain containers; ``resolve``: without interpolations, and complete."""
-    return OmegaConf.to_container(node, resolve=resolve, throw_on_missing=resolve)
-
-
 def member_names(group: str, config_dir: str | None = None) -> set[str]:
     """The names in the files of a group whose options are mappings, such as ``callbacks``."""
     return {str(name) for path in _files(f"{group}/*.yaml", config_dir) for name in OmegaConf.load(path)} - {"defaults"}
@@ -190,8 +185,3 @@ def direction(hydra: DictConfig) -> str | None:
 def key_of(override: str) -> str:
     """The option or group that an override is about."""
     return override.lstrip("+~").partition("=")[0]
-
-
-def literal(text: str) -> str:
-    """Escapes interpolations, so that OmegaConf resolves the result to ``text``."""
-    return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", text)

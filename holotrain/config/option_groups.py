@@ -339,6 +339,9 @@ def trainer_options(
         sharded_checkpoints: fsdp, tp: save a checkpoint as a folder with one part per process, instead of one file
         timeout: seconds after which a collective fails that another process does not join
     """
+    for name, value in {"devices": devices, "overlap": overlap}.items():
+        if isinstance(value, str) and value != AUTO:
+            raise ValueError(f"{name}: {value!r} is not a whole number or auto")
     counts = {"devices": devices, "num_nodes": num_nodes, "tensor_parallel": tensor_parallel, "overlap": overlap}
     require_at_least(1, timeout=timeout, microbatches=microbatches, nccl_max_ctas=nccl_max_ctas, **counts)
     require_at_least(2, pipeline_stages=pipeline_stages)

@@ -16,11 +16,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from holotrain.config import composition as hydra
 from holotrain.config import option_groups as groups
-from holotrain.config.command_line import CONFIGURATION_ERRORS, Arguments, explained, explaining, parse
+from holotrain.config.annotations import literally, to_plain
+from holotrain.config.command_line import Arguments, explaining, parse
 from holotrain.config.command_options import RunConfig
-from holotrain.config.composition import key_of, to_plain
+from holotrain.config.composition import key_of
 from holotrain.config.option_groups import default_backward
-from holotrain.config.structured import checked_config, with_defaults, without_replaced_options
+from holotrain.config.structured import checked, with_defaults, without_replaced_options
 from holotrain.errors import UserError, did_you_mean
 from holotrain.folders import LAST_CHECKPOINT, checkpoint_path, run_folder
 from holotrain.schedules import AUTO
@@ -100,19 +101,10 @@ def primary(arguments: Arguments, start: dict[str, Any]) -> str:
     order += ["task", "experiment", "debug", "sweep"]  # last, since these may change the option of another group
     chosen = [{group: logger if group == "logger" else None} for group in order]
     node = hydra.options(arguments.command, [{"trainer": "default"}, "_self_", *chosen])
-    node.merge_with(_literally(plain))
+    node.merge_with(literally(plain))
     name = "_checkpoint"
     ConfigStore.instance().store(name=name, node=node)
     return name
-
-
-def _literally(node: Any) -> Any:
-    """What was resolved already is not to be resolved again: a prompt may well hold a dollar and a brace."""
-    if isinstance(node, dict):
-        return {key: _literally(value) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_literally(value) for value in node]
-    return hydra.literal(node) if isinstance(node, str) else node
 
 
 class Start:
@@ -130,7 +122,7 @@ class Start:
         self.chosen_before: dict[str, str] = {} if start is None else start["choices"]
 
     def with_defaults(self, config: DictConfig, overrides: list[str]) -> DictConfig:
-        """What Hydra composed, with the defaults of all options. Checks no values."""
+        """What Hydra composed, as a structured config with all options, whose names and types are checked."""
         plain = without_replaced_options(to_plain(config), overrides, self.before)
         for group in groups.NAMED_GROUPS:
             self._check_left_out(group, plain[group])
@@ -138,9 +130,7 @@ class Start:
             usual = [default_backward((each["model"] or {}).get(TARGET)) for each in (plain, self.before)]
             if usual[0] != usual[1]:
                 plain["backward"] = {}  # that of the other model
-        given = {"name", "pretrained"} & (plain["model"] or {}).keys()
-        named = {name: OmegaConf.select(config, f"model.{name}") for name in given}
-        return OmegaConf.create(with_defaults(self.arguments.command, plain, overrides, named))
+        return with_defaults(self.arguments.command, OmegaConf.create(plain), overrides)
 
     def _check_left_out(self, group: str, members: dict[str, Any]) -> None:
         """What is null must be a name in a file, or in the checkpoint; the checkpoint may have left it out already."""
@@ -158,11 +148,7 @@ class Start:
         Raises:
             UserError: a mistake in the configuration.
         """
-        try:
-            plain = to_plain(self.with_defaults(config, overrides), resolve=True)
-        except CONFIGURATION_ERRORS as error:
-            raise explained(error, self.arguments) from None
-        typed = checked_config(self.arguments.command, plain)
+        typed = checked(self.arguments.command, self.with_defaults(config, overrides))
         if typed.ckpt_path is not None:
             typed.ckpt_path = str(checkpoint_path(typed.ckpt_path, self.arguments.command, typed.output_dir))
         typed.overrides, typed.choices = overrides, self._choices(typed, chosen or {}, overrides)

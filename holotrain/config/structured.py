@@ -4,23 +4,17 @@ import re
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import asdict, fields, is_dataclass
-from typing import Any
+from typing import Any, cast
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from holotrain.config import option_groups as groups
-from holotrain.config.annotations import checked
+from holotrain.config.annotations import CONFIGURATION_ERRORS, explained, literally, structured_config, to_plain
 from holotrain.config.command_options import COMMANDS, RunConfig, options_of
 from holotrain.config.composition import key_of
 from holotrain.config.objects import PYTHON_OBJECT, ObjectConfig
-from holotrain.config.option_groups import (
-    GONE,
-    BackwardConfig,
-    default_backward,
-    optimizer_for,
-    require_not_gone,
-    schema_of,
-    takes,
-)
-from holotrain.config.signatures import REQUIRED, Option, defaults_of, signature
+from holotrain.config.option_groups import BackwardConfig, default_backward, optimizer_for, schema_of, takes
+from holotrain.config.signatures import UNKNOWN, Option, signature
 from holotrain.errors import UserError, as_user_error, did_you_mean
 from holotrain.targets import TARGET, targets
 
@@ -31,34 +25,107 @@ def structured(command: str, plain: dict[str, Any]) -> RunConfig:
     Raises:
         UserError: an unknown option, a value of another type or out of range, or a combination that cannot be.
     """
-    return checked_config(command, with_defaults(command, plain))
+    return checked(command, with_defaults(command, OmegaConf.create(literally(plain))))
 
 
-def checked_config(command: str, values: dict[str, Any]) -> RunConfig:
-    """:func:`structured`, of a configuration that has all defaults."""
-    values = dict(values)
+def with_defaults(command: str, config: DictConfig, overrides: Iterable[str] = ()) -> DictConfig:
+    """A configuration that Hydra composed as a structured config, whose names and types are checked: those of all options.
+
+    Args:
+        overrides: those of the command line, none of which may be about a group that the task does not take.
+    """
+    plain = to_plain(config)
+    schema, values = structured_config(options_of(COMMANDS[command])), {}
     for group in groups.OBJECT_GROUPS:
-        values[group] = values[group] and object_config(group, values[group])
+        chosen = plain.get(group) or {}
+        if group == "optimizer" and chosen:
+            named = {name: OmegaConf.select(config, f"model.{name}") for name in ("name", "pretrained")}
+            chosen = optimizer_for(chosen, schema.task[TARGET], plain.get("model") and plain["model"] | named)
+        if group in groups.OF_THE_TASK and not takes(schema.task[TARGET], group):
+            _check_unused(group, schema.task[TARGET], overrides)
+            chosen = None
+        elif group == "synthesis":
+            chosen = chosen or None
+        schema[group], values[group] = chosen if chosen is None else group_config(group, chosen), chosen
+    for group in groups.NAMED_GROUPS:
+        values[group] = _members(group, plain.get(group) or {})
+        schema[group] = {name: group_config(f"{group}.{name}", each) for name, each in values[group].items()}
+    schema.backward = structured_config(options_of(BackwardConfig))
+    schema.backward.kind = default_backward((values["model"] or {}).get(TARGET))
+    try:
+        return cast(DictConfig, OmegaConf.merge(schema, plain | values))
+    except CONFIGURATION_ERRORS as error:
+        raise explained(error, keys(schema)) from None
+
+
+def keys(config: DictConfig) -> list[str]:
+    """Of all options, and the names of the groups."""
+    plain = to_plain(config)
+    return [*plain, *(f"{group}.{name}" for group, node in plain.items() if isinstance(node, dict) for name in node)]
+
+
+def group_config(where: str, plain: dict[str, Any]) -> DictConfig:
+    """The options of a class or function, as its signature has them: a structured config.
+
+    Args:
+        where: the group, or a name in it, such as ``callbacks.memory``.
+        plain: what is given.
+    """
+    schema = schema_of(where)
+    target = plain.get(TARGET) if isinstance(plain, dict) else None
+    if not isinstance(target, str):
+        raise UserError(f"{where}: an option is needed; give {where}=... or {where}.{TARGET}=package.Class")
+    with as_user_error(f"{where}.{TARGET}"):
+        options = schema.options(target)
+        takes_others = signature(target).takes_others
+    found = {TARGET: Option("str", target, "")}
+    for name, option in options.items():
+        if name in plain or not (name in schema.known or option.default is UNKNOWN):
+            found[name] = option
+    reserved = {*schema.names, *schema.elsewhere} if takes_others else plain.keys()
+    others = {name: Option("", None, "") for name in plain if name not in {*found, *reserved}}
+    config = structured_config(found | others, plain.keys() - {TARGET})
+    for name, value in plain.items():
+        if isinstance(value, dict) and isinstance(config._get_node(name), ListConfig):  # OmegaConf would name no key
+            raise UserError(f"{where}.{name}: give a list, in brackets: [a,b]")
+    return config
+
+
+def checked(command: str, config: DictConfig) -> RunConfig:
+    """A structured config as dataclasses, which check what types cannot say."""
+    try:
+        values = to_plain(config, resolve=True)
+    except CONFIGURATION_ERRORS as error:
+        raise explained(error, keys(config)) from None
+    for group in groups.OBJECT_GROUPS:
+        values[group] = values[group] and _object(values[group])
+    for group in groups.NAMED_GROUPS:
+        values[group] = {name: _object(each) for name, each in values[group].items()}
     trainer = values["trainer"].arguments
     if trainer.get("precision") == groups.AUTO:
-        accelerator = trainer["accelerator"]
-        if command == "plan" and values["device"] != groups.AUTO:
-            accelerator = "gpu" if values["device"] == "cuda" else values["device"]
-        elif command == "plan" and accelerator == groups.AUTO:  # plans are for a GPU, which this machine need not have
-            accelerator = "gpu"
-        trainer["precision"] = precision_of(accelerator)
-    for group in groups.NAMED_GROUPS:
-        values[group] = {name: object_config(f"{group}.{name}", each) for name, each in values[group].items()}
-    with as_user_error("backward"):
-        values["backward"] = BackwardConfig(**_checked_options("backward", options_of(BackwardConfig), values["backward"]))
+        trainer["precision"] = precision_of(trainer["accelerator"], values.get("device"))
     try:
-        return COMMANDS[command](**_checked_options("", options_of(COMMANDS[command]), values))
-    except ValueError as error:
+        with as_user_error("backward"):
+            values["backward"] = BackwardConfig(**values["backward"])
+        return COMMANDS[command](**values)
+    except (ValueError, TypeError) as error:
         raise UserError(str(error)) from error
 
 
-def precision_of(accelerator: str) -> str:
-    """The precision of ``trainer.precision=auto``."""
+def _object(plain: dict[str, Any]) -> ObjectConfig:
+    return ObjectConfig(plain.pop(TARGET), plain)
+
+
+def precision_of(accelerator: str, planned: str | None = None) -> str:
+    """The precision of ``trainer.precision=auto``.
+
+    Args:
+        planned: the option ``device`` of ``plan``; None: it is for a run on this machine.
+    """
+    if planned == groups.AUTO and accelerator == groups.AUTO:  # plans are for a GPU, which this machine need not have
+        accelerator = "gpu"
+    elif planned not in (None, groups.AUTO):
+        accelerator = "gpu" if planned == "cuda" else "cpu"
     if accelerator in ("cpu", "mps"):
         return "32-true"
     import torch
@@ -78,37 +145,6 @@ def to_container(config: RunConfig) -> dict[str, Any]:
 
     found = {option.name: plain(getattr(config, option.name)) for option in fields(config)}
     return found | {group: {name: plain(each) for name, each in found[group].items()} for group in groups.NAMED_GROUPS}
-
-
-def with_defaults(
-    command: str, plain: dict[str, Any], overrides: Iterable[str] = (), named: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """A configuration with the defaults of all options that it does not mention. Checks no values.
-
-    Args:
-        overrides: those of the command line, none of which may be about a group that the task does not take.
-        named: options of the model without interpolations, where they are known: on them other defaults depend.
-    """
-    options = options_of(COMMANDS[command])
-    found = defaults_of(options) | plain
-    for group in groups.OBJECT_GROUPS:
-        chosen = plain.get(group) or None
-        if group == "optimizer" and isinstance(chosen, dict):
-            chosen = optimizer_for(chosen, found["task"][TARGET], found["model"] and found["model"] | (named or {}))
-        if group in groups.OF_THE_TASK and not takes(found["task"][TARGET], group):
-            _check_unused(group, found["task"][TARGET], overrides)
-            chosen = None
-        elif chosen or group != "synthesis":
-            chosen = group_defaults(group, chosen or {})
-        found[group] = chosen
-    for group in groups.NAMED_GROUPS:
-        members = _members(group, plain.get(group) or {})
-        found[group] = {name: group_defaults(f"{group}.{name}", each) for name, each in members.items()}
-    if not isinstance(chosen := plain.get("backward") or {}, dict):
-        raise UserError(f"backward: {chosen!r} is not a mapping")
-    of_model = {"kind": default_backward((found["model"] or {}).get(TARGET))}
-    found["backward"] = defaults_of(options_of(BackwardConfig)) | of_model | chosen
-    return {name: found[name] for name in options} | found
 
 
 def _check_unused(group: str, task: str, overrides: Iterable[str]) -> None:
@@ -146,49 +182,6 @@ def _mapping(config: Any, where: str) -> dict[str, Any]:
     for part in where.split("."):
         config = config.get(part) if isinstance(config, dict) else None
     return config if isinstance(config, dict) else {}
-
-
-def group_defaults(group: str, plain: dict[str, Any]) -> dict[str, Any]:
-    """The options of a group as composed, after the defaults of its target's signature."""
-    schema = schema_of(group)
-    target = plain.get(TARGET) if isinstance(plain, dict) else None
-    if not isinstance(target, str):
-        raise UserError(f"{group}: an option is needed; give {group}=... or {group}.{TARGET}=package.Class")
-    try:
-        options = schema.options(target)
-    except ValueError as error:
-        raise UserError(f"{group}.{TARGET}: {error}") from error
-    defaults = {name: value for name, value in defaults_of(options).items() if name not in schema.known}
-    return {TARGET: target, **defaults, **plain}
-
-
-def object_config(group: str, plain: dict[str, Any]) -> ObjectConfig:
-    """Checks the options of a group, with defaults, against the signature of its target."""
-    schema, target = schema_of(group), plain[TARGET]
-    options = schema.options(target)
-    values = {name: value for name, value in plain.items() if name != TARGET}
-    free = values.keys() - options.keys() - {*schema.names, *schema.elsewhere} if signature(target).takes_others else {}
-    arguments = {name: values.pop(name) for name in plain if name in free} | _checked_options(group, options, values)
-    for name, option in options.items():
-        if option.default is REQUIRED and name not in arguments and name not in schema.known:
-            raise UserError(f"{group}.{name}: a value is needed; give {group}.{name}=...")
-    return ObjectConfig(target, arguments)
-
-
-def _checked_options(group: str, options: dict[str, Option], plain: dict[str, Any]) -> dict[str, Any]:
-    """The values of a group, or with ``group=""`` of the options outside of groups, as their types take them."""
-    found = {}
-    for name, value in plain.items():
-        key = f"{group}.{name}" if group else str(name)
-        if name not in options:
-            if key in GONE and value in (None, "pre"):  # their defaults, in an older checkpoint
-                continue
-            require_not_gone(key)
-            where = f"in {group}" if group else "among the options"
-            raise UserError(f"{key}: there is no {name!r} {where}.{did_you_mean(str(name), options)}")
-        as_default = value == options[name].default  # which its annotation need not allow
-        found[name] = value if as_default else checked(key, options[name].type, value)
-    return found
 
 
 def _members(group: str, plain: dict[str, Any]) -> dict[str, dict[str, Any]]:

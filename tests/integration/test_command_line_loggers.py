@@ -196,7 +196,7 @@ def test_a_name_and_tags_are_shown_and_kept_and_decide_no_folder(holotrain):
 
 @pytest.mark.parametrize(
     ("word", "expected"),
-    [("tags=long", "tags: 'long' is not a list"), ("name='a\tb'", "name: 'a\\tb' is not one line of text")],
+    [("tags=long", "tags: give a list"), ("name='a\tb'", "name: 'a\\tb' is not one line of text")],
 )
 def test_what_is_no_name_and_no_tag_is_refused(holotrain, word, expected):
     assert expected in holotrain.refused("fit", word)
