@@ -23,7 +23,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from holotrain.commands import init
 from holotrain.config.annotations import to_plain
 from holotrain.config.command_line import HELP, SHOWS, Arguments, explaining, parse, quoted, readable
 from holotrain.config.composition import composed, config_folder, direction, key_of, register
@@ -34,6 +33,7 @@ from holotrain.errors import UserError, files_named
 from holotrain.folders import LAST_CHECKPOINT, as_word, relative_to_cwd
 from holotrain.parallel.rank import ProcessRank, rank_from_environment
 from holotrain.targets import first_line
+from holotrain.templates import init
 
 if TYPE_CHECKING:
     from holotrain.commands.run import Run
@@ -98,7 +98,7 @@ def _run(argv: list[str]) -> int:
         # The main process alone runs the commands that need one process.
         return follow(process) if argv[0] in MULTIPROCESS_COMMANDS and not HELP & set(argv) else 0
     if argv[0] == "init":
-        return init.run(argv[1:])
+        return init(argv[1:])
     arguments = parse(argv)
     register(arguments.resume)
     if arguments.help:
@@ -174,7 +174,7 @@ class Launch:
             with suppress(OSError):  # such as: it is not empty
                 folder.rmdir()
             if jobs := read_jobs(folder):
-                from holotrain.commands.comparison import show_sweep
+                from holotrain.commands.sweep import show_sweep
 
                 self.statuses += [job.exit_status for job in jobs.values()]
                 show_sweep(self.arguments.command, folder, jobs)
@@ -204,7 +204,7 @@ class Launch:
         if swept:
             job.write(folder)
             if self.arguments.command == "fit" and not job.exit_status:
-                from holotrain.commands.comparison import best
+                from holotrain.commands.sweep import best
 
                 value = best(folder)
         else:
@@ -238,11 +238,9 @@ class Launch:
             print(f"holotrain: {error}", file=sys.stderr)
             job.exit_status, job.error = 2, str(error)
         except Exception as error:
-            folder.mkdir(parents=True, exist_ok=True)  # of a run that has written nothing it is gone; here its log opens
             log.error(traceback.format_exc().rstrip())
             job.exit_status, job.error = 1, f"{type(error).__name__}: {error}".splitlines()[0]
         except KeyboardInterrupt:
-            folder.mkdir(parents=True, exist_ok=True)
             log.warning(self._kept(folder, run))
             job.exit_status, job.error = 128 + signal.SIGINT, "ended by SIGINT"
 

@@ -197,8 +197,7 @@ def test_the_traceback_of_a_mistake_has_no_frames_of_hydra(here):
 @pytest.mark.parametrize(
     ("objects", "words", "expected"),
     [
-        ({"model": 3}, [], "model: expected a Module, got int"),
-        ({"model": Net(), "task": Alone()}, [], "task: it has its own model; give model= or task=, not both"),
+        ({"model": 3}, [], "expected a Module as model="),
         ({"model": Alone()}, ["optimizer.lr=1"], "optimizer.lr=1: the given task takes no optimizer"),
         ({"model": Net()}, ["trainer=ddp"], "trainer=ddp: an object is in one process only"),
     ],
@@ -272,7 +271,6 @@ def test_plan_is_that_of_the_command_line(here):
     expected = json.loads((here / "run/plan.json").read_text())
     plan = holotrain.plan(holotrain.compose("plan", words))
     assert plan.as_json() == {name: value for name, value in expected.items() if name != "remedies"}
-    assert holotrain.plan(holotrain.compose("fit", words)).as_json() == plan.as_json()
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ synthesis_callback  SynthesisCallback: holographic weight synthesis before each 
 shown               ConfusionMatrix, Predictions, Samples: what people look at in TensorBoard; progress: bar or lines
 trace               TraceProfiler: a few batches as a trace for Perfetto
 measured            Measured: what a training has measured, for its checkpoints and its summary
+tensorboard_tabs    options, results and charts in TensorBoard's HParams and Custom Scalars
 interrupt           SaveOnSignal: saves a checkpoint before a signal ends the training, in all processes at the same batch
 
 Those that save and resume are in :mod:`holotrain.checkpoints`.

@@ -3,48 +3,45 @@
 ``run`` reads: prepare, choose_memory, train, test, write. Lightning takes over in ``train``, at ``trainer.fit``.
 """
 
-import gc
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import lightning.pytorch as pl
-import torch
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from holotrain.callbacks.interrupt import Interrupted
 from holotrain.callbacks.measured import HELPS, Measured
 from holotrain.callbacks.monitors import log_text
+from holotrain.callbacks.tensorboard_tabs import finish, finished_if_it_fails, log_options
 from holotrain.callbacks.trace import TraceProfiler
 from holotrain.commands import screen
-from holotrain.commands.comparison import check_direction, finish, finished_if_it_fails, log_options, objective_of
 from holotrain.commands.evaluation import evaluate
-from holotrain.commands.memory import choose_memory, smallest_batch, what_needs_less, with_smaller_batch
+from holotrain.commands.memory import choose_memory
 from holotrain.commands.prepare import attention_for, lightning_refusals, prepare, prepared_task
 from holotrain.commands.run import SUMMARY, Run, write_summary
+from holotrain.commands.sweep import check_direction, objective_of
 from holotrain.config.build import build_task, description
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_trainer import build_trainer, device_name
 from holotrain.config.checkpointed import KEY, run_metadata
 from holotrain.config.command_options import FitConfig
+from holotrain.config.composition import key_of
+from holotrain.config.option_groups import ERROR_DIFFUSION, is_a
 from holotrain.config.structured import to_container
 from holotrain.errors import UserError
 from holotrain.folders import write_whole
 from holotrain.planning.devices import OutOfMemory, as_out_of_memory
+from holotrain.schedules import PLAIN
 from holotrain.tasks.task import model_of, monitored_by
 
 
 @dataclass
 class Outcome:
-    """A training, and how it ended.
-
-    Attributes:
-        refused: when memory ran out, and the size that was asked for.
-        metrics: of the test.
-    """
+    """A training, and how it ended; ``metrics``: those of the test."""
 
     config: FitConfig
     run: Run
@@ -57,7 +54,6 @@ class Outcome:
     status: str = "completed"
     exit_status: int = 0
     message: str | None = None
-    refused: tuple[str, str] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -79,19 +75,8 @@ class Outcome:
 def run(config: FitConfig, run: Run) -> int:
     """Trains one model. Returns the exit status: 0, 2 after running out of memory, 128 + n if signal n ended the training."""
     config, data, start = prepare(config, run)
-    least = smallest_batch(config).batch_option[1] if config.batch_is_open and start is None else None
     config, planned = choose_memory(config, data, run)
     outcome = train(config, run, data, start)
-    while least is not None and ran_out_at_once(outcome) and (smaller := with_smaller_batch(config, data, least)):
-        option, size = config.batch_option
-        config, planned = smaller
-        screen.console.print(f"out of memory in the first steps with {option}={size}: trying {config.batch_option[1]}")
-        remove(outcome)
-        del outcome  # which holds the model
-        gc.collect()  # a Trainer is a reference cycle
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-        outcome = train(config, run, data, start)
     test(outcome)
     if run.is_main:
         write(outcome, planned)
@@ -157,9 +142,6 @@ def test(outcome: Outcome) -> None:
 def write(outcome: Outcome, planned: int | None) -> None:
     """Writes summary.json, closes the loggers and shows the last screen. ``planned``: bytes of a step by the plan."""
     config, run, trainer = outcome.config, outcome.run, outcome.trainer
-    if outcome.refused is not None:
-        outcome.message = what_needs_less(config, outcome.data, run, *outcome.refused)
-        run.errors.append(outcome.message.splitlines()[0].removeprefix("holotrain: "))
     results, (metric, mode) = outcome.measured.results(trainer), outcome.objective
     results["metrics"] |= outcome.metrics
     figures = results if outcome.status == "completed" else {}  # one that failed or diverged may have been fast
@@ -187,32 +169,27 @@ def write_options(outcome: Outcome) -> None:
     write_whole(run.folder / "config.yaml", resolved)
     (run.folder / SUMMARY).unlink(missing_ok=True)  # that of an earlier part of the run is not its result
     validated = [] if monitor is None else list(dict.fromkeys([str(monitor.monitor), *monitored_by(outcome.task)]))
-    log_options(outcome.loggers, config, run, validated)
+    logged = {"reversible": config.backward.kind not in PLAIN, "synthesis": config.synthesis is not None}
+    logged["error_diffusion"] = is_a(config.task, ERROR_DIFFUSION)
+    first = run.varied or map(key_of, run.overrides)
+    log_options(outcome.loggers, to_container(config), run.choices, first, validated, logged)
     log_text(outcome.loggers, "configuration", resolved, step=0)
 
 
-def ran_out_of_memory(outcome: Outcome, refusal: OutOfMemory, when: str) -> None:
+def ran_out_of_memory(outcome: Outcome, requested: OutOfMemory, when: str) -> None:
     """Raises a UserError if there are several processes, so that the others end too."""
-    if outcome.run.process is not None:
-        raise UserError(f"out of memory {when} on {device_name(outcome.config.trainer.accelerator)}; {refusal}") from refusal
-    outcome.status, outcome.exit_status, outcome.refused = "out of memory", 2, (when, str(refusal))
-
-
-def ran_out_at_once(outcome: Outcome) -> bool:
-    """Whether memory ran out before the third step. The second is the first with the states of the optimizer."""
-    return outcome.refused is not None and outcome.trainer.global_step < 2 and not outcome.trainer.state.finished
-
-
-def remove(outcome: Outcome) -> None:
-    """Removes what a training that begins again has written: a run has one set of options."""
-    finish(outcome.loggers, completed=False)
-    written = [*outcome.run.last_checkpoint.parent.glob("*.ckpt")]
-    for logger in outcome.loggers:
-        if isinstance(logger, TensorBoardLogger):
-            written += Path(logger.log_dir).glob("events.out.tfevents.*")
-    for path in written:
-        path.unlink()
-    outcome.data.trainer = None  # which holds the model
+    run, (option, size) = outcome.run, outcome.config.batch_option
+    batch = "" if size is None else f" with {option}={size}"  # data of others may have no such option
+    tried = f": tried to allocate {requested}" if str(requested) else ""
+    said = f"out of memory {when}{batch} on {device_name(outcome.config.trainer.accelerator)}{tried}"
+    if run.process is not None:
+        raise UserError(said) from requested
+    resume = "no checkpoint was saved yet; callbacks.checkpoint.every_n_train_steps=... saves during an epoch"
+    if run.last_checkpoint.exists():
+        resume = f"add what needs less memory, and {run.how_to_resume}"
+    less = "smaller batches, backward=reversible or checkpoint, and trainer.precision=bf16-mixed need less memory"
+    outcome.status, outcome.exit_status, outcome.message = "out of memory", 2, f"holotrain: {said}\n{resume}\n{less}"
+    run.errors.append(said)
 
 
 def is_tested(config: FitConfig, task: pl.LightningModule, data: pl.LightningDataModule) -> bool:

@@ -16,27 +16,17 @@ from holotrain.commands.planner import NO_OPTION, TILE, budget_of, planner_of, w
 from holotrain.commands.run import Run
 from holotrain.commands.screen import console, runs_of
 from holotrain.config.build import build_model, data_properties
-from holotrain.config.build_trainer import device_kind, device_name
+from holotrain.config.build_trainer import device_kind
 from holotrain.config.command_options import Config, FitConfig, RunConfig
 from holotrain.config.option_groups import AUTO, LANGUAGE_MODELS, is_a
-from holotrain.data.loader import batch_unit
 from holotrain.data.text.module import TextDataModule
 from holotrain.errors import UserError
 from holotrain.numeric import counted, in_words
-from holotrain.planning import Planner
+from holotrain.planning import Planner, memory_plan
 from holotrain.planning.choice import Choice, TooSmall
 from holotrain.planning.devices import ALLOCATORS, OutOfMemory, as_out_of_memory
 from holotrain.planning.fake_tensors import Unplannable
-from holotrain.planning.memory_plan import (
-    Limit,
-    choose_batch,
-    choose_tile,
-    largest,
-    largest_batch,
-    least_bytes,
-    least_memory,
-    rows_in_tiles,
-)
+from holotrain.planning.memory_plan import Limit
 from holotrain.planning.planner import Backward
 
 CONTEXT_UNIT = 64
@@ -109,7 +99,7 @@ def _with_batch(config: Config, data: pl.LightningDataModule, device: str, budge
     most = len(data.train_dataloader()) if option == "data.batch_size" else None
     planner = planner_of(config, data, device)
     try:
-        size = choose_batch(planner, budget, smallest.batch_option[1], most)
+        size = memory_plan.choose_batch(planner, budget, smallest.batch_option[1], most)
     except TooSmall as error:
         raise _too_small(PlannedTraining(smallest, data, device), budget, error) from error
     assert planner.backward is not None
@@ -119,23 +109,11 @@ def _with_batch(config: Config, data: pl.LightningDataModule, device: str, budge
     return config, planner.footprint(planner.backward, size).bound
 
 
-def with_smaller_batch(config: Config, data: pl.LightningDataModule, least: int) -> tuple[Config, int] | None:
-    """After an automatic batch did not fit: the configuration with three quarters of it, and the bytes of a step by the
-    plan; None: it was the ``least``. The batch size of the data is changed."""
-    size, unit = config.batch_option[1], batch_unit(data)
-    smaller = max(3 * size // 4 // unit * unit, least)
-    if smaller >= size:
-        return None
-    config = config.with_batch(smaller)
-    _set_batch(data, config)
-    return config, PlannedTraining(config, data, device_kind(config.trainer.accelerator)).need
-
-
 def _with_schedules(config: Config, data: pl.LightningDataModule, device: str, budget: int) -> tuple[Config, int]:
     console.print("backward=auto: planning what each block stores ...")
     training = PlannedTraining(config, data, device)
     try:
-        planner, choice = choose_tile(training.planner, training.tiled, budget)
+        planner, choice = memory_plan.choose_tile(training.planner, training.tiled, budget)
     except TooSmall as error:
         raise _too_small(training, budget, error) from error
     if planner is training.tiled:
@@ -169,7 +147,7 @@ def proposals(training: PlannedTraining, budget: int, limits: Sequence[Limit] = 
     planner, tiled, backward, found = training.planner, training.tiled, training.config.backward, []
     with suppress(Unplannable, OutOfMemory), as_out_of_memory():
         if planner.backward is None and not planner.inexact:
-            inexact = [least_bytes(replace(each, inexact=True)) for each in (planner, tiled) if each is not None]
+            inexact = [memory_plan.least_bytes(replace(each, inexact=True)) for each in (planner, tiled) if each is not None]
             found += ["backward.inexact=true"] if min(inexact) <= budget else []
         elif planner.backward is not None:
             unsupported = {"store": "0", "keep": "[]", "blocks": "[]", "inexact": "false"}  # by other schedules
@@ -178,7 +156,7 @@ def proposals(training: PlannedTraining, budget: int, limits: Sequence[Limit] = 
                 if name != planner.backward and planner.footprint(name).bound <= budget:
                     found.append(f"backward={name}{resets}")
             if tiled is not None:
-                rows = [name for name in rows_in_tiles(tiled) if tiled.footprint(name).bound <= budget]
+                rows = [name for name in memory_plan.rows_in_tiles(tiled) if tiled.footprint(name).bound <= budget]
                 found += [f"backward={name} backward.tile={TILE}{resets}" for name in rows]
             found += [_words(limit) for limit in limits if limit.value]
         if planner.backward is None or not found:
@@ -186,37 +164,11 @@ def proposals(training: PlannedTraining, budget: int, limits: Sequence[Limit] = 
     return found
 
 
-def what_needs_less(config: RunConfig, data: pl.LightningDataModule, run: Run, when: str, requested: str) -> str:
-    """The message after running out of memory: what happened, how to resume, and which overrides need less memory.
-
-    Args:
-        data: set up.
-        when: such as ``at step 12``.
-        requested: the requested size, such as ``20.00 MiB``, or empty.
-    """
-    option, size = config.batch_option
-    tried = f": tried to allocate {requested}" if requested else ""
-    batch = "" if size is None else f" with {option}={size}"  # data of others may have no such option
-    lines = [f"holotrain: out of memory {when}{batch} on {device_name(config.trainer.accelerator)}{tried}"]
-    if run.last_checkpoint.exists():
-        lines.append(f"add what needs less memory, and {run.how_to_resume}")
-    else:
-        lines.append("no checkpoint was saved yet; callbacks.checkpoint.every_n_train_steps=... saves during an epoch")
-    advice = "smaller batches, backward=reversible or checkpoint, and trainer.precision=bf16-mixed need less memory"
-    with suppress(Exception):  # such as: there is too little memory even for a plan, or none for this device
-        training = PlannedTraining(config, data, device_kind(config.trainer.accelerator))
-        assert training.planner.backward is not None  # open schedules have been chosen by now
-        half = training.need // 2
-        limits = [largest_batch(training.planner, training.planner.backward, half)]
-        advice = f"by the plan, in half of the memory {what_helps(proposals(training, half, limits))}"
-    return "\n".join([*lines, advice])
-
-
 def _smaller_sizes(training: PlannedTraining, budget: int) -> list[str]:
     """Smaller sizes with which it fits under the schedules that need least."""
     planner, way = training.smallest, ""
-    least = least_memory(planner)
-    limits: list[Limit | None] = [largest_batch(planner, least, budget)]
+    least = memory_plan.least_memory(planner)
+    limits: list[Limit | None] = [memory_plan.largest_batch(planner, least, budget)]
     if training.planner.backward is None:  # backward=auto chooses these schedules itself
         limits.append(training.longest_context(planner, least, budget))
     else:
@@ -256,7 +208,7 @@ class PlannedTraining:
         try:
             tiled = planner_of(with_tile(self.config), self.data, self.planner.device)
             tiled = replace(tiled, updates=self.planner.updates)
-            rows = rows_in_tiles(tiled)
+            rows = memory_plan.rows_in_tiles(tiled)
             saves = bool(rows) and tiled.footprint(rows[0]).bound < self.planner.footprint(rows[0]).bound
         except (UserError, Unplannable, ValueError):
             return None
@@ -265,13 +217,7 @@ class PlannedTraining:
     @property
     def smallest(self) -> Planner:
         """The planner, of these two, of what needs least under some schedules."""
-        return min(filter(None, (self.planner, self.tiled)), key=least_bytes)
-
-    @property
-    def need(self) -> int:
-        """Bytes of a step under the configured schedules."""
-        assert self.planner.backward is not None
-        return self.planner.footprint(self.planner.backward).bound
+        return min(filter(None, (self.planner, self.tiled)), key=memory_plan.least_bytes)
 
     def longest_context(self, planner: Planner, backward: Backward, budget: int) -> Limit | None:
         """The longest sequence, in steps of 64 tokens, with which the training fits by one of the planners; None: no option
@@ -289,4 +235,4 @@ class PlannedTraining:
 
         unit = min(CONTEXT_UNIT, data.context)
         most = None if most is None else most // unit * unit
-        return Limit("data.context", data.context, largest(bound, budget, data.context // unit * unit, unit, most))
+        return Limit("data.context", data.context, memory_plan.largest(bound, budget, data.context // unit * unit, unit, most))

@@ -3,7 +3,7 @@
 A command that reads no data takes the model of a checkpoint alone: :func:`described_model`.
 """
 
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import zip_longest
@@ -45,13 +45,6 @@ from holotrain.parallel.rank import ProcessRank
 from holotrain.targets import TARGET, first_line, is_of, targets
 from holotrain.tasks.task import model_of
 
-MEASURED = {
-    "fit": {"val": ", or set trainer.limit_val_batches=0", "test": ", or set test=false"},
-    "validate": {"val": ""},
-    "test": {"test": ""},
-}
-"""The parts of the data that a command measures with, and what else helps if one is empty."""
-
 
 def prepare(config: Config, run: Run) -> tuple[Config, pl.LightningDataModule, Path | None]:
     """What a command that reads data begins with.
@@ -63,21 +56,17 @@ def prepare(config: Config, run: Run) -> tuple[Config, pl.LightningDataModule, P
     Raises:
         UserError: the device or the data are missing, or the checkpoint is of another configuration.
     """
-    start = Path(config.ckpt_path) if config.ckpt_path else None
+    start, resumes = Path(config.ckpt_path) if config.ckpt_path else None, isinstance(config, FitConfig) and config.resume
+    if resumes:  # a job of a resumed sweep may not have started
+        start = run.last_checkpoint if run.last_checkpoint.exists() else None
+    check_device(config.trainer)
     if isinstance(config, FitConfig):
         check_training_device(config)
-        if config.resume:  # a job of a resumed sweep may not have started
-            start = run.last_checkpoint if run.last_checkpoint.exists() else None
-    check_device(config.trainer)
     if start is not None:
-        check_same(config, start)
-        if getattr(config, "resume", False):
-            config = chosen_before(config, start)
+        check_same(config, start, FOR_ANY_USE)
+        config = chosen_before(config, start) if resumes else config
     data = shared_data(run.command, smallest_batch(config), start, run.process)
-    for part, instead in MEASURED.get(run.command, {}).items():
-        is_read = getattr(config.trainer, f"limit_{part}_batches") != 0 and (part == "val" or getattr(config, "test", True))
-        if is_read:
-            check_not_empty(data, part, instead)
+    check_not_empty(config, data, run.command)
     if start is not None:
         check_classes(config, data, start)
     return config, data, start
@@ -94,13 +83,16 @@ def prepared_task(config: RunConfig, run: Run, data: pl.LightningDataModule, sta
     return task
 
 
-def check_not_empty(data: pl.LightningDataModule, split: str, instead: str) -> None:
-    """Raises a UserError, which says what else helps (``instead``), if the data have no image to validate or test with.
-    Lightning would warn, and go on without metrics."""
-    if not isinstance(data, ImageDataModule) or is_overridden(f"{split}_dataloader", data, ImageDataModule):
+def check_not_empty(config: RunConfig, data: pl.LightningDataModule, command: str) -> None:
+    """Raises a UserError if the data have no image to measure with. Lightning would warn, and go on without metrics."""
+    if not isinstance(data, ImageDataModule):
         return
-    if not len(data.split(split)):  # ty: ignore[invalid-argument-type]: torch declares none
-        raise UserError(f"data: no image is left for {split}; raise data.val_fraction{instead}")
+    parts = {"fit": ("val", "test") if getattr(config, "test", True) else ("val",), "validate": ("val",), "test": ("test",)}
+    for part in parts.get(command, ()):
+        limit, ours = f"limit_{part}_batches", not is_overridden(f"{part}_dataloader", data, ImageDataModule)
+        is_read = ours and getattr(config.trainer, limit) != 0
+        if is_read and not len(data.split(part)):  # ty: ignore[invalid-argument-type]: torch declares none
+            raise UserError(f"data: no image is left for {part}; raise data.val_fraction, or set trainer.{limit}=0")
 
 
 def shared_data(
@@ -129,32 +121,22 @@ def shared_data(
     return data
 
 
-CONTINUE = " and can only continue with it"
-EXPORTED = "holotrain export ckpt_path={path} to=FOLDER writes it whole, for model.pretrained=FOLDER"
-FOR_ANY_USE = {
-    f"task.{TARGET}": "; leave the option out",
-    "model.quantised": f"; leave the option out ({EXPORTED})",
-}
-FOR_TRAINING = {
-    "model.trained": "; start a new training with model.pretrained={path}",
-    "model.adapters": f"; {EXPORTED}",
-    f"optimizer.{TARGET}": CONTINUE,
-    f"scheduler.{TARGET}": CONTINUE,
-    "synthesis.mode": CONTINUE,
-}
-"""Options that must be those of the checkpoint, with what helps if they are not."""
+FOR_ANY_USE = (f"task.{TARGET}", "model.quantised")
+FOR_TRAINING = ("model.trained", "model.adapters", f"optimizer.{TARGET}", f"scheduler.{TARGET}", "synthesis.mode")
+"""Options that must be those of the checkpoint."""
 
 
-def check_same(config: RunConfig, path: Path, options: Mapping[str, str] = FOR_ANY_USE) -> None:
+def check_same(config: RunConfig, path: Path, options: Collection[str]) -> None:
     """Raises a UserError if one of the options is not that of the checkpoint."""
     trained, plain = checkpointed.metadata(path)["config"], to_container(config)
-    for option, advice in options.items():
+    for option in options:
         group, _, name = option.partition(".")
         before, now = ((each[group] or {}).get(name) for each in (trained, plain))
         if before != now:
             before, now = ("null" if each is None else each for each in (before, now))
-            option = option.removesuffix(f".{TARGET}")
-            raise UserError(f"{option}={now}: {path} was trained with {before}{advice.format(path=path)}")
+            said = f"{option.removesuffix(f'.{TARGET}')}={now}: {path} was trained with {before}; leave the option out. For "
+            export = f"a new training holotrain export ckpt_path={path} to=FOLDER writes it whole, for model.pretrained=FOLDER"
+            raise UserError(said + export)
 
 
 def chosen_before(config: Config, path: Path) -> Config:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from holotrain.config.annotations import read_fields
@@ -101,18 +102,37 @@ class Run:
 
 @contextmanager
 def run_folder_made(folder: Path) -> Generator[None]:
-    """Makes a folder, and removes it if nothing was written. Raises a UserError if it cannot be made, or what a run writes to
-    would be elsewhere."""
+    """Makes a folder; after a mistake it is removed if nothing was written. Raises a UserError if it cannot be made, or what a
+    run writes to would be elsewhere."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write to {error.filename or folder}: {error.strerror or error}") from error
-    refuse_links(folder, WRITTEN_IN_PLACE)
+    try:
+        refuse_links(folder, WRITTEN_IN_PLACE)
+        yield
+    except UserError:
+        with suppress(OSError):  # such as: it is not empty
+            folder.rmdir()
+        raise
+
+
+@contextmanager
+def matmul_precision(precision: str) -> Generator[None]:
+    """Inside, products and convolutions of float32 have this precision, one of ``torch.set_float32_matmul_precision``; with
+    ``highest`` nothing is in TF32, in which torch alone computes convolutions. Afterwards it is as before, unless the caller
+    has used ``fp32_precision``: then torch refuses to read it."""
+    cudnn, before = torch.backends.cudnn, None
+    with suppress(RuntimeError):
+        before = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+    torch.set_float32_matmul_precision(precision)
+    cudnn.allow_tf32 = precision != "highest"
     try:
         yield
     finally:
-        with suppress(OSError):  # such as: it is not empty
-            folder.rmdir()
+        if before is not None:
+            torch.set_float32_matmul_precision(before[0])
+            cudnn.allow_tf32 = before[1]
 
 
 @dataclass

@@ -25,7 +25,6 @@ from holotrain.data.images import ImageDataModule
 from holotrain.data.text.module import TextDataModule
 from holotrain.models.quantised import parameter_count, quantised_counts
 from holotrain.numeric import in_words
-from holotrain.parallel.strategies import division
 
 plain = partial(Console, highlight=False, markup=False, emoji=False, force_jupyter=False)
 """A console that prints names of files and of options as they are, also those with ``[red]`` or ``:star:`` in them; to the
@@ -146,7 +145,11 @@ def show_start(
     if origin is None and config.model is not None and loads_weights(config.model.plain()):
         source = config.model.arguments.get("pretrained") or config.model.arguments["name"]
         rows["weights"] = f"fine-tuning of {source}" if fits else f"pretrained, {source}"
-    rows |= {"checkpoint": origin, "processes": _processes(config, run, model), "folder": run.folder}
+    rows |= {
+        "checkpoint": origin,
+        "processes": run.process and f"{run.process.size}, {config.trainer.strategy}",
+        "folder": run.folder,
+    }
     show(f"holotrain {run.command}", rows)
 
 
@@ -192,18 +195,6 @@ def _batches(config: RunConfig, run: Run) -> str:
     if size is None:  # what data of others say of themselves
         return "batches of its own size"
     return f"batches of {size}" if option == "data.batch_size" else f"batches of up to {size} tokens"
-
-
-def _processes(config: RunConfig, run: Run, model: nn.Module) -> str | None:
-    if run.process is None:
-        return None
-    size, group = run.process.size, model_parallel_size(config.trainer, run.process)
-    words = f"{size}, {config.trainer.strategy}"
-    if 1 < group < size:
-        words += f" in {size // group} groups of {group}"
-    if config.trainer.strategy == "tp" and (whole := division(model, group).whole):
-        words += f"; not sharded: {', '.join(whole)}"
-    return words
 
 
 def show_end(summary: Summary, folder: Path, expensive: Sequence[str] = (), **files: Path) -> None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from torch.distributed.elastic.utils.store import barrier
@@ -123,7 +124,8 @@ class Processes:
 
     @contextmanager
     def group(self, **options: Any) -> Generator[None]:
-        """Inside, there is torch's process group. After an error it stays, so that the other processes only wait.
+        """Inside, there is torch's process group, and the GPU ``device_id`` is the current one. After an error the group stays,
+        so that the other processes only wait.
 
         Args:
             options: those of ``init_process_group``.
@@ -132,6 +134,8 @@ class Processes:
             UserError: a mistake in this process; or in another one, which led to an error in this one.
         """
         rank, size = self.process.rank, self.process.size
+        if options["device_id"] is not None:
+            torch.cuda.set_device(options["device_id"])
         barrier(self.store, size, "started")  # starting takes longer than a short timeout
         dist.init_process_group(store=dist.PrefixStore("group", self.store), rank=rank, world_size=size, **options)
         try:
@@ -152,6 +156,22 @@ class Processes:
         with suppress(RuntimeError):
             barrier(self.store, size, "finished")  # a connection may still carry another process's last message
         destroy_group()
+
+
+def group_options(trainer: Any, process: ProcessRank, kind: str) -> dict[str, Any]:
+    """Arguments of ``torch.distributed.init_process_group``, from the options of the group ``trainer``, on devices of
+    a kind. With ``cuda``, NCCL is told its device."""
+    backend = trainer.backend if trainer.backend != "auto" else "nccl" if kind == "cuda" else "gloo"
+    timeout = timedelta(seconds=trainer.timeout)
+    options = None
+    if trainer.nccl_max_ctas is not None or trainer.nccl_high_priority:
+        # The groups of a device mesh are split from the group of all processes and take these options over.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=trainer.nccl_high_priority)
+        options._timeout = timeout  # torch warns of another one than that of the group
+        if trainer.nccl_max_ctas is not None:
+            options.config.min_ctas, options.config.max_ctas = 1, trainer.nccl_max_ctas
+    device = torch.device("cuda", process.local_rank) if kind == "cuda" else None
+    return {"backend": backend, "timeout": timeout, "pg_options": options, "device_id": device}
 
 
 def destroy_group() -> None:

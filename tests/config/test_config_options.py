@@ -21,7 +21,6 @@ from omegaconf import OmegaConf
 
 import holotrain
 from holotrain.callbacks import BestCheckpoint, ThroughputMonitor
-from holotrain.commands.multiprocess import process_group_options
 from holotrain.config import option_groups
 from holotrain.config.annotations import structured_config, to_plain
 from holotrain.config.build import build_data, build_task, check_values
@@ -38,6 +37,7 @@ from holotrain.data.text.module import TextDataModule
 from holotrain.errors import UserError, as_user_error
 from holotrain.folders import run_folder
 from holotrain.optimizers import InBackward
+from holotrain.parallel.processes import group_options
 from holotrain.parallel.rank import ProcessRank
 from holotrain.targets import targets
 
@@ -417,10 +417,10 @@ def test_what_the_machine_cannot_do_is_refused(words, said):
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a build of torch with NCCL")
 def test_nccl_takes_the_sms_and_the_priority_that_it_is_given():
     process = ProcessRank(0, 2, 0, 2)
-    assert process_group_options(configuration("fit", "trainer=tp").trainer, process)["pg_options"] is None
+    assert group_options(configuration("fit", "trainer=tp").trainer, process, "cpu")["pg_options"] is None
     words = ["trainer.nccl_max_ctas=2", "trainer.nccl_high_priority=true", "trainer.timeout=60"]
     given = configuration("fit", "trainer=tp", *words)
-    options = process_group_options(given.trainer, process)["pg_options"]
+    options = group_options(given.trainer, process, "cpu")["pg_options"]
     assert (options.config.min_ctas, options.config.max_ctas, options.is_high_priority_stream) == (1, 2, True)
     assert options._timeout.total_seconds() == 60
 

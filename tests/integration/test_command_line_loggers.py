@@ -17,7 +17,7 @@ from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import api_pb2, backend_context, get_experiment, plugin_data_pb2
 
-from holotrain.commands.comparison import CHARTS
+from holotrain.callbacks.tensorboard_tabs import CHARTS
 from holotrain.numeric import in_words
 
 BRIEF = [*SMALL, "trainer.max_epochs=1", "callbacks.progress=null"]

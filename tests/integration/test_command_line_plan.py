@@ -2,13 +2,11 @@
 
 import json
 import re
-import weakref
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from left_by_runs import assert_same_weights, only, rows, summary
+from left_by_runs import only, rows, summary
 from omegaconf import OmegaConf
 from small_run import SMALL
 
@@ -19,7 +17,6 @@ from holotrain.config.structured import structured
 from holotrain.planning.choice import flops
 from holotrain.planning.tracker import Footprint
 from holotrain.schedules import OF_REVERSIBLE
-from holotrain.tasks.classification import ImageClassifier
 
 FAKE = ["data=fake", "data.image_size=16", "data.train_size=128", "data.val_size=64", "data.test_size=64"]
 SIZES = ["model.patch_size=2", "model.dim=24", "model.depth=4", "model.heads=2"]
@@ -101,41 +98,6 @@ def test_the_largest_batch_is_chosen_and_written_down(holotrain):
     assert summary(Path("run"))["steps"] == 2 * (128 // size)
 
 
-@pytest.mark.slow
-def test_a_smaller_batch_is_planned_after_memory_ran_out_in_the_first_steps(holotrain, monkeypatch):
-    fits, step, trainings = 12, ImageClassifier.training_step, []
-
-    def training_step(self, batch, index):
-        if not trainings or trainings[-1]() is not self:
-            trainings.append(weakref.ref(self))
-        if len(batch[0]) > fits and self.global_step == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return step(self, batch, index)
-
-    monkeypatch.setattr(ImageClassifier, "training_step", training_step)
-    words = [*(word for word in RUN if word != "logger=none"), "trainer.max_epochs=1", "model.depth=2"]
-    out = holotrain.done("fit", *words, "data.batch_size=auto", "memory=4MiB", "hydra.run.dir=run")
-    first = int(re.search(r"data.batch_size=(\d+) is the largest", out)[1])
-    tried = re.findall(r"out of memory in the first steps with data.batch_size=(\d+): trying (\d+)", out)
-    sizes = [first, *(int(smaller) for _, smaller in tried)]
-    assert [int(size) for size, _ in tried] == sizes[:-1] and all(size > fits for size in sizes[:-1])
-    size = kept("run")["data"]["batch_size"]
-    assert size == sizes[-1] and 2 * fits < 3 * size <= 3 * fits
-    assert summary(Path("run"))["planned_step_bytes"] < 4 * 2**20
-    holotrain.done("fit", *words, f"data.batch_size={size}", "hydra.run.dir=given")
-    assert_same_weights(Path("run/checkpoints/last.ckpt"), Path("given/checkpoints/last.ckpt"))
-    logged = [len([*Path(run).rglob("events.out.tfevents.*")]) for run in ("run", "given")]
-    assert logged[0] == logged[1]  # nothing of the batches that did not fit
-    names = [{path.name for path in Path(run, "checkpoints").iterdir()} for run in ("run", "given")]
-    assert names[0] == names[1]
-    assert sum(reference() is not None for reference in trainings) <= 2  # the others are freed
-
-    fits = 0
-    status, _, err = holotrain("fit", *words, "data.batch_size=auto", "memory=4MiB", "hydra.run.dir=none")
-    assert status == 2 and "out of memory at step 2 with data.batch_size=1 on cpu" in err, err
-    assert summary(Path("none"))["status"] == "out of memory"
-
-
 @pytest.fixture
 def of_transformers(tmp_path) -> list[str]:
     """Options of a small GPT-2 on long texts."""
@@ -162,7 +124,7 @@ def test_a_model_of_transformers_is_trained_within_the_least_memory(holotrain, o
     assert backward["tile"] == 512 and set(backward["blocks"]) == {"checkpoint"}
     left = summary(Path("run"))
     assert left["step_peak_bytes"] <= least * 2**20 and left["planned_step_bytes"] <= least * 2**20
-    assert left["step_peak_bytes"] == pytest.approx(left["planned_step_bytes"], rel=1e-3)
+    assert 1.1 * left["step_peak_bytes"] == pytest.approx(left["planned_step_bytes"], rel=1e-3)  # with a tenth of scratch
 
     status, _, err = holotrain(*fit, f"memory={least - 1}MiB")
     assert status == 2 and "it fits with backward.inexact=true, or with data.context=" in err

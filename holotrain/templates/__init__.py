@@ -1,4 +1,4 @@
-"""``holotrain init``: writes a project of the user's own, a copy of ``templates/project`` under another name."""
+"""``holotrain init``: writes a project of the user's own, a copy of ``project`` under another name."""
 
 import sys
 from importlib.util import find_spec
@@ -9,7 +9,7 @@ from shlex import quote
 from holotrain.config.command_line import HELP, require_text
 from holotrain.errors import UserError
 
-TEMPLATE, NAME = Path(__file__).parents[1] / "templates" / "project", "my_project"
+TEMPLATE, NAME = Path(__file__).parent / "project", "my_project"
 
 
 USAGE = """\
@@ -18,7 +18,7 @@ Usage: holotrain init NAME
 NAME is that of the project and of its Python package. Of a path the last part is the name; the project is written there."""
 
 
-def run(words: list[str]) -> int:
+def init(words: list[str]) -> int:
     """Writes the folder that the command line names and returns 0. Raises a UserError if that is no name of a new package, or
     the folder is not empty or cannot be written."""
     require_text(words)
