@@ -63,8 +63,11 @@ def mixes_tokens(module: nn.Module, x: Tensor, keywords: dict[str, Any]) -> str 
 
     Its operators are looked at once, and again where the classes, modes or plain attributes of its parts have changed.
     """
-    if any(isinstance(leaf, Tensor) for leaf in tree_leaves(keywords)):
-        return "it reads tensors besides its input"
+    for leaf in tree_leaves(keywords):
+        if isinstance(leaf, Tensor):
+            return "it reads tensors besides its input"
+        if not isinstance(leaf, bool | int | float | str | torch.dtype | None):
+            return f"it gets a {type(leaf).__name__}, which its forward may change"  # such as a cache of keys and values
     plain = getattr(module, "_orig_mod", module)
     parts = parts_of(plain)
     if any(part._forward_pre_hooks or part._forward_hooks or part._backward_hooks for part in parts):

@@ -336,6 +336,27 @@ def test_random_modules_equal_the_whole(seeds):
     assert cut >= 5
 
 
+class Filling(Layers):
+    def forward(self, x, cache=None):
+        y = super().forward(x)
+        cache.append(y)
+        return y
+
+
+class Cache:
+    def __init__(self):
+        self.held = []
+
+    def append(self, each):
+        self.held.append(each)
+
+
+def test_an_object_among_the_keywords_is_not_touched():
+    cache, layers = Cache(), Filling(with_inner(lambda layers, h: h)).double()
+    reason = mixes_tokens(layers, torch.randn(B, T, WIDTH, dtype=F64), {"cache": cache})
+    assert reason == "it gets a Cache, which its forward may change" and not cache.held
+
+
 def test_why_a_module_is_whole_is_logged_once():
     _, model = pair(lambda: Layers(with_inner(lambda layers, h: h.cumsum(1))))
     with TestCase().assertLogs("holotrain", "INFO") as logs:
