@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from holotrain.reversible import recompute
 from holotrain.reversible.in_place import RecomputedForward
+from holotrain.reversible.tiles import tile_modules
 
 TABLES = {"transformers": HUGGING_FACE, "timm": TIMM}
 ROWS = [row for table in TABLES.values() for rows in table.values() for row in rows]
@@ -23,9 +24,9 @@ def run(model: nn.Module, batch: dict[str, Any]) -> list[Tensor]:
     return tensors_in(model(batch["x"]) if "x" in batch else model(**batch))
 
 
-def gradients(model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
-    """Of all parameters, and the loss."""
-    model.train().zero_grad()
+def gradients(model: nn.Module, batch: dict[str, Any], mode: bool = True) -> dict[str, Tensor]:
+    """Of all parameters, and the loss; ``mode``: of training."""
+    model.train(mode).zero_grad()
     torch.manual_seed(0)
     numpy.random.seed(0)  # of which BigBird draws its blocks
     outputs = [each for each in run(model, batch) if each.requires_grad]
@@ -62,13 +63,16 @@ QUICK = ("GPT-2", "Llama", "GPT-Neo", "Zamba2", "BERT", "T5", "Switch", "DINOv2"
     ],
 )
 def test_gradients_are_those_of_autograd(row):
-    """Bit for bit, and from inputs of 8 bits within a bound. The forward is the same."""
+    """Bit for bit, in tiles but for rounding, and from inputs of 8 bits within a bound. The forward is the same."""
     model, batch = made(row)
     net = recompute(copy.deepcopy(model), row.blocks)
     blocks = sum(RecomputedForward.of(part) is not None for part in net.modules())
     expected = gradients(model, batch)
     assert blocks >= 3 and len(expected) > 4 * blocks
     assert_equal(gradients(net, batch), expected)
+    whole = gradients(model, batch, mode=False)  # without dropout, of which each tile draws its own
+    tile_modules(model, 5)
+    assert relative_error(gradients(model, batch, mode=False), whole) < 1e-5
     recompute(net, row.blocks, backward="checkpoint8")
     if row.name in ROUTED:
         with pytest.raises(RuntimeError, match="it did something else"):
