@@ -238,7 +238,7 @@ class PendingLogits(Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # ty: ignore[invalid-method-override]
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # ty: ignore[incompatible-method-override]
         raise Unreadable(f"{func} reads its logits outside of torch's functions")
 
     def warn(self, name: str) -> None:

@@ -229,17 +229,68 @@ def by_a_kernel(logits, labels, **rest):
     return F.cross_entropy(Twice.apply(logits).flatten(0, 1), labels.flatten())
 
 
+def distilled(logits, labels, **rest):
+    """Against the logits of a teacher, as whole as they are."""
+    teacher = torch.linspace(-1, 1, WORDS, dtype=torch.float64).roll(3).expand_as(logits)
+    return F.kl_div(logits.log_softmax(-1), teacher.log_softmax(-1), reduction="batchmean", log_target=True)
+
+
+def preferred(logits, labels, **rest):
+    """DPO: the first text before the second, by the probabilities of their words."""
+    words = labels.clamp_min(0)[..., None]
+    mean = (logits.log_softmax(-1).gather(-1, words)[..., 0] * (labels != -100)).sum(-1)
+    return -F.logsigmoid(0.1 * (mean[0] - mean[1]))
+
+
+def ranked(logits, labels, **rest):
+    """Pairs of tokens."""
+    scores = logits.square().mean(-1).flatten()
+    return F.relu(1 - scores[:-1] + scores[1:]).mean()
+
+
+def focal(logits, labels, **rest):
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return ((1 - (-losses).exp()).square() * losses).mean()
+
+
+def next_but_one(logits, labels, **rest):
+    """Two predictions of one head, as of several tokens (MTP)."""
+    first = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    return first + 0.3 * F.cross_entropy(logits[:, :-2].flatten(0, 1), labels[:, 2:].flatten())
+
+
+def soft_labels(logits, labels, **rest):
+    shares = F.one_hot(labels.clamp_min(0), WORDS).double() * 0.9 + 0.1 / WORDS
+    return F.cross_entropy(logits.flatten(0, 1), shares.flatten(0, 1))
+
+
+def entropy(logits, labels, **rest):
+    return -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
+
+
+def best_of_a_batch(logits, labels, **rest):
+    """A hinge against the mean of the other words."""
+    chosen = logits.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
+    return F.relu(1 - chosen + logits.mean(-1)).mean()
+
+
 def two_terms(logits, labels, **rest):
     """A mean of each text, each in tiles."""
     return torch.stack([F.cross_entropy(logits[row], labels[row]) for row in range(2)]).mean()
 
 
-@pytest.mark.parametrize("loss", [two_terms, smoothed])
+@pytest.mark.parametrize("loss", [two_terms, smoothed, next_but_one])
 def test_other_losses_that_are_means_over_tokens_are_in_tiles(loss):
     assert_same(made("tied"), 4, lambda model: setattr(model, "loss_function", loss))
 
 
-@pytest.mark.parametrize("loss", [no_mean, masked, mean_of_each_text, with_a_penalty, weighted, changed_in_place, by_a_kernel])
+WHOLE = [
+    *(mean_of_each_text, with_a_penalty, weighted, changed_in_place, by_a_kernel),
+    *map(slow, (no_mean, masked, distilled, preferred, ranked, focal, soft_labels, entropy, best_of_a_batch)),
+]
+
+
+@pytest.mark.parametrize("loss", WHOLE)
 def test_other_losses_are_those_of_the_whole(loss):
     """Also where the model had its own loss in the first step; with one warning."""
     whole, model = made("tied", dropout=False), made("tied", dropout=False)
