@@ -23,12 +23,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from holotrain.config.annotations import to_plain
-from holotrain.config.command_line import HELP, SHOWS, Arguments, explaining, parse, quoted, readable
+from holotrain.config.command_line import HELP, SHOWS, Arguments, command_help, explaining, overview, parse, quoted, readable
 from holotrain.config.composition import composed, config_folder, direction, key_of, register
-from holotrain.config.help import command_help, overview
-from holotrain.config.jobs import Job, prepare_sweep, read_jobs
-from holotrain.config.start import Start
+from holotrain.config.signatures import to_plain
+from holotrain.config.start import Job, Start, prepare_sweep, read_jobs
 from holotrain.errors import UserError, files_named
 from holotrain.folders import LAST_CHECKPOINT, as_word, relative_to_cwd
 from holotrain.parallel.rank import ProcessRank, rank_from_environment
@@ -225,10 +223,10 @@ class Launch:
                 from holotrain.commands.multiprocess import run_job  # imports Lightning, which can now be silenced
                 from holotrain.commands.run import Run
                 from holotrain.commands.screen import quieten
-                from holotrain.config.build import check_values
+                from holotrain.config.build import check_optimizer
 
                 quieten()
-                check_values(typed)
+                check_optimizer(typed)
             command, varied, config_dir = self.arguments.command, self._varied(job.overrides), self.arguments.config_dir
             run = Run(command, folder, job.overrides, typed.choices, varied, direction(hydra), config_dir)
             words = [command, *self.arguments.flags, *self.arguments.words, f"hydra.run.dir={as_word(folder)}"]

@@ -16,8 +16,8 @@ from holotrain.commands.planner import budget_of
 from holotrain.commands.prepare import shared_data
 from holotrain.commands.run import Run
 from holotrain.commands.screen import console, plain
-from holotrain.config.annotations import read_fields
 from holotrain.config.command_options import PlanConfig
+from holotrain.config.signatures import read_fields
 from holotrain.errors import UserError
 from holotrain.folders import write_whole
 from holotrain.numeric import in_words, unit_of

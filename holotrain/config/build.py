@@ -15,11 +15,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from holotrain.callbacks import SynthesisCallback
 from holotrain.config import option_groups as groups
 from holotrain.config.command_options import FitConfig, PlanConfig, RunConfig
-from holotrain.config.objects import PYTHON_OBJECT, ObjectConfig
+from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import default_backward, is_a, schema_of, takes
 from holotrain.config.signatures import REQUIRED, signature
 from holotrain.data.text.module import TextDataModule
-from holotrain.data.tokenizers import ByteTokenizer, tokenizer_from_json
+from holotrain.data.tokenizers import tokenizer_from_json
 from holotrain.errors import UserError, as_user_error
 from holotrain.models.adapters import PEFT, add_peft, train_head_alone
 from holotrain.models.block_schedules import compile_blocks, schedule_blocks, set_backward, set_tile
@@ -33,7 +33,7 @@ from holotrain.optimizers.stepping import InBackward
 from holotrain.reversible.sequence import checks_in
 from holotrain.schedules import ON_MISMATCH
 from holotrain.synthesis import HolographicSynthesis
-from holotrain.targets import TARGET, instantiate, is_of, needed
+from holotrain.targets import TARGET, instantiate, needed
 from holotrain.tasks.optimizer_functions import decay_groups
 
 
@@ -236,7 +236,7 @@ def make_scheduler(chosen: ObjectConfig, epochs: int | None, optimizer: Optimize
 
 def check_optimizer(config: RunConfig) -> None:
     """Makes the optimizer and the schedule of a small model, so that a wrong value is refused before data are read."""
-    if config.optimizer is None:
+    if config.optimizer is None or not isinstance(config, FitConfig | PlanConfig):  # the others need no optimizer
         return
     optimizer = make_optimizer(config.optimizer, None, nn.Linear(1, 1))
     if config.steps_in_backward and not _steps_parameters_alone(config.optimizer):
@@ -264,33 +264,6 @@ def _steps_parameters_alone(chosen: ObjectConfig) -> bool:
         return all(map(torch.equal, trained(True), trained(False)))
     except RuntimeError:  # a state of all parameters, which InBackward found
         return False
-
-
-def check_values(config: RunConfig) -> None:
-    """Builds the optimizer, and data, model and task without weights, if they are holotrain's, before any data are read.
-
-    What only data that were read can tell, such as the size of a vocabulary, is made up. A checkpoint's values are valid.
-    """
-    if isinstance(config, FitConfig | PlanConfig):  # the others need no optimizer
-        check_optimizer(config)
-    if config.ckpt_path is not None or getattr(config, "resume", False):
-        return
-    named = [each for each in (config.data, config.model, config.task) if each is not None]
-    if not all(is_of(each.target, ["holotrain"]) and each.target != PYTHON_OBJECT for each in named):
-        return
-    data = build_data(config.with_batch(2**20) if config.batch_is_open else config)
-    text = is_a(config.data, groups.TEXT)
-    facts = {"vocab": 2**10, "context": data.context} if isinstance(data, TextDataModule) else data_properties(data)
-    if not text or is_a(config.task, groups.SEQUENCE_CLASSIFIER):
-        facts.setdefault("classes", 1000)  # so many that no metric has too few
-    with torch.device("meta"):  # without memory for its weights
-        model = build_model(config, facts)
-    if config.synthesis is not None:
-        model.to_empty(device="cpu")  # it does not cover parameters without memory, which is only reserved here
-    described = {"facts": facts} | ({"tokenizer": ByteTokenizer().to_json()} if text else {})
-    task = task_of(model, config, described)
-    if config.synthesis is not None:
-        synthesis_of(config.synthesis, task).remove()
 
 
 def description(config: RunConfig, data: pl.LightningDataModule) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 from yaml import YAMLError
 
-from holotrain.config.annotations import typed_fields
 from holotrain.config.command_options import RunConfig
 from holotrain.config.composition import config_folder, models
 from holotrain.config.objects import PYTHON_OBJECT
-from holotrain.config.option_groups import GONE, GROUPS
+from holotrain.config.option_groups import GROUPS
+from holotrain.config.signatures import GONE, typed_fields
 from holotrain.config.structured import structured, to_container
 from holotrain.errors import UserError, as_user_error, did_you_mean
 from holotrain.models import checkpoint_files

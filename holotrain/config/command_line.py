@@ -3,22 +3,25 @@
 It is split into a command, flags of Hydra and overrides. Flags may stand anywhere; Hydra needs them first.
 """
 
+import json
 import re
-from collections.abc import Generator
+import textwrap
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from omegaconf import OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 
-from holotrain.config.annotations import CONFIGURATION_ERRORS, explained, literal
 from holotrain.config.command_options import COMMANDS, options_of
 from holotrain.config.composition import composed, key_of, option_names
-from holotrain.config.option_groups import require_not_gone
+from holotrain.config.option_groups import GROUPS, NAMED_GROUPS, OBJECT_GROUPS, BackwardConfig, schema_of
+from holotrain.config.signatures import CONFIGURATION_ERRORS, explained, literal, require_not_gone, to_plain
+from holotrain.config.structured import with_defaults
 from holotrain.errors import UserError, check_choice, did_you_mean
-from holotrain.targets import first_line
+from holotrain.targets import TARGET, first_line
 
 HELP = {"--help", "-h"}
 
@@ -220,3 +223,55 @@ def explaining(arguments: Arguments) -> Generator[None]:
         chosen = [word for word, each in parsed if each.key_or_group in groups and not isinstance(each.value(), str | list)]
         named = [*chosen, *(word for word in words if key_of(word).startswith("hydra"))]
         raise UserError(f"{named[0]}: {first_line(error)}" if named else first_line(error)) from None
+
+
+FLAGS = """\
+Flags, in any position:
+  -m, --multirun            run every combination of comma-separated values: optimizer.lr=1e-3,1e-4
+  --config-dir DIR          also look for options in this folder
+  --cfg job [--resolve]     print the configuration and exit
+  --info=defaults           print which files the configuration is composed from, and exit"""
+
+
+def overview() -> str:
+    """The commands, one per line."""
+    commands = "\n".join(f"  {name:<10}{schema.__doc__}" for name, schema in COMMANDS.items())
+    return f"""\
+holotrain trains transformers whose activations do not fit in memory.
+
+Usage: holotrain COMMAND [group=option ...] [key=value ...]
+
+{commands}
+  init      Write a small working project with a model, data and a callback of your own.
+
+holotrain COMMAND --help lists the options of a command."""
+
+
+def command_help(arguments: Arguments) -> str:
+    """The groups and the options of a command, with their values under the given overrides."""
+    command, overrides = arguments.command, [word for word in arguments.overrides if not word.startswith("hydra.")]
+    config = with_defaults(command, composed(command, overrides, arguments.config_dir))
+    groups = "\n".join(
+        textwrap.fill(" ".join(options), 100, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16)
+        for group, options in option_names(arguments.config_dir).items()
+    )
+    lines = "\n".join(f"  {f'{key}={value}':<45} {meaning}".rstrip() for key, value, meaning in _options(command, config))
+    usage = f"holotrain {command}: {COMMANDS[command].__doc__}\n\nUsage: holotrain {command} [group=option ...] [key=value ...]"
+    return f"{usage}\n\nGroups:\n{groups}\n\nOptions:\n{lines}\n\n{FLAGS}"
+
+
+def _options(command: str, config: DictConfig) -> Iterator[tuple[str, str, str]]:
+    """The key, the value and the meaning of each option: first those outside of groups."""
+    plain = to_plain(config)
+    described = {"": options_of(COMMANDS[command]), "backward": options_of(BackwardConfig)}
+    nodes = {"": {name: value for name, value in plain.items() if name not in GROUPS}, "backward": plain["backward"]}
+    for group in OBJECT_GROUPS:
+        nodes |= {group: plain[group]} if plain[group] else {}
+    for group in NAMED_GROUPS:
+        nodes |= {f"{group}.{name}": node for name, node in plain[group].items()}
+    for group, values in nodes.items():
+        options = described.get(group) or schema_of(group).options(values[TARGET])
+        for name, value in values.items():
+            shown = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+            meaning = options[name].meaning.split(". ")[0].replace("``", "").rstrip(".") if name in options else ""
+            yield f"{group}.{name}".lstrip("."), "..." if shown == MISSING else shown, meaning

@@ -472,12 +472,9 @@ def check_trainer(trainer: ObjectConfig) -> None:
     least = {"max_steps": -1, "num_sanity_val_steps": -1, "accumulate_grad_batches": 1, "check_val_every_n_epoch": 1}
     for name, smallest in (least | {"log_every_n_steps": 0, "gradient_clip_val": 0}).items():
         require_at_least(smallest, **{name: getattr(trainer, name)})
-    limits = (f"limit_{split}_batches" for split in ("train", "val", "test", "predict"))
-    for name in ("val_check_interval", "overfit_batches", *limits):
-        value = getattr(trainer, name)
-        is_valid = type(value) in (int, float) and value >= 0 and not (isinstance(value, float) and value > 1)
-        if value is not None and not is_valid:
-            raise ValueError(f"{name}: {value!r} is not valid; give a whole number of batches or a fraction in [0, 1]")
+    if type(trainer.val_check_interval) not in (int, float, type(None)):
+        text = "give a whole number of batches or a fraction in [0, 1]"
+        raise ValueError(f"val_check_interval: {trainer.val_check_interval!r} is not valid; {text}")
     if trainer.limit_train_batches == 0:
         raise ValueError("limit_train_batches: must be above 0; to evaluate without training, use validate or test")
     if trainer.val_check_interval == 0:

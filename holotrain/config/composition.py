@@ -13,10 +13,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 
-from holotrain.config.annotations import to_plain
 from holotrain.config.command_options import COMMANDS, options_of
 from holotrain.config.option_groups import GROUPS
-from holotrain.config.signatures import defaults_of
+from holotrain.config.signatures import defaults_of, to_plain
 from holotrain.errors import UserError
 from holotrain.folders import run_folder
 from holotrain.schedules import OPTIONS

@@ -240,23 +240,6 @@ SCHEDULER_OPTIONS = tuple(inspect.signature(scheduler_options).parameters)
 """Options that are not passed on to the schedule."""
 
 
-GONE = {
-    "report": "tensorboard --logdir runs compares runs, under HParams and Custom Scalars",
-    "format": "export writes safetensors; torch.export and torch.onnx take the model that holotrain.load returns",
-    "model.norm": "RoBERTa normalises before each branch; model=huggingface takes the published one",
-    "model.reversible": "backward=checkpoint8 keeps the inputs of blocks in 8 bits, also with backward.tile=512",
-    "data.channels_last": "a model whose convolutions prefer it can take model.to(memory_format=torch.channels_last)",
-    "model.blocks": "backward=checkpoint and the like are for all lists of equal blocks",
-}
-"""Commands and options of earlier versions, and what there is instead."""
-
-
-def require_not_gone(name: str) -> None:
-    """Raises a UserError if this is a command or an option of an earlier version."""
-    if name in GONE:
-        raise UserError(f"{name} is gone: {GONE[name]}")
-
-
 def model_options(
     pretrained: str | None = None,
     trained: Literal["all", "head"] = "all",

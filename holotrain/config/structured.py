@@ -9,12 +9,20 @@ from typing import Any, cast
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from holotrain.config import option_groups as groups
-from holotrain.config.annotations import CONFIGURATION_ERRORS, explained, literally, structured_config, to_plain
 from holotrain.config.command_options import COMMANDS, RunConfig, options_of
 from holotrain.config.composition import key_of
 from holotrain.config.objects import PYTHON_OBJECT, ObjectConfig
 from holotrain.config.option_groups import BackwardConfig, default_backward, optimizer_for, schema_of, takes
-from holotrain.config.signatures import UNKNOWN, Option, signature
+from holotrain.config.signatures import (
+    CONFIGURATION_ERRORS,
+    UNKNOWN,
+    Option,
+    explained,
+    literally,
+    signature,
+    structured_config,
+    to_plain,
+)
 from holotrain.errors import UserError, as_user_error, did_you_mean
 from holotrain.targets import TARGET, targets
 

@@ -22,15 +22,14 @@ from omegaconf import OmegaConf
 import holotrain
 from holotrain.callbacks import BestCheckpoint, ThroughputMonitor
 from holotrain.config import option_groups
-from holotrain.config.annotations import structured_config, to_plain
-from holotrain.config.build import build_data, build_task, check_values
+from holotrain.config.build import build_data, build_task, check_optimizer
 from holotrain.config.build_callbacks import build_fit_callbacks
 from holotrain.config.build_trainer import build_trainer, check_device, check_training_device, validation_and_logging
 from holotrain.config.command_line import quoted, readable
 from holotrain.config.composition import composed, config_folder, models, option_names, register
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import SEQUENCE_CLASSIFIER, is_a
-from holotrain.config.signatures import REQUIRED, UNKNOWN, signature
+from holotrain.config.signatures import REQUIRED, UNKNOWN, signature, structured_config, to_plain
 from holotrain.config.structured import group_config, structured, to_container, without_replaced_options
 from holotrain.data import HubImages
 from holotrain.data.text.module import TextDataModule
@@ -231,7 +230,7 @@ def test_steps_in_the_backward_are_for_optimizers_that_step_parameters_alone(tmp
     task = build_task(config := configuration("fit", *on), build_data(config))
     assert type(task.make_optimizer(task.model)) is InBackward
     with pytest.raises(UserError, match=r"optimizer.in_backward: Together steps all parameters together"):
-        check_values(configuration("fit", *on, "optimizer._target_=together.Together", "optimizer.lr=0.1"))
+        check_optimizer(configuration("fit", *on, "optimizer._target_=together.Together", "optimizer.lr=0.1"))
 
 
 TRAINER = inspect.signature(pl.Trainer).parameters
@@ -311,7 +310,7 @@ WRONG = [
 def test_a_wrong_value_is_named(overrides, words, tmp_path):
     with pytest.raises(UserError) as error:
         config = configuration("fit", *overrides.split())
-        check_values(config)
+        check_optimizer(config)
         built(tmp_path, config)
     assert words in str(error.value) and "\n" not in str(error.value)
 
