@@ -24,9 +24,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from holotrain.config.command_line import HELP, SHOWS, Arguments, command_help, explaining, overview, parse, quoted, readable
-from holotrain.config.composition import composed, config_folder, direction, key_of, register
 from holotrain.config.signatures import to_plain
 from holotrain.config.start import Job, Start, prepare_sweep, read_jobs
+from holotrain.config.structured import composed, config_folder, direction, key_of, register
 from holotrain.errors import UserError, files_named
 from holotrain.folders import LAST_CHECKPOINT, as_word, relative_to_cwd
 from holotrain.parallel.rank import ProcessRank, rank_from_environment

@@ -27,8 +27,7 @@ from holotrain.commands.prepare import (
 from holotrain.commands.run import Run, write_summary
 from holotrain.config import checkpointed
 from holotrain.config.build import description, task_of
-from holotrain.config.build_callbacks import build_loggers, build_matrices
-from holotrain.config.build_trainer import build_trainer, check_device
+from holotrain.config.build_trainer import build_loggers, build_matrices, build_trainer, check_device
 from holotrain.config.command_options import CheckpointConfig, PredictConfig, RunConfig
 from holotrain.config.option_groups import CAUSAL_LM, IMAGES, TEXT, is_a
 from holotrain.data.image_files import NamedImageFiles, image_files

@@ -25,13 +25,11 @@ from holotrain.commands.prepare import attention_for, lightning_refusals, prepar
 from holotrain.commands.run import SUMMARY, Run, write_summary
 from holotrain.commands.sweep import check_direction, objective_of
 from holotrain.config.build import build_task, description
-from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
-from holotrain.config.build_trainer import build_trainer, device_name
+from holotrain.config.build_trainer import build_fit_callbacks, build_loggers, build_trainer, device_name
 from holotrain.config.checkpointed import KEY, run_metadata
 from holotrain.config.command_options import FitConfig
-from holotrain.config.composition import key_of
 from holotrain.config.option_groups import ERROR_DIFFUSION, is_a
-from holotrain.config.structured import to_container
+from holotrain.config.structured import key_of, to_container
 from holotrain.errors import UserError
 from holotrain.folders import write_whole
 from holotrain.planning.devices import OutOfMemory, as_out_of_memory

@@ -21,11 +21,11 @@ from holotrain.config.build_trainer import device_name
 from holotrain.config.checkpointed import COMMAND_LINE_ONLY
 from holotrain.config.command_line import readable
 from holotrain.config.command_options import FitConfig, RunConfig
-from holotrain.config.composition import LOG, key_of
 from holotrain.config.objects import PYTHON_OBJECT
 from holotrain.config.option_groups import EARLY_STOPPING, is_a
 from holotrain.config.signatures import read_fields
 from holotrain.config.start import LOCAL_LOGGERS
+from holotrain.config.structured import LOG, key_of
 from holotrain.errors import UserError
 from holotrain.folders import LAST_CHECKPOINT, as_word, refuse_links, write_whole
 from holotrain.models.quantised import parameter_count

@@ -16,9 +16,9 @@ from holotrain.commands.run import read_summary
 from holotrain.commands.screen import console, plain, short
 from holotrain.config.command_line import readable
 from holotrain.config.command_options import FitConfig
-from holotrain.config.composition import MODES
 from holotrain.config.option_groups import TEXT, is_a
 from holotrain.config.start import Job
+from holotrain.config.structured import MODES
 from holotrain.errors import UserError, check_choice
 from holotrain.folders import write_table
 from holotrain.numeric import counted

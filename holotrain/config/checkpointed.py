@@ -17,11 +17,10 @@ from torch import Tensor
 from yaml import YAMLError
 
 from holotrain.config.command_options import RunConfig
-from holotrain.config.composition import config_folder, models
 from holotrain.config.objects import PYTHON_OBJECT
 from holotrain.config.option_groups import GROUPS
 from holotrain.config.signatures import GONE, typed_fields
-from holotrain.config.structured import structured, to_container
+from holotrain.config.structured import config_folder, models, structured, to_container
 from holotrain.errors import UserError, as_user_error, did_you_mean
 from holotrain.models import checkpoint_files
 from holotrain.models.saved import read_config

@@ -16,10 +16,9 @@ from hydra.core.override_parser.types import Override
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from holotrain.config.command_options import COMMANDS, options_of
-from holotrain.config.composition import composed, key_of, option_names
 from holotrain.config.option_groups import GROUPS, NAMED_GROUPS, OBJECT_GROUPS, BackwardConfig, schema_of
 from holotrain.config.signatures import CONFIGURATION_ERRORS, explained, literal, require_not_gone, to_plain
-from holotrain.config.structured import with_defaults
+from holotrain.config.structured import composed, key_of, option_names, with_defaults
 from holotrain.errors import UserError, check_choice, did_you_mean
 from holotrain.targets import TARGET, first_line
 

@@ -23,14 +23,13 @@ from hydra.core.utils import setup_globals
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from holotrain.config import composition as hydra
 from holotrain.config import option_groups as groups
+from holotrain.config import structured as hydra
 from holotrain.config.command_line import Arguments, explaining, parse
 from holotrain.config.command_options import RunConfig
-from holotrain.config.composition import composed, config_folder, key_of
 from holotrain.config.option_groups import default_backward
 from holotrain.config.signatures import literally, read_fields, to_plain
-from holotrain.config.structured import checked, with_defaults, without_replaced_options
+from holotrain.config.structured import checked, composed, config_folder, key_of, with_defaults, without_replaced_options
 from holotrain.errors import UserError, did_you_mean
 from holotrain.files import write_json
 from holotrain.folders import LAST_CHECKPOINT, checkpoint_path, refuse_links, relative_to_cwd, run_folder

@@ -23,14 +23,28 @@ import holotrain
 from holotrain.callbacks import BestCheckpoint, ThroughputMonitor
 from holotrain.config import option_groups
 from holotrain.config.build import build_data, build_task, check_optimizer
-from holotrain.config.build_callbacks import build_fit_callbacks
-from holotrain.config.build_trainer import build_trainer, check_device, check_training_device, validation_and_logging
+from holotrain.config.build_trainer import (
+    build_fit_callbacks,
+    build_trainer,
+    check_device,
+    check_training_device,
+    validation_and_logging,
+)
 from holotrain.config.command_line import quoted, readable
-from holotrain.config.composition import composed, config_folder, models, option_names, register
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import SEQUENCE_CLASSIFIER, is_a
 from holotrain.config.signatures import REQUIRED, UNKNOWN, signature, structured_config, to_plain
-from holotrain.config.structured import group_config, structured, to_container, without_replaced_options
+from holotrain.config.structured import (
+    composed,
+    config_folder,
+    group_config,
+    models,
+    option_names,
+    register,
+    structured,
+    to_container,
+    without_replaced_options,
+)
 from holotrain.data import HubImages
 from holotrain.data.text.module import TextDataModule
 from holotrain.errors import UserError, as_user_error

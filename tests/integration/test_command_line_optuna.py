@@ -14,7 +14,7 @@ from hydra.core.plugins import Plugins
 from left_by_runs import only, rows, summary
 from small_run import SMALL
 
-from holotrain.config.composition import recommended
+from holotrain.config.structured import recommended
 
 BRIEF = [*SMALL, "trainer.max_epochs=1", "test=false", "logger=none", "callbacks.progress=null"]
 

@@ -12,8 +12,7 @@ from small_run import SMALL
 
 from holotrain.commands.planner import planner_of
 from holotrain.config.build import build_data
-from holotrain.config.composition import composed, register
-from holotrain.config.structured import structured
+from holotrain.config.structured import composed, register, structured
 from holotrain.planning.choice import flops
 from holotrain.planning.tracker import Footprint
 from holotrain.schedules import OF_REVERSIBLE

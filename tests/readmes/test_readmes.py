@@ -212,8 +212,7 @@ def test_commands_that_are_not_run_here_are_composed_and_checked(line):
     from omegaconf import OmegaConf
 
     from holotrain.config.command_line import parse
-    from holotrain.config.composition import composed, register
-    from holotrain.config.structured import structured
+    from holotrain.config.structured import composed, register, structured
 
     arguments = parse(list(made_small(line).words))
     register(resume=False)
