@@ -35,8 +35,9 @@ def gradients(model: nn.Module, batch: dict[str, Any], mode: bool = True) -> dic
     return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-BOUND, WITH_BATCH_NORMS = 0.06, 0.5
-"""Relative error of all gradients together, from inputs of 8 bits. A batch norm divides by the deviation of a few values."""
+BOUND, WITH_BATCH_NORMS, WORST = 0.06, 0.5, 0.2
+"""Relative error of all gradients together, from inputs of 8 bits, and of one parameter. A batch norm divides by the deviation
+of a few values, and rounding sends tokens to other experts."""
 
 ROUTED = ("DBRX",)
 """Rounded inputs go to other experts, so that shapes differ, which is refused."""
@@ -46,6 +47,12 @@ def relative_error(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
     assert found.keys() == true.keys()
     errors = sum((found[name] - true[name]).square().sum() for name in true)
     return (errors / sum(each.square().sum() for each in true.values())).sqrt().item()
+
+
+def worst_error(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
+    """That of one parameter, but for those with a ten-thousandth of all gradients."""
+    least = 1e-4 * sum(each.square().sum() for each in true.values()).sqrt()
+    return max(relative_error({"": found[name]}, {"": each}) for name, each in true.items() if each.norm() > least)
 
 
 QUICK = ("GPT-2", "Llama", "GPT-Neo", "Zamba2", "BERT", "T5", "Switch", "DINOv2", "ConvNeXt", "EVA-02", "BEiT")
@@ -70,9 +77,10 @@ def test_gradients_are_those_of_autograd(row):
     expected = gradients(model, batch)
     assert blocks >= 3 and len(expected) > 4 * blocks
     assert_equal(gradients(net, batch), expected)
-    whole = gradients(model, batch, mode=False)  # without dropout, of which each tile draws its own
-    tile_modules(model, 5)
-    assert relative_error(gradients(model, batch, mode=False), whole) < 1e-5
+    if row.name != "RWKV":  # which changes its weights in place in eval()
+        whole = gradients(model, batch, mode=False)  # without dropout, of which each tile draws its own
+        tile_modules(model, 5)
+        assert relative_error(gradients(model, batch, mode=False), whole) < 1e-5
     recompute(net, row.blocks, backward="checkpoint8")
     if row.name in ROUTED:
         with pytest.raises(RuntimeError, match="it did something else"):
@@ -82,6 +90,8 @@ def test_gradients_are_those_of_autograd(row):
     assert_equal(found.pop("loss"), expected.pop("loss"))
     has_batch_norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules())
     assert relative_error(found, expected) < (WITH_BATCH_NORMS if has_batch_norms else BOUND)
+    if not has_batch_norms and not any("expert" in name for name in expected):
+        assert worst_error(found, expected) < WORST
 
 
 def test_the_readme_lists_them():
