@@ -132,7 +132,7 @@ def test_images_of_another_size_and_number_of_classes(tmp_path, capsys):
         ([*TINY, "backward=reversible"], "Timm has no reversible blocks; only autograd, checkpoint, checkpoint8, offload"),
         ([*TINY, "model.adapters=64"], "model.adapters=64: these are gone; give model.adapters._target_=peft.LoraConfig"),
         ([*TINY, "model.quantised=4bit"], "model.quantised: few bits cannot be trained; give model.adapters._target_=peft.L"),
-        (["model=vit"], "For the folder vit, give model=huggingface model.name=vit"),
+        (["model=vit"], "there is no 'vit' among the options of model"),
         (["model=huggingface", "model.name=someone/something"], "model.download=true downloads one from the Hub"),
         (
             ["model=huggingface", "model.name=vit", "task=causal_lm", *TEXT],
