@@ -16,7 +16,7 @@ from holotrain.models.external import ExternalModel, external_weights
 from holotrain.models.huggingface_files import TRANSFORMERS, folder_of, has_weights, network_of, quiet_and_offline
 from holotrain.models.layers.patches import resized_positions
 from holotrain.models.pretrained import require_floats, take_over
-from holotrain.reversible.tiled_loss import pending_logits
+from holotrain.reversible.tiled_loss import loss_in_tiles
 from holotrain.targets import first_line, needed
 
 HEADS = {
@@ -122,9 +122,11 @@ class HuggingFace(ExternalModel):
         arguments = {"input_ids": inputs, "use_cache": False, **attended}
         if targets is None:
             return self.model(**arguments).logits
-        with pending_logits(self.model):
-            logits = self.model(**arguments).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+        def loss() -> Tensor:
+            return F.cross_entropy(self.model(**arguments).logits.flatten(0, 1).float(), targets.flatten())
+
+        return loss_in_tiles(self.model, loss)
 
     @property
     def head(self) -> nn.Module | None:

@@ -74,6 +74,8 @@ class QuantisedLinear(Quantised, nn.Linear):  # ty: ignore[incompatible-property
 class _Product(torch.autograd.Function):
     """``input @ weight.T`` for a weight that is not trained."""
 
+    keeps_tokens_apart = True
+
     @staticmethod
     def forward(ctx, input: Tensor, decoded: Callable[..., Tensor], *buffers: Tensor) -> Tensor:
         ctx.decoded = decoded

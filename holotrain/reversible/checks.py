@@ -98,10 +98,11 @@ class RebuildChecks:
         self._arriving.append((host, torch.cuda.current_stream(figures.device).record_event(), check))
 
     def report(self, figures: Tensor, check: StreamCheck) -> bool:
-        """After a replay: sends its figures. Returns whether those of earlier ones have blocks keep their inputs."""
+        """After a replay: sends its figures. Returns whether earlier ones now have blocks keep their inputs."""
+        before = self._failing
         self._look_at_arrived()
         self._send(figures, check)
-        return self._failing
+        return self._failing and not before
 
     def _look(self, figures: Tensor, check: StreamCheck) -> None:
         error, differs, largest, limit = figures.tolist()

@@ -74,13 +74,12 @@ _OWN = frozenset(vars(nn.Module()))
 
 def plain_attributes(parts: Iterable[nn.Module]) -> list[dict[str, Any]]:
     """Copies of the numbers, strings, and lists and dicts of them that modules hold."""
-    return [
-        {name: copy(value) for name, value in vars(part).items() if name not in _OWN and _is_plain(value)} for part in parts
-    ]
+    return [{name: copy(value) for name, value in vars(part).items() if name not in _OWN and is_plain(value)} for part in parts]
 
 
-def _is_plain(value: Any) -> bool:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a string, or a list, tuple or dict of them."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
     return all(isinstance(each, bool | int | float | str) for each in inner)
 
 

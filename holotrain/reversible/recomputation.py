@@ -126,7 +126,9 @@ class Branch:
         # The leaves that the forward saved and that are no parameters of the module, and their versions.
         self._leaves: list[tuple[Tensor, int]] = []
         self.saved: list[Tensor | None] = []
-        self._attributes: list[dict[str, Any]] | None = None
+        self.history.forwards = number = self.history.forwards + 1
+        # It takes some 20 us, so not in each step.
+        self._attributes = None if number & (number - 1) else plain_attributes(parts)
 
     def _note_states(self) -> None:
         """Before the forward: the states of all random number generators that it may use."""
@@ -178,9 +180,6 @@ class Branch:
             self._keywords = self._arguments.settle(self._keywords)
         self._settle_states()
         self._reads.settle()
-        self.history.forwards = number = self.history.forwards + 1
-        # It takes some 20 us, so not in each step.
-        self._attributes = None if number & (number - 1) else plain_attributes(self._reads.parts)
         self._note(packed, source)
         if self._kept is not None:
             self._kept.settle(needed=bool(packed))
@@ -291,14 +290,15 @@ class Branch:
         return update.detach() if isinstance(update, Tensor) else tree_map_only(Tensor, Tensor.detach, update), saved
 
     def _compare_attributes(self) -> None:
-        """Warns if a plain attribute of the branch has another value than after the forward."""
+        """Warns if a plain attribute of the branch has another value than before the forward."""
         then, self._attributes = self._attributes, None
         if then is None:
             return
         for part, before, now in zip(self._reads.parts, then, plain_attributes(self._reads.parts), strict=True):
-            for name in [name for name in before.keys() & now.keys() if before[name] != now[name]]:
+            for name in [name for name in before.keys() & now.keys() if repr(before[name]) != repr(now[name])]:
+                which = f"{type(part).__name__}.{name}"
                 warnings.warn(
-                    f"{type(part).__name__}.{name} was {before[name]!r} in the forward, and is {now[name]!r} in the backward, "
+                    f"{which} was {before[name]!r} before the forward and is {now[name]!r} in the backward, "
                     "where its block runs again: gradients are wrong if its forward reads it; change it after the backward",
                     stacklevel=2,
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, ClassVar, Self
 
@@ -55,14 +55,22 @@ class ReplacedForward(ABC):
     def remove(self) -> None:
         """Gives the module its own forward back. Where something wrapped this one, it runs the module's own."""
         self.removed, module = True, self.module
-        del module._replicate_for_data_parallel
-        if self._replicate is not None:
-            module._replicate_for_data_parallel = self._replicate
+        if getattr(vars(module).get("_replicate_for_data_parallel"), "__self__", None) is self:
+            del module._replicate_for_data_parallel
+            if (replicate := self._present("_replicate")) is not None:
+                module._replicate_for_data_parallel = replicate
         if vars(module).pop(self.KEY) is not module.forward:
             return  # something wrapped it
         del module.forward
-        if self._before is not None:
-            module.forward = self._before
+        if (before := self._present("_before")) is not None:
+            module.forward = before
+
+    def _present(self, name: str) -> Any:
+        """What was there before, without those that have been removed meanwhile."""
+        value = getattr(self, name)
+        while isinstance(owner := getattr(value, "__self__", value), ReplacedForward) and owner.removed:
+            value = getattr(owner, name)
+        return value
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         if torch.is_grad_enabled() and not self.removed and (self.IN_EVAL or self.module.training):
@@ -89,11 +97,6 @@ class ReplacedForward(ABC):
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.own())
-
-
-def forward_replaced(module: Any, forward: Callable) -> AbstractContextManager:
-    """Inside, the module has another forward."""
-    return replaced(module, "forward", forward)
 
 
 @contextmanager

@@ -26,19 +26,32 @@ class Head(NamedTuple):
     """What makes logits of hidden states: (..., C) -> (..., V).
 
     Attributes:
+        own: its forward.
         weights: weight and bias, if it is one linear layer and nothing else.
         module: whose parameters it reads; None: it reads the weights alone.
-        said: what was warned of already, so that it is once.
+        autocast: the dtype to which autocast casts in its call; None: it does not cast.
     """
 
-    forward: Callable[[Tensor], Tensor]
+    own: Callable[[Tensor], Tensor]
     weights: tuple[Tensor, Tensor | None] | None
     module: nn.Module | None
-    said: set[str]
+    autocast: torch.dtype | None
+
+    def as_called(self, device: torch.device) -> torch.autocast:
+        """The context of its call."""
+        return torch.autocast(device.type, self.autocast, self.autocast is not None)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with self.as_called(hidden.device):
+            return self.own(hidden)
+
+
+LOGITS = object()
+"""Stands for the logits among the arguments of a step."""
 
 
 class Step(NamedTuple):
-    """A function of each logit: that of torch, and its arguments, with None in place of the logits."""
+    """A function of each logit: that of torch, and its arguments, with ``LOGITS`` in place of the logits."""
 
     function: Callable
     args: tuple
@@ -51,7 +64,7 @@ class Step(NamedTuple):
     def __call__(self, logits: Tensor, leaves: Mapping[Tensor, Tensor] = MappingProxyType({})) -> Tensor:
         """``leaves``: what stands in place of tensors among the arguments."""
         args = [leaves.get(each, each) if isinstance(each, Tensor) else each for each in self.args]
-        return self.function(*(logits if each is None else each for each in args), **self.keywords)
+        return self.function(*(logits if each is LOGITS else each for each in args), **self.keywords)
 
 
 class Tiles:
@@ -68,9 +81,8 @@ class Tiles:
 
     def __init__(self, head: Head, steps: Sequence[Step], hidden: Tensor, dtype: torch.dtype, learns: bool) -> None:
         self._steps, self._hidden, self._learns = steps, hidden, learns
-        self._dtype = torch.float32 if torch.is_autocast_enabled(hidden.device.type) else dtype
-        self._linear = LinearHead(*head.weights) if head.weights else None
-        self._forward = self._linear or head.forward
+        self._dtype = _for_sums(dtype) if torch.is_autocast_enabled(hidden.device.type) else dtype
+        self._head, self._linear = head, LinearHead(*head.weights) if head.weights else None
         # What tiles read beside their tokens, and the leaf that stands for it in a tile.
         leaves: dict[Tensor, Tensor] = (
             {} if head.module is None or self._linear else {each: each for each in head.module.parameters()}
@@ -106,9 +118,16 @@ class Tiles:
     def _add_tile(self, rows: slice, targets: Tensor, ignored: int, smoothing: float) -> Tensor:
         """Adds the gradients of a tile to their sums, and returns its loss."""
         hidden = self._hidden[rows].detach().requires_grad_(self._learns)  # also where the base is frozen
-        logits = self._forward(hidden)
+        with self._head.as_called(hidden.device):
+            logits = (self._linear or self._head.own)(hidden)
         for step in self._steps:
             logits = step(logits, self._leaves)
+        if (
+            self._learns
+            and loss_ops.is_fused(logits)
+            and (not self._linear or (self._steps and self._steps[-1].name == "tanh"))
+        ):
+            logits = logits.clone()  # the kernel writes over them, and what made them may have saved them
         loss = _summed_loss(logits, targets, ignored, smoothing)
         del logits  # which the gradients do not need
         if self._learns:

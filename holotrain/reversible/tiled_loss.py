@@ -14,7 +14,9 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
+from types import EllipsisType
 from typing import Any
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +25,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from holotrain.reversible import loss_ops
 from holotrain.reversible.context import has_no_data
-from holotrain.reversible.reads import is_sharded
-from holotrain.reversible.replaced_forward import ReplacedForward, forward_replaced
-from holotrain.reversible.tiled_cross_entropy import Head, Step, Tiles, Unreadable
+from holotrain.reversible.reads import is_sharded, version_of
+from holotrain.reversible.replaced_forward import ReplacedForward, replaced
+from holotrain.reversible.settings import put_back, sources_of
+from holotrain.reversible.tiled_cross_entropy import LOGITS, Head, Step, Tiles, Unreadable
 from holotrain.reversible.tokenwise import mixes_tokens
 
 IGNORED = -100
@@ -63,6 +66,8 @@ def tile_loss(model: nn.Module, most_logits: int | None = None) -> nn.Module:
 def untile_loss(model: nn.Module) -> None:
     """Takes back what :func:`tile_loss` did."""
     TiledLoss.remove_all(model)
+    for each in model.modules():
+        _whole.discard(each)
 
 
 def language_model(model: nn.Module) -> Any:
@@ -81,51 +86,66 @@ class TiledLoss(ReplacedForward):
     KEY, WHAT = "_tiled_loss", "model"
     IN_EVAL = False  # an evaluation looks at the logits
     most_logits: int | None
-    whole = False
-    """The logits reached something that cannot take them as pending."""
-
-    def __init__(self, module: Any) -> None:
-        super().__init__(module)
-        self.said: set[str] = set()
 
     def train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
-        if keywords.get("labels") is None or self.whole:
+        if keywords.get("labels") is None:
             return self.pass_on(arguments, keywords)
-        try:
-            with pending_logits(self.module, self.most_logits, self.said):
-                result = self.own()(*arguments, **keywords)
-        except Unreadable as error:
-            self.whole = True
-            warnings.warn(f"the loss of {type(self.module).__name__} is taken whole: {error}", stacklevel=4)
-            return self.pass_on(arguments, keywords)
-        return _without_pending(result)
+        return loss_in_tiles(self.module, partial(self.own(), *arguments, **keywords), self.most_logits)
+
+
+def loss_in_tiles(model: nn.Module, compute: Callable[[], Any], most_logits: int | None = None) -> Any:
+    """What a function returns that calls a model and computes a loss of its logits, in tiles if it can be.
+
+    If something needs the numbers of the logits and cannot be given them, the function is called again, and the loss of this
+    model is taken whole from then on, with a warning.
+
+    Args:
+        model, most_logits: as :func:`tile_loss` takes them.
+    """
+    if model in _whole:
+        return compute()
+    device = next(iter(model.parameters())).device
+    states = [source.read() for source in sources_of(device)]
+    try:
+        with pending_logits(model, most_logits):
+            return _without_pending(compute())
+    except Unreadable as error:
+        _whole.add(model)
+        warnings.warn(f"the loss of {type(model).__name__} is taken whole: {error}", stacklevel=4)
+        put_back(states)
+        return compute()
+
+
+_whole: WeakSet[nn.Module] = WeakSet()
+"""Models whose logits reached something that cannot take them as pending."""
+
+_warned: WeakSet[Any] = WeakSet()
+"""Heads of which a warning has said that their logits are computed whole."""
 
 
 def _without_pending(result: Any) -> Any:
     """What a model returns, with None for logits that nobody has computed."""
     if isinstance(result, dict):
         for name, value in [*result.items()]:
-            if isinstance(value, PendingLogits):
-                result[name] = value.whole
+            result[name] = value.whole if isinstance(value, PendingLogits) else _without_pending(value)
         return result
     return tree_map_only(PendingLogits, lambda logits: logits.value(), result)
 
 
 @contextmanager
-def pending_logits(model: nn.Module, most_logits: int | None = None, said: set[str] | None = None) -> Generator[None]:
+def pending_logits(model: nn.Module, most_logits: int | None = None) -> Generator[None]:
     """Inside, the head of a language model returns :class:`PendingLogits`.
 
     Args:
         model: as :func:`tile_loss` takes it; one without a head for words stays as it is.
         most_logits: numbers in the logits of a tile, at most; None: by the device.
-        said: what was warned of already, so that it is once.
     """
     found = language_model(model)
     head = None if found is None else _head_of(found)
     if head is None or is_sharded(type(head)) or torch.compiler.is_compiling():  # sharded: it would be gathered for each tile
         yield
         return
-    own, weights, looking, said = head.forward, _weights_of(head), False, set() if said is None else said
+    own, weights, looking = head.forward, _weights_of(head), False
 
     def forward(hidden: Tensor) -> Tensor:
         nonlocal looking
@@ -134,9 +154,11 @@ def pending_logits(model: nn.Module, most_logits: int | None = None, said: set[s
         looking = True
         reason = None if weights else mixes_tokens(head, hidden.reshape(1, -1, hidden.shape[-1]), {})
         looking = False
-        return own(hidden) if reason else PendingLogits.of(Head(own, weights, head, said), hidden, most_logits)
+        device = hidden.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return own(hidden) if reason else PendingLogits.of_head(Head(own, weights, head, autocast), hidden, most_logits)
 
-    with forward_replaced(head, forward):
+    with replaced(head, "forward", forward):
         yield
 
 
@@ -161,19 +183,39 @@ def linear_cross_entropy(
         targets: (N,) of class indices; -100 is ignored.
         most_logits: numbers in the logits of a tile, at most; None: by the device.
     """
-    head = Head(partial(F.linear, weight=weight, bias=bias), (weight, bias), None, set())
-    logits = PendingLogits.of(head, hidden, most_logits)
+    device = hidden.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    head = Head(partial(F.linear, weight=weight, bias=bias), (weight, bias), None, autocast)
+    logits = PendingLogits.of_head(head, hidden, most_logits)
     return F.cross_entropy(logits.float() if logits.dtype in loss_ops.HALF else logits, targets)
+
+
+class _Family:
+    """All pending logits of one call of a head, in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self.members: list[ref[PendingLogits]] = []
+        self.are_whole = False
+
+    def compute(self) -> None:
+        """Computes all that are alive, as they would have been without tiles: some are views of others."""
+        self.are_whole = True
+        for member in self.members:
+            if (logits := member()) is not None:
+                logits.require_unchanged()
+                logits.whole = logits.make()
 
 
 class PendingLogits(Tensor):
     """Logits that are not computed yet: those of a head and hidden states, with some functions of each of them.
 
     They know their shape, dtype and device. :func:`torch.nn.functional.cross_entropy` takes them in tiles. Any other function
-    gets :meth:`value`, which is computed as it would have been without tiles.
+    gets :meth:`value`, which is computed as it would have been without tiles; all that follows gets it, too.
 
     Attributes:
         hidden: (..., C), with their graph.
+        empty: such logits of no tokens, (0, V).
+        make: how they are computed.
         whole: the logits, if they have been computed; else None.
     """
 
@@ -181,59 +223,91 @@ class PendingLogits(Tensor):
     hidden: Tensor
     steps: tuple[Step, ...]
     most: int
+    empty: Tensor
+    family: _Family
+    make: Callable[[], Tensor]
     whole: Tensor | None
+    read: list[Tensor]
+    versions: list[int]
 
     @staticmethod
-    def of(head: Head, hidden: Tensor, most: int | None = None, steps: tuple[Step, ...] = ()) -> PendingLogits:
-        none = head.forward(hidden.detach().reshape(-1, hidden.shape[-1])[:0])
-        for step in steps:
-            none = step(none)
-        learns = torch.is_grad_enabled() and (none.requires_grad or hidden.requires_grad)
+    def of_head(head: Head, hidden: Tensor, most: int | None = None) -> PendingLogits:
+        empty = head.forward(hidden.detach().reshape(-1, hidden.shape[-1])[:0])
+        most = most or MOST_LOGITS.get(hidden.device.type, 2**27)
+        return PendingLogits.of(head, hidden, most, (), empty, _Family(), partial(head.forward, hidden))
+
+    @staticmethod
+    def of(
+        head: Head,
+        hidden: Tensor,
+        most: int,
+        steps: tuple[Step, ...],
+        empty: Tensor,
+        family: _Family,
+        make: Callable[[], Tensor],
+    ) -> PendingLogits:
+        learns = torch.is_grad_enabled() and (empty.requires_grad or hidden.requires_grad)
+        shape = (*hidden.shape[:-1], empty.shape[-1])
         pending = Tensor._make_wrapper_subclass(
-            PendingLogits, (*hidden.shape[:-1], none.shape[-1]), dtype=none.dtype, device=hidden.device, requires_grad=learns
+            PendingLogits, shape, dtype=empty.dtype, device=hidden.device, requires_grad=learns
         )
-        pending.head, pending.hidden, pending.steps, pending.whole = head, hidden, steps, None
-        pending.most = most or MOST_LOGITS.get(hidden.device.type, 2**27)
+        pending.head, pending.hidden, pending.steps, pending.most, pending.empty = head, hidden, steps, most, empty
+        pending.family, pending.make, pending.whole = family, make, None
+        pending.read = [hidden, *(each for each in head.weights or () if each is not None)]
+        pending.versions = [*map(version_of, pending.read)]
+        family.members.append(ref(pending))
         return pending
 
-    def then(self, step: Step) -> PendingLogits:
-        return PendingLogits.of(self.head, self.hidden, self.most, (*self.steps, step))
+    def require_unchanged(self) -> None:
+        if [*map(version_of, self.read)] != self.versions:
+            raise Unreadable("its hidden states, or the weight of its head, are changed in place before the loss")
 
-    def of_hidden(self, hidden: Tensor) -> PendingLogits:
-        return PendingLogits.of(self.head, hidden, self.most, self.steps)
+    def then(self, step: Step) -> PendingLogits:
+        steps, empty = (*self.steps, step), step(self.empty)
+        make = partial(lambda before: step(before.whole), self)
+        return PendingLogits.of(self.head, self.hidden, self.most, steps, empty, self.family, make)
+
+    def of_hidden(self, hidden: Tensor, make: Callable[[Tensor], Tensor]) -> PendingLogits:
+        """The logits of some tokens, or of tokens in another shape; ``make`` gets them of these logits."""
+        whole = partial(lambda before: make(before.whole), self)
+        return PendingLogits.of(self.head, hidden, self.most, self.steps, self.empty, self.family, whole)
 
     def value(self) -> Tensor:
         """The logits, with their graph."""
         if self.whole is None:
-            whole = self.head.forward(self.hidden)
-            for step in self.steps:
-                whole = step(whole)
-            self.whole = whole
+            self.family.compute()
+        assert self.whole is not None
         return self.whole
 
     def steps_of_tiles(self) -> tuple[Step, ...]:
         """The steps without a last one from half precision to fp32, in which the loss of a tile is computed anyway."""
         if self.dtype != torch.float32 or not self.steps or self.steps[-1].name not in ("float", "to"):
             return self.steps
-        before = PendingLogits.of(self.head, self.hidden, self.most, self.steps[:-1])
-        return before.steps if before.dtype in loss_ops.HALF else self.steps
+        empty = self.head.forward(self.hidden.detach().reshape(-1, self.hidden.shape[-1])[:0])
+        for step in self.steps[:-1]:
+            empty = step(empty)
+        return self.steps[:-1] if empty.dtype in loss_ops.HALF else self.steps
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
         with torch._C.DisableTorchFunctionSubclass():
-            if name in _OF_SHAPE:
+            if name in _OF_SHAPE or (name == "__get__" and func.__self__.__name__ in _OF_SHAPE):
                 return func(*args, **kwargs)
             pending = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, PendingLogits))
             if pending.requires_grad and not torch.is_grad_enabled():  # maybe within a Function with a backward of its own
                 raise Unreadable(f"{name} reads its logits without gradients")
-            rule = _RULES.get(name)
-            done = None if rule is None else rule(func, args, kwargs)
-            if done is not None:
-                return done
+            if not pending.family.are_whole and any(isinstance(each, PendingLogits) for each in args):
+                done = _RULES[name](func, args, kwargs) if name in _RULES else None
+                if done is not None:
+                    return done
+            if name in _OF_THE_GRAPH or name == "__set__" or (name == "__get__" and func.__self__.__name__ in _OF_THE_GRAPH):
+                raise Unreadable(f"{getattr(func, '__self__', func).__name__} reads the graph of its logits")
             if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or "out" in kwargs:
                 raise Unreadable(f"{name} changes its logits")
-            pending.warn(name)
+            if not pending.family.are_whole and (module := pending.head.module) is not None and module not in _warned:
+                _warned.add(module)
+                warnings.warn(f"the logits are computed whole, since {name} reads them", stacklevel=3)
             args, kwargs = tree_map_only(PendingLogits, PendingLogits.value, (args, kwargs))
             return func(*args, **kwargs)
 
@@ -241,32 +315,40 @@ class PendingLogits(Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # ty: ignore[incompatible-method-override]
         raise Unreadable(f"{func} reads its logits outside of torch's functions")
 
-    def warn(self, name: str) -> None:
-        if not self.head.said:
-            self.head.said.add(name)
-            warnings.warn(f"the logits are computed whole, since {name} reads them", stacklevel=4)
 
+_OF_SHAPE = {
+    *("size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "is_complex", "__len__", "get_device"),
+    *("shape", "dtype", "device", "layout", "requires_grad", "ndim", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_mps"),
+    *("itemsize", "nbytes", "is_nested", "is_quantized", "is_xpu"),
+}
+"""Functions and properties that ask for no number."""
 
-_OF_SHAPE = {"__get__", "size", "dim", "ndimension", "numel", "is_floating_point", "is_complex", "__len__", "get_device"}
-"""Functions that ask for no number. ``__get__`` is that of properties, such as ``shape``; others of those raise."""
+_OF_THE_GRAPH = {
+    *("register_hook", "retain_grad", "register_post_accumulate_grad_hook", "backward", "requires_grad_", "detach_"),
+    *("grad_fn", "is_leaf", "grad", "data", "_base", "_version", "output_nr", "retains_grad", "_backward_hooks"),
+}
 
 
 def _each_logit(func: Callable, args: tuple, kwargs: dict) -> PendingLogits | None:
-    """A function of each logit by itself, maybe with a number or a tensor that has one entry or one for each word."""
+    """A function of each logit by itself, maybe with a number or a tensor that has one entry or one for each word.
+
+    Tensors are copied: what is changed in place later does not change these logits.
+    """
     pending = [each for each in args if isinstance(each, PendingLogits)]
-    if len(pending) != 1 or any(isinstance(each, Tensor) for each in kwargs.values()):
+    if len(pending) != 1 or any(isinstance(each, Tensor | torch.device | str) for each in kwargs.values()):
         return None
     logits, own = pending[0], []
     for each in args:
-        if each is logits:
-            own.append(None)
-        elif isinstance(each, Tensor):
-            if each.numel() not in (1, each.shape[-1] if each.ndim else 1) or each.numel() not in (1, logits.shape[-1]):
+        if isinstance(each, torch.device | str):
+            return None
+        if isinstance(each, Tensor) and each is not logits:
+            fits = each.numel() == 1 or (each.numel() == logits.shape[-1] == each.shape[-1])
+            if not fits or each.ndim > logits.ndim or each.device != logits.device:
                 return None
-            own.append(each.reshape(-1) if each.ndim > 1 else each)
-        else:
-            own.append(each)
-    return logits.then(Step(func, tuple(own), kwargs))
+            each = each.clone().flatten()
+        own.append(LOGITS if each is logits else each)
+    step = Step(func, tuple(own), kwargs)
+    return logits.then(step) if step(logits.empty.detach()).is_floating_point() else None
 
 
 def _same(func: Callable, args: tuple, kwargs: dict) -> PendingLogits:
@@ -279,33 +361,43 @@ def _reshaped(func: Callable, args: tuple, kwargs: dict) -> PendingLogits | None
     if kwargs or not isinstance(logits, PendingLogits) or not sizes or sizes[-1] != logits.shape[-1]:
         return None
     rest = logits.hidden.shape[:-1].numel()
-    known = math.prod(size for size in sizes[:-1] if size != -1)
-    sizes = [rest // max(known, 1) if size == -1 else size for size in sizes[:-1]]
-    return logits.of_hidden(logits.hidden.reshape(*sizes, logits.hidden.shape[-1]))
+    given = math.prod(size for size in sizes[:-1] if size != -1)
+    of_tokens = [rest // max(given, 1) if size == -1 else size for size in sizes[:-1]]
+    return logits.of_hidden(
+        logits.hidden.reshape(*of_tokens, logits.hidden.shape[-1]), lambda whole: func(whole, *of_tokens, whole.shape[-1])
+    )
 
 
 def _flattened(func: Callable, args: tuple, kwargs: dict) -> PendingLogits | None:
     logits, start, end = (*args, *[kwargs.get(name, default) for name, default in _ENDS[len(args) - 1 :]])
     if end % logits.ndim == logits.ndim - 1:
         return None
-    return logits.of_hidden(logits.hidden.flatten(start % logits.ndim, end % logits.ndim))
+    start, end = start % logits.ndim, end % logits.ndim
+    return logits.of_hidden(logits.hidden.flatten(start, end), lambda whole: whole.flatten(start, end))
 
 
 _ENDS = [("start_dim", 0), ("end_dim", -1)]
 
 
 def _chosen(func: Callable, args: tuple, kwargs: dict) -> PendingLogits | None:
-    """Some tokens: an index that leaves the words as they are."""
+    """Some tokens: an index of numbers, slices and tensors that leaves the words as they are."""
     logits, index = args
-    if not isinstance(logits, PendingLogits):
-        return None
     places = list(index) if isinstance(index, tuple) else [index]
-    masks = [place for place in places if isinstance(place, Tensor) and place.dtype == torch.bool]
-    taken = sum(place is not None for place in places) + sum(mask.ndim - 1 for mask in masks)
-    to_the_end = taken >= logits.ndim or any(place is Ellipsis for place in places)
-    if to_the_end and not (isinstance(places[-1], slice) and places[-1] == slice(None)) and places[-1] is not Ellipsis:
+    if not isinstance(logits, PendingLogits) or not all(
+        isinstance(place, int | slice | Tensor | EllipsisType) for place in places
+    ):
         return None
-    return logits.of_hidden(logits.hidden[index])
+    taken = sum(place.ndim if isinstance(place, Tensor) and place.dtype in _MASKS else 1 for place in places)
+    if Ellipsis in [place for place in places if not isinstance(place, Tensor)]:
+        where = next(number for number, place in enumerate(places) if place is Ellipsis)
+        places[where : where + 1] = [slice(None)] * (logits.ndim - taken + 1)
+        taken = logits.ndim
+    if taken >= logits.ndim and places[-1] != slice(None):
+        return None
+    return logits.of_hidden(logits.hidden[tuple(places)], lambda whole: whole[tuple(places)])
+
+
+_MASKS = (torch.bool, torch.uint8)
 
 
 def _cross_entropy(func: Callable, args: tuple, kwargs: dict) -> Tensor | None:
@@ -317,6 +409,7 @@ def _cross_entropy(func: Callable, args: tuple, kwargs: dict) -> Tensor | None:
         return None
     if targets.is_floating_point() or reduction not in ("mean", "sum") or not (weight is size_average is reduce is None):
         return None
+    logits.require_unchanged()
     if len(logits) != len(targets):
         raise ValueError(f"cross_entropy got {len(targets)} labels for the logits of {len(logits)} tokens")
     tiles = Tiles(logits.head, logits.steps_of_tiles(), logits.hidden, logits.dtype, logits.requires_grad)
@@ -325,7 +418,7 @@ def _cross_entropy(func: Callable, args: tuple, kwargs: dict) -> Tensor | None:
 
 
 _RULES: dict[str, Callable[[Callable, tuple, dict], Any]] = {
-    **dict.fromkeys(("float", "double", "half", "bfloat16", "to", "type", "tanh", "neg", "clamp"), _each_logit),
+    **dict.fromkeys(("float", "double", "half", "bfloat16", "to", "tanh", "neg", "clamp"), _each_logit),
     **dict.fromkeys(("mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "true_divide"), _each_logit),
     **dict.fromkeys(("add", "__add__", "__radd__", "sub", "__sub__"), _each_logit),
     **dict.fromkeys(("view", "reshape"), _reshaped),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holotrain.reversible.context import has_no_data, is_captured
+from holotrain.reversible.context import has_no_data, is_captured, recomputing
 from holotrain.reversible.lists_of_blocks import is_list_of_blocks, outermost
+from holotrain.reversible.reads import parts_of
 from holotrain.reversible.recomputation import checkpointed
 from holotrain.reversible.replaced_forward import ReplacedForward
 from holotrain.reversible.settings import put_back, sources_of
 from holotrain.reversible.tiled_loss import language_model, tile_loss
-from holotrain.reversible.tokenwise import require_tile, tiles_of, why_whole
+from holotrain.reversible.tokenwise import attributes_of, put_back_attributes, require_tile, tiles_of, why_whole
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -36,8 +37,8 @@ def tile_modules(model: nn.Module, tile: int | Mapping[str, int]) -> list[str]:
     Args:
         tile: tokens of a tile. The candidates are then parts of blocks with at least two matrices of weights. At its first call
             each is looked at (:mod:`holotrain.reversible.tokenwise`), and left alone if it may mix tokens, as attention does;
-            the reason is logged. Or a mapping from patterns of names, such as ``"layers.*.mlp"``, to tokens: these modules are
-            taken in tiles without being looked at.
+            the reason is logged. Or a mapping from patterns of names, such as ``"model.layers.*.mlp"``, to tokens: these
+            modules are taken in tiles without being looked at.
 
     Returns:
         the names of the candidates.
@@ -68,9 +69,10 @@ def _named(model: nn.Module, tiles: Mapping[str, int]) -> dict[str, tuple[nn.Mod
     found = {}
     for pattern, tile in tiles.items():
         require_tile(tile)
-        named = {name: (module, tile) for name, module in model.named_modules() if fnmatchcase(name, pattern)}
+        named = {name: (module, tile) for name, module in model.named_modules() if fnmatchcase(name, str(pattern))}
         if not named:
-            raise ValueError(f"tile: {type(model).__name__} has no module of the name {pattern!r}")
+            example = next(iter(_candidates(model, 1)), "layers.0.mlp")
+            raise ValueError(f"tile: {type(model).__name__} has no module of the name {pattern!r}; give such as {example!r}")
         found |= named
     return found
 
@@ -121,7 +123,11 @@ class Tiled(ReplacedForward):
 
     def train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
         x = arguments[0] if len(arguments) == 1 else None
-        if _inside.get() or self._mixes or not isinstance(x, Tensor) or not self._may_cut(x, keywords):
+        if _inside.get() or self._mixes:
+            return self.pass_on(arguments, keywords)
+        if not isinstance(x, Tensor):
+            self._say("it is not called with one tensor", _LOGGER.info)
+        if not isinstance(x, Tensor) or not self._may_cut(x, keywords):
             return self.pass_on(arguments, keywords)
         run, outputs = partial(checkpointed, self.module, forward=partial(self._run_tile, keywords)), []
         sizes, skipped = [part.stop - part.start for part in tiles_of(x, self.tile)], None
@@ -142,14 +148,15 @@ class Tiled(ReplacedForward):
         if reason is not None:
             self._say(reason, _LOGGER.info)
             return False
+        if recomputing() or has_no_data(x) or is_captured(x.device):
+            return True
         self._calls += 1
-        is_power_of_two = self._calls & (self._calls - 1) == 0
-        if is_power_of_two and not has_no_data(x) and not is_captured(x.device) and not self._keeps_apart(x, keywords):
+        if self._calls & (self._calls - 1) == 0 and not self._keeps_apart(x, keywords):
             self._mixes = True
-            self._say("two tiles give another result together than each by itself", partial(warnings.warn, stacklevel=5))
+            self._say("its first two tiles have other results by themselves", partial(warnings.warn, stacklevel=5))
         return not self._mixes
 
-    def _say(self, reason: str, how: Any) -> None:
+    def _say(self, reason: str, how: Callable[[str], object]) -> None:
         message = f"{type(self.module).__name__} is taken whole, not in tiles: {reason}"
         if message not in self.said:
             self.said.add(message)
@@ -158,13 +165,23 @@ class Tiled(ReplacedForward):
     @torch.no_grad()
     def _keeps_apart(self, x: Tensor, keywords: dict[str, Any]) -> bool:
         """Whether the first two tiles give the same by themselves as together; unknown, so True, if it draws numbers."""
-        states = [source.read() for source in sources_of(x.device)]
+        parts, states = parts_of(self.module), [source.read() for source in sources_of(x.device)]
+        attributes, buffers = attributes_of(parts), [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         together = self._run_tile(keywords, x[:, : 2 * self.tile].contiguous())
-        if any(before[2] != source.read()[2] for before, (source, *_) in zip(states, states, strict=True)):
-            put_back(states)
+        draws = any(before[2] != source.read()[2] for before, (source, *_) in zip(states, states, strict=True))
+        tiles = (
+            [] if draws else [self._run_tile(keywords, tile.contiguous()) for tile in x[:, : 2 * self.tile].split(self.tile, 1)]
+        )
+        put_back(states)
+        put_back_attributes(attributes)
+        for buffer, before in buffers:
+            if not torch.equal(buffer, before):
+                buffer.copy_(before)
+        if draws:
             return True
-        parts = [self._run_tile(keywords, part.contiguous()) for part in x[:, : 2 * self.tile].split(self.tile, 1)]
-        off = (torch.cat(parts, 1) - together).abs().max()
+        if not isinstance(together, Tensor) or together.shape[:2] != (len(x), min(2 * self.tile, x.shape[1])):
+            return False
+        off = (torch.cat(tiles, 1) - together).abs().max()
         return not bool(off > torch.finfo(off.dtype).eps ** 0.5 * together.abs().max())  # also where both are NaN
 
 

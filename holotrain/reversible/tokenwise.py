@@ -9,9 +9,12 @@ number of tokens, or something that the call leaves behind means no.
 from __future__ import annotations
 
 import gc
+import logging
 import random
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -22,7 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from holotrain.reversible.reads import is_compiled, is_tensor_parallel, parts_of
+from holotrain.reversible.context import recomputing
+from holotrain.reversible.reads import is_compiled, is_plain, is_tensor_parallel, parts_of
 
 aten = torch.ops.aten
 
@@ -48,64 +52,95 @@ def why_whole(module: nn.Module, tile: int, x: Tensor, keywords: dict[str, Any],
         return "its input has no more tokens than a tile" if x.ndim == 3 else "its input is not (B, T, C)"
     if torch.compiler.is_compiling():
         return "it is being compiled"
-    if x.shape[1] % tile and any(map(is_compiled, parts_of(module))):
+    parts = parts_of(module)
+    if x.shape[1] % tile and any(map(is_compiled, parts)):
         # A last tile of another length would have the code of the others compiled anew, before they are recomputed.
         return "it is compiled, and its tokens are no multiple of a tile"
-    return None if trusted else mixes_tokens(module, x, keywords)
-
-
-_reasons: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], str | None]] = WeakKeyDictionary()
-"""What was found of a module, by the classes, modes and plain attributes of its parts, which decide what it does."""
-
-
-def mixes_tokens(module: nn.Module, x: Tensor, keywords: dict[str, Any]) -> str | None:
-    """Why a module may not keep the tokens of x (B, T, ...) apart, in words that end a sentence; None: it does.
-
-    Its operators are looked at once, and again where the classes, modes or plain attributes of its parts have changed.
-    """
+    if _has_hooks(parts):
+        return "it has hooks, which would see tiles"
     for leaf in tree_leaves(keywords):
         if isinstance(leaf, Tensor):
             return "it reads tensors besides its input"
         if not isinstance(leaf, bool | int | float | str | torch.dtype | None):
             return f"it gets a {type(leaf).__name__}, which its forward may change"  # such as a cache of keys and values
+    return None if trusted else mixes_tokens(module, x, keywords, (tile,))
+
+
+def _has_hooks(parts: Iterable[nn.Module]) -> bool:
+    everywhere = [value for name, value in vars(nn.modules.module).items() if name.startswith("_global_") and "hooks" in name]
+    own = (vars(part)[name] for part in parts for name in _HOOKS)
+    return any(isinstance(hooks, dict) and hooks for hooks in (*everywhere, *own))
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class _Verdicts:
+    """What was found of a module, by what decides what it does: its input, and the attributes of its parts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.reasons: dict[tuple[Any, ...], str | None] = {}
+
+
+_verdicts: WeakKeyDictionary[nn.Module, _Verdicts] = WeakKeyDictionary()
+
+
+def mixes_tokens(module: nn.Module, x: Tensor, keywords: dict[str, Any], lengths: tuple[int, ...] = ()) -> str | None:
+    """Why a module may not keep the tokens of x (B, T, ...) apart, in words that end a sentence; None: it does.
+
+    Its operators are looked at in its calls 1, 2, 4, 8 ..., where another batch size or twice as many tokens come, and where
+    keywords, or the classes, modes or plain attributes of its parts have changed.
+
+    Args:
+        keywords: of its forward; no tensors.
+        lengths: numbers of tokens at which it must do the same, besides 1 and one of at least T.
+    """
     plain = getattr(module, "_orig_mod", module)
-    parts = parts_of(plain)
-    if any(part._forward_pre_hooks or part._forward_hooks or part._backward_hooks for part in parts):
-        return "it has hooks, which would see tiles"
-    found = _reasons.setdefault(module, {})
-    key = (x.dtype, x.device.type, torch.is_autocast_enabled(x.device.type), *map(_settings_of, parts))
-    if key not in found:
-        found[key] = _reason(plain, parts, x, keywords)
-    return found[key]
+    parts, verdicts = parts_of(plain), _verdicts.setdefault(module, _Verdicts())
+    if not recomputing():  # which must do what the forward did
+        verdicts.calls += 1
+        if verdicts.calls & (verdicts.calls - 1) == 0:
+            verdicts.reasons.clear()
+    lengths = (1, *lengths, 2 ** (x.shape[1] - 1).bit_length())
+    shape = (x.shape[0], *x.shape[2:], x.dtype, x.device.type, torch.is_autocast_enabled(x.device.type))
+    key = (lengths, shape, repr(keywords), *map(_settings_of, parts))
+    if key not in verdicts.reasons:
+        verdicts.reasons[key] = _reason(plain, parts, x, keywords, lengths)
+    return verdicts.reasons[key]
 
 
 def _settings_of(part: nn.Module) -> tuple[Any, ...]:
-    plain = (value for value in vars(part).values() if isinstance(value, bool | int | float | str))
-    return type(part), id(vars(part).get("forward")), *plain
+    forward = vars(part).get("forward")
+    plain = (value if not isinstance(value, list | tuple) else repr(value) for value in vars(part).values() if is_plain(value))
+    return type(part), getattr(forward, "__code__", forward), *(value for value in plain if not isinstance(value, dict))
 
 
-def _reason(module: nn.Module, parts: list[nn.Module], x: Tensor, keywords: dict[str, Any]) -> str | None:
+def _reason(
+    module: nn.Module, parts: list[nn.Module], x: Tensor, keywords: dict[str, Any], lengths: tuple[int, ...]
+) -> str | None:
     if is_tensor_parallel(module):
         return "its weights are divided among processes"
-    lengths = _primes_that_divide_no_size(parts, x)
-    before = [(part, dict(vars(part)), _contents(part)) for part in parts]
-    random_before = random.getstate()
+    primes = _primes_without_multiples(parts, x)
+    before, random_before = attributes_of(parts), random.getstate()
     try:
-        with torch.no_grad(), _without_data(x), _no_cached_casts(), _eager(parts):
-            calls = [_operators_of(module.forward, x, keywords, length) for length in lengths]
-        reason = None if calls[0] == calls[1] else "it computes with the number of tokens"
+        with torch.enable_grad(), _without_data(x), _no_cached_casts(), _eager(parts), _no_gradients_of_its_own():
+            calls = [_operators_of(module.forward, x, keywords, length) for length in primes]
+            others = [_calls_at(module.forward, x, keywords, length) for length in lengths]
+        same = calls[0] == calls[1] and all(map(partial(_are_the_same, calls[0]), others, lengths))
+        reason = None if same else "it computes with the number of tokens"
     except _MixesTokens as found:
         reason = str(found)
     except Exception as error:  # of a module that takes no other length, or reads values: of many kinds
         reason = f"it does not run on a tensor without data ({type(error).__name__})"
-    if _put_back(before) or random.getstate() != random_before:
+    if put_back_attributes(before) or random.getstate() != random_before:
         random.setstate(random_before)
-        reason = reason or "its forward changes attributes or draws numbers outside of torch"
+        reason = "its forward changes attributes or draws numbers outside of torch"
     return reason
 
 
-def _primes_that_divide_no_size(parts: Iterable[nn.Module], x: Tensor) -> tuple[int, int]:
-    """Two lengths, so that a dimension with a multiple of them is that of the tokens."""
+def _primes_without_multiples(parts: Iterable[nn.Module], x: Tensor) -> tuple[int, int]:
+    """Two lengths of which no size is a multiple, so that a dimension with a multiple of them is that of the tokens."""
     sizes = {size for part in parts for each in part._parameters.values() if each is not None for size in each.shape}
     sizes |= {*x.shape} - {x.shape[1]}
     good = [prime for prime in (1009, 1013, 1019, 1021, 1031, 1033, 1039) if all(size % prime for size in sizes)]
@@ -116,8 +151,42 @@ def _primes_that_divide_no_size(parts: Iterable[nn.Module], x: Tensor) -> tuple[
 def _without_data(x: Tensor):
     """New tensors have no data, and whatever counts operators or memory, as a plan does, does not see them."""
     mode = x.fake_mode if isinstance(x, FakeTensor) else FakeTensorMode(allow_non_fake_inputs=True)
-    with _disable_current_modes(), mode:
-        yield
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # of operators that do not suit the shapes
+    disabled, log.disabled = log.disabled, True
+    try:
+        with _disable_current_modes(), mode:
+            yield
+    finally:
+        log.disabled = disabled
+
+
+_looking: ContextVar[bool] = ContextVar("looking at operators", default=False)
+
+
+@contextmanager
+def _no_gradients_of_its_own():
+    """Inside, this thread may call no Function and register no hook: what they do to gradients cannot be looked at."""
+    function, tensor = torch.autograd.Function, Tensor
+    apply, register_hook = vars(function)["apply"], tensor.register_hook
+
+    def apply_known(kind, *arguments, **keywords):
+        if _looking.get() and not getattr(kind, "keeps_tokens_apart", False):
+            raise _MixesTokens(f"it calls {kind.__name__}, whose backward is its own")
+        return apply.__get__(None, kind)(*arguments, **keywords)
+
+    def refuse_hook(self, hook):
+        if _looking.get():
+            raise _MixesTokens("it registers a hook, which would see the gradients of tiles")
+        return register_hook(self, hook)
+
+    token, function.apply, tensor.register_hook = _looking.set(True), classmethod(apply_known), refuse_hook
+    try:
+        # No hooks of a recomputation around it, and nothing is kept for a backward that never comes.
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
+            yield
+    finally:
+        _looking.reset(token)
+        function.apply, tensor.register_hook = apply, register_hook
 
 
 @contextmanager
@@ -141,7 +210,12 @@ def _contents(part: nn.Module) -> list[tuple[Any, Any]]:
     return [(each, each.copy()) for each in held]
 
 
-def _put_back(before: list) -> bool:
+def attributes_of(parts: Iterable[nn.Module]) -> list:
+    """What :func:`put_back_attributes` needs."""
+    return [(part, dict(vars(part)), _contents(part)) for part in parts]
+
+
+def put_back_attributes(before: list) -> bool:
     """Gives modules their attributes back; whether they had others."""
     changed = False
     for part, attributes, contents in before:
@@ -170,7 +244,7 @@ class _Tokens(NamedTuple):
 
 def _operators_of(forward: Callable, x: Tensor, keywords: dict[str, Any], length: int) -> list[Any]:
     """The operators of a call on tensors of some length, with their plain arguments in terms of the length."""
-    stream = x.new_empty(x.shape[0], length, *x.shape[2:])
+    stream = x.new_empty(x.shape[0], length, *x.shape[2:]).requires_grad_(x.is_floating_point())
     with _Watch(length, stream) as watch:
         result = forward(stream, **keywords)
     if not isinstance(result, Tensor) or result is stream or result.ndim < 3 or watch.tokens_of(result) != _Tokens(1, 1):
@@ -184,6 +258,35 @@ def _operators_of(forward: Callable, x: Tensor, keywords: dict[str, Any], length
         _remove_from_containers(left)
         raise _MixesTokens("its forward leaves a tensor behind, in an attribute or a list")
     return watch.calls
+
+
+class _Calls(TorchDispatchMode):
+    """Lists the operators of a call, with their plain arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, list[Any]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        if func.namespace != "prim":
+            plain = [each for each in tree_leaves((args, kwargs or {})) if not isinstance(each, Tensor)]
+            self.calls.append((str(func), plain))
+        return func(*args, **(kwargs or {}))
+
+
+def _calls_at(forward: Callable, x: Tensor, keywords: dict[str, Any], length: int) -> list[tuple[str, list[Any]]]:
+    stream = x.new_empty(x.shape[0], length, *x.shape[2:]).requires_grad_(x.is_floating_point())
+    with _Calls() as listed:
+        forward(stream, **keywords)
+    return listed.calls
+
+
+def _are_the_same(known: list[Any], calls: list[tuple[str, list[Any]]], length: int) -> bool:
+    """Whether operators are those of :func:`_operators_of`, at another length."""
+    if [name for name, _ in known] != [name for name, _ in calls]:
+        return False
+    pairs = [pair for (_, mine), (_, theirs) in zip(known, calls, strict=True) for pair in zip(mine, theirs, strict=True)]
+    return all(each == mine * length if isinstance(mine, int) else str(each) == mine for mine, each in pairs)
 
 
 def _remove_from_containers(tensors: list[Tensor]) -> None:
@@ -203,6 +306,7 @@ class _Watch(TorchDispatchMode):
     Attributes:
         places: the dimension of the tokens, by the id of each tensor that has one.
         alive: these tensors, so that no id is used twice.
+        own: ids of those whose memory was made in this call.
         calls: the operators, with their plain arguments.
     """
 
@@ -211,6 +315,7 @@ class _Watch(TorchDispatchMode):
         self.length = length
         self.places = {id(stream): _Tokens(1, 1)}
         self.alive = [stream]
+        self.own: set[int] = set()
         self.calls: list[Any] = []
 
     def tokens_of(self, value: Any) -> _Tokens | None:
@@ -233,6 +338,7 @@ class _Watch(TorchDispatchMode):
         result = func(*args, **kwargs)
         plain = [each for each in leaves if not isinstance(each, Tensor)]
         self.calls.append((str(func), [self._in_lengths(each) if func in _TAKES_SIZES else str(each) for each in plain]))
+        is_view = any(value.alias_info is not None for value in func._schema.returns)
         made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
         if tracked and func not in _READS_NOTHING:
             found = self._place(func, args, kwargs, made)
@@ -241,17 +347,19 @@ class _Watch(TorchDispatchMode):
         elif torch.Tag.nondeterministic_seeded in func.tags:
             raise _MixesTokens("it draws random numbers that tokens share")
         self.alive += made
+        if not is_view or any(id(each) in self.own for each in leaves[:1]):
+            self.own |= {*map(id, made)}
         return result
 
     def _in_lengths(self, value: Any) -> Any:
         is_multiple = isinstance(value, int) and value and value % self.length == 0
-        return ("lengths", value // self.length) if is_multiple else str(value)
+        return value // self.length if is_multiple else str(value)
 
     def _require_own(self, func: OpOverload, args: tuple, kwargs: dict) -> None:
         """What is changed in place must have been made in this call."""
         for place, argument in enumerate(func._schema.arguments):
             changed = args[place] if place < len(args) else kwargs.get(argument.name)
-            if argument.is_write and isinstance(changed, Tensor) and all(changed is not each for each in self.alive[1:]):
+            if argument.is_write and isinstance(changed, Tensor) and id(changed) not in self.own:
                 raise _MixesTokens("its forward changes a buffer or its input")
 
     def _place(self, func: OpOverload, args: tuple, kwargs: dict, made: list[Tensor]) -> _Tokens:

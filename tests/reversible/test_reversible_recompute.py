@@ -115,7 +115,7 @@ def test_an_attribute_that_changes_before_the_backward_is_named():
         said.append([str(each.message) for each in caught])
         model[0][1].scales["default"] = 2.0
     assert [len(each) for each in said] == [1, 1, 0, 1, 0]
-    assert "Scaled.scales was {'default': 2.0} in the forward, and is {'default': 0.1} in the backward" in said[0][0]
+    assert "Scaled.scales was {'default': 2.0} before the forward and is {'default': 0.1} in the backward" in said[0][0]
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
