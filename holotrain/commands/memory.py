@@ -186,7 +186,8 @@ def what_helps(found: list[str]) -> str:
     """What :func:`proposals` returns, as text."""
     if found:
         return f"it fits with {', or with '.join(found)}"
-    return "no schedule and no smaller batch would fit; optimizer.in_backward=true and optimizer=adamw_8bit need less"
+    less = "optimizer=adamw_8bit, and optimizer.in_backward=true with trainer.gradient_clip_val=null"
+    return f"no schedule and no smaller batch would fit; these need less: {less}"
 
 
 class PlannedTraining:

@@ -119,7 +119,8 @@ def model_arguments(config: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
     arguments, backward = with_data_properties("model", config.model, facts), config.backward
     if takes(config.model, "backward"):
         kind = default_backward(config.model) if backward.kind in (None, groups.AUTO) else backward.kind
-        arguments |= ({} if kind is None else {"backward": kind}) | backward.engine()
+        engine = {name: value for name, value in backward.engine().items() if name != "tile" or takes(config.model, name)}
+        arguments |= ({} if kind is None else {"backward": kind}) | engine
     return arguments
 
 
@@ -140,7 +141,7 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
             if backward.exact:
                 raise ValueError(f"{config.model.name} takes no option exact")
             set_backward(model, backward.kind, backward.store, backward.keep)
-        if backward.tile is not None and not takes(config.model, "backward"):
+        if backward.tile is not None and not takes(config.model, "tile"):
             with as_user_error("backward.tile"):
                 set_tile(model, backward.tile)
     except ValueError as error:

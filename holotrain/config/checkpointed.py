@@ -39,12 +39,10 @@ COMMAND_LINE_ONLY = (
 """Options that decide what is run, what is written, and where: a file does not set them."""
 
 REMOVED = (
-    *("synthesis.phase_only", "trainer.max_restarts", "data.max_megapixels", "data.max_expansion", "data.channels_last"),
-    *("callbacks.padding", "callbacks.histograms", "callbacks.optimization.per_block"),
     *("callbacks.confusion_matrix.class_names", "callbacks.predictions.class_names", "callbacks.predictions.statistics"),
     *(f"callbacks.samples.{name}" for name in ("count", "seed", "temperature", "tokenizer")),
 )
-"""Options that only checkpoints of older versions have."""
+"""Options that only checkpoints of older versions have, as those of ``GONE``."""
 
 DESCRIPTION = {
     **{"target": "str", "arguments": "dict", "facts": "dict[str, int | float | str | None]"},
@@ -110,7 +108,7 @@ def _checked(config: dict[str, Any], choices: dict[str, str], description: dict[
     for option in (*REMOVED, *GONE):
         *groups, name = option.split(".")
         node = reduce(lambda node, group: node.get(group) or {}, groups, values)
-        if option in REMOVED or node.get(name) in (None, "pre"):  # the defaults of what is gone
+        if groups != ["model"] or node.get(name) in (None, "pre"):  # their defaults: with others weights are of another model
             node.pop(name, None)
     config = _kept(structured("fit", values))
     for group, _, name in (option.partition(".") for option in COMMAND_LINE_ONLY):

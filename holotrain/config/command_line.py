@@ -166,6 +166,7 @@ def parse(argv: list[str]) -> Arguments:
             near = did_you_mean(word, ("resume=true", "test=false", "compile=true"))
             raise UserError(f"{word!r} is not an override; write group=option or key=value, without spaces around =.{near}")
         else:
+            require_not_gone(key_of(word).lstrip("+~"))
             arguments.words.append(word)
             unknown = re.split(r"[./@]", key_of(word))[0] not in known and not word.startswith(("+", "~"))
             arguments.overrides.append(f"{'++' * unknown}{_verbatim(word)}")  # it is refused below, where all options are there

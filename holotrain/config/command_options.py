@@ -415,7 +415,7 @@ def _check_backward(config: RunConfig) -> None:
             raise UserError(
                 f"backward={backward.kind}: {model.name} is not reversible; use backward={PLAIN[0]} or model=rev_..."
             )
-        for name in [name for name in backward.engine() if not takes(model, name)]:
+        for name in [name for name in backward.engine() if name != "tile" and not takes(model, name)]:
             why = "is not reversible" if ours else f"has no argument {name}"
             raise UserError(f"backward.{name}: {model.name} {why}; remove the option")
     if config.compile and any("+" in schedule for schedule in backward.blocks):

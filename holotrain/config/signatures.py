@@ -208,6 +208,13 @@ GONE = {
     "model.reversible": "backward=checkpoint8 keeps the inputs of blocks in 8 bits, also with backward.tile=512",
     "data.channels_last": "a model whose convolutions prefer it can take model.to(memory_format=torch.channels_last)",
     "model.blocks": "backward=checkpoint and the like are for all lists of equal blocks",
+    "synthesis.phase_only": "it was slower and gained nothing",
+    "trainer.max_restarts": "torchrun --max-restarts=N starts processes again",
+    "data.max_megapixels": "the limit of pixels is Pillow's own",
+    "data.max_expansion": "no archive is opened",
+    "callbacks.padding": "batch['lengths'] says what is padding",
+    "callbacks.histograms": "Lightning's grad_norm gives the norm of each parameter",
+    "callbacks.optimization.per_block": "Lightning's grad_norm gives the norm of each parameter",
 }
 """Commands and options of earlier versions, and what there is instead."""
 
