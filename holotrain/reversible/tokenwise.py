@@ -67,9 +67,7 @@ def why_whole(module: nn.Module, tile: int, x: Tensor, keywords: dict[str, Any],
 
 
 def _has_hooks(parts: Iterable[nn.Module]) -> bool:
-    everywhere = [value for name, value in vars(nn.modules.module).items() if name.startswith("_global_") and "hooks" in name]
-    own = (vars(part)[name] for part in parts for name in _HOOKS)
-    return any(isinstance(hooks, dict) and hooks for hooks in (*everywhere, *own))
+    return any(vars(part)[name] for part in parts for name in _HOOKS)
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

@@ -304,7 +304,6 @@ WRONG = [
     ("trainer.val_check_interval=true", "trainer.val_check_interval: True is not valid; give a whole number"),
     ("backward=pareprop backward.store=-1", "backward: store must be at least 0, not -1"),
     ("backward=autograd backward.store=2", "backward=autograd already stores every block"),
-    ("model=vit_tiny backward=checkpoint backward.tile=512", "backward.tile: ViT is not reversible"),
     ("backward.exact=some", "backward.exact: Value 'some' of type 'str' is incompatible with"),
     ("backward.cuda_graph=true trainer.precision=16-mixed", "use trainer.precision=bf16-mixed"),
     ("task=causal_lm model=rev_vit_tiny", "not RevViT; use another model, or task=image_classification"),
