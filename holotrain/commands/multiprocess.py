@@ -121,7 +121,7 @@ def follow(process: ProcessRank) -> int:
         message = f"holotrain: rank {process.rank} failed: {error}".splitlines()[0]
     destroy_group()  # so that the others, whose collectives fail then, do not wait
     if message:
-        time.sleep(GRACE)
+        time.sleep(4 * GRACE if status == 2 else GRACE)  # a mistake is said by the main process, after which this one is ended
         print(message, file=sys.stderr)
     return status
 

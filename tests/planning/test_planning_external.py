@@ -28,7 +28,6 @@ LANGUAGE = {
 }
 IMAGES = {
     "vit_tiny_patch16_224": {"embed_dim": 64, "depth": 3, "num_heads": 2},
-    "convnext_atto": {"dims": (16, 32, 64, 128), "depths": (1, 1, 1, 1)},
     "swin_tiny_patch4_window7_224": {"embed_dim": 24, "depths": (1, 1, 1, 1)},
 }
 
