@@ -37,6 +37,17 @@ class Head(NamedTuple):
     module: nn.Module | None
     autocast: torch.dtype | None
 
+    @classmethod
+    def called_now(
+        cls,
+        own: Callable[[Tensor], Tensor],
+        weights: tuple[Tensor, Tensor | None] | None,
+        module: nn.Module | None,
+        device: torch.device,
+    ) -> Head:
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        return cls(own, weights, module, autocast)
+
     def as_called(self, device: torch.device) -> torch.autocast:
         """The context of its call."""
         return torch.autocast(device.type, self.autocast, self.autocast is not None)
@@ -51,11 +62,12 @@ LOGITS = object()
 
 
 class Step(NamedTuple):
-    """A function of each logit: that of torch, and its arguments, with ``LOGITS`` in place of the logits."""
+    """A function of each logit: that of torch, and its arguments, with ``LOGITS`` in place of the logits of dtype ``given``."""
 
     function: Callable
     args: tuple
     keywords: dict
+    given: torch.dtype
 
     @property
     def name(self) -> str:

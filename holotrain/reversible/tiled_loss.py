@@ -154,9 +154,9 @@ def pending_logits(model: nn.Module, most_logits: int | None = None) -> Generato
         looking = True
         reason = None if weights else mixes_tokens(head, hidden.reshape(1, -1, hidden.shape[-1]), {})
         looking = False
-        device = hidden.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        return own(hidden) if reason else PendingLogits.of_head(Head(own, weights, head, autocast), hidden, most_logits)
+        if reason:
+            return own(hidden)
+        return PendingLogits.of_head(Head.called_now(own, weights, head, hidden.device), hidden, most_logits)
 
     with replaced(head, "forward", forward):
         yield
@@ -183,9 +183,7 @@ def linear_cross_entropy(
         targets: (N,) of class indices; -100 is ignored.
         most_logits: numbers in the logits of a tile, at most; None: by the device.
     """
-    device = hidden.device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    head = Head(partial(F.linear, weight=weight, bias=bias), (weight, bias), None, autocast)
+    head = Head.called_now(partial(F.linear, weight=weight, bias=bias), (weight, bias), None, hidden.device)
     logits = PendingLogits.of_head(head, hidden, most_logits)
     return F.cross_entropy(logits.float() if logits.dtype in loss_ops.HALF else logits, targets)
 
@@ -281,18 +279,18 @@ class PendingLogits(Tensor):
 
     def steps_of_tiles(self) -> tuple[Step, ...]:
         """The steps without a last one from half precision to fp32, in which the loss of a tile is computed anyway."""
-        if self.dtype != torch.float32 or not self.steps or self.steps[-1].name not in ("float", "to"):
-            return self.steps
-        empty = self.head.forward(self.hidden.detach().reshape(-1, self.hidden.shape[-1])[:0])
-        for step in self.steps[:-1]:
-            empty = step(empty)
-        return self.steps[:-1] if empty.dtype in loss_ops.HALF else self.steps
+        last = self.steps[-1] if self.steps else None
+        is_cast = last is not None and last.name in ("float", "to") and last.given in loss_ops.HALF
+        return self.steps[:-1] if is_cast and self.dtype == torch.float32 else self.steps
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
+        is_set = name == "__set__"
+        if is_set or name == "__get__":
+            name = func.__self__.__name__  # that of the property
         with torch._C.DisableTorchFunctionSubclass():
-            if name in _OF_SHAPE or (name == "__get__" and func.__self__.__name__ in _OF_SHAPE):
+            if name in _OF_SHAPE and not is_set:
                 return func(*args, **kwargs)
             pending = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, PendingLogits))
             if pending.requires_grad and not torch.is_grad_enabled():  # maybe within a Function with a backward of its own
@@ -301,8 +299,8 @@ class PendingLogits(Tensor):
                 done = _RULES[name](func, args, kwargs) if name in _RULES else None
                 if done is not None:
                     return done
-            if name in _OF_THE_GRAPH or name == "__set__" or (name == "__get__" and func.__self__.__name__ in _OF_THE_GRAPH):
-                raise Unreadable(f"{getattr(func, '__self__', func).__name__} reads the graph of its logits")
+            if is_set or name in _OF_THE_GRAPH:
+                raise Unreadable(f"{name} reads the graph of its logits")
             if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or "out" in kwargs:
                 raise Unreadable(f"{name} changes its logits")
             if not pending.family.are_whole and (module := pending.head.module) is not None and module not in _warned:
@@ -347,7 +345,7 @@ def _each_logit(func: Callable, args: tuple, kwargs: dict) -> PendingLogits | No
                 return None
             each = each.clone().flatten()
         own.append(LOGITS if each is logits else each)
-    step = Step(func, tuple(own), kwargs)
+    step = Step(func, tuple(own), kwargs, logits.dtype)
     return logits.then(step) if step(logits.empty.detach()).is_floating_point() else None
 
 

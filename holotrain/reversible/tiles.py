@@ -122,12 +122,8 @@ class Tiled(ReplacedForward):
         self._calls, self._mixes = 0, False
 
     def train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
-        x = arguments[0] if len(arguments) == 1 else None
-        if _inside.get() or self._mixes:
-            return self.pass_on(arguments, keywords)
-        if not isinstance(x, Tensor):
-            self._say("it is not called with one tensor", _LOGGER.info)
-        if not isinstance(x, Tensor) or not self._may_cut(x, keywords):
+        x: Any = arguments[0] if len(arguments) == 1 else None
+        if _inside.get() or self._mixes or not self._may_cut(x, keywords):
             return self.pass_on(arguments, keywords)
         run, outputs = partial(checkpointed, self.module, forward=partial(self._run_tile, keywords)), []
         sizes, skipped = [part.stop - part.start for part in tiles_of(x, self.tile)], None
@@ -142,9 +138,11 @@ class Tiled(ReplacedForward):
         with _within_a_tile():
             return self.own()(part, **keywords)
 
-    def _may_cut(self, x: Tensor, keywords: dict[str, Any]) -> bool:
-        with _within_a_tile():
-            reason = why_whole(self.module, self.tile, x, keywords, self.trusted)
+    def _may_cut(self, x: Any, keywords: dict[str, Any]) -> bool:
+        reason: str | None = "it is not called with one tensor"
+        if isinstance(x, Tensor):
+            with _within_a_tile():
+                reason = why_whole(self.module, self.tile, x, keywords, self.trusted)
         if reason is not None:
             self._say(reason, _LOGGER.info)
             return False
@@ -165,8 +163,10 @@ class Tiled(ReplacedForward):
     @torch.no_grad()
     def _keeps_apart(self, x: Tensor, keywords: dict[str, Any]) -> bool:
         """Whether the first two tiles give the same by themselves as together; unknown, so True, if it draws numbers."""
-        parts, states = parts_of(self.module), [source.read() for source in sources_of(x.device)]
-        attributes, buffers = attributes_of(parts), [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        states = [source.read() for source in sources_of(x.device)]
+        parts = parts_of(self.module) if self.trusted else []  # others are known to change nothing
+        attributes = attributes_of(parts)
+        buffers = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers(recurse=False)]
         together = self._run_tile(keywords, x[:, : 2 * self.tile].contiguous())
         draws = any(before[2] != source.read()[2] for before, (source, *_) in zip(states, states, strict=True))
         tiles = (

@@ -1,7 +1,7 @@
 """Which modules work token by token, so that a sequence can be taken in tiles.
 
 What they return for a token depends on that token alone. This is not guessed from numbers: the module runs on tensors without
-data, of two lengths, and every operator that it calls must be known to keep tokens apart. These are pointwise operators,
+data, of several lengths, and every operator that it calls must be known to keep tokens apart. These are pointwise operators,
 products with weights, and reductions, norms and softmax over other dimensions. Any other operator, a computation with the
 number of tokens, or something that the call leaves behind means no.
 """
@@ -204,7 +204,7 @@ def _eager(parts: Iterable[nn.Module]) -> AbstractContextManager:
 
 
 def _contents(part: nn.Module) -> list[tuple[Any, Any]]:
-    """The containers and buffers that a module holds, and what is in them."""
+    """The lists, dicts and sets that a module holds, and what is in them."""
     held = [value for value in vars(part).values() if isinstance(value, list | dict | set)]
     return [(each, each.copy()) for each in held]
 
