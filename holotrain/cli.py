@@ -23,10 +23,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from holotrain.config.command_line import HELP, SHOWS, Arguments, command_help, explaining, overview, parse, quoted, readable
+from holotrain.config.command_line import HELP, Arguments, command_help, explaining, overview, parse, quoted, readable
 from holotrain.config.signatures import to_plain
 from holotrain.config.start import Job, Start, prepare_sweep, read_jobs
-from holotrain.config.structured import composed, config_folder, direction, key_of, register
+from holotrain.config.structured import composed, config_folder, key_of, register
 from holotrain.errors import UserError, files_named
 from holotrain.folders import LAST_CHECKPOINT, as_word, relative_to_cwd
 from holotrain.parallel.rank import ProcessRank, rank_from_environment
@@ -104,7 +104,7 @@ def _run(argv: list[str]) -> int:
             print(command_help(arguments))
         return 0
     launch = Launch(arguments, process)
-    return launch.show() if arguments.flag("--cfg", "-c") == "job" else launch.run()
+    return launch.show() if arguments.shows == "job" else launch.run()
 
 
 class Ended(BaseException):
@@ -137,7 +137,7 @@ class Launch:
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its exceptions unchanged, and `explaining` turns them into one line
         launch = hydra_main(version_base="1.3", config_path=config_folder(), config_name=arguments.primary)(self.job)
         try:
-            if not arguments.multirun or arguments.flag(*SHOWS) is not None:
+            if not arguments.multirun or arguments.shows:
                 with explaining(arguments):
                     launch()
             else:
@@ -155,12 +155,14 @@ class Launch:
         """Lets Hydra run the jobs of a sweep, and shows their table."""
         from holotrain.commands.screen import quieten
 
-        folder = prepare_sweep(self.start)
+        folder = prepare_sweep(self.arguments)
         quieten()
         sys.argv.append(f"hydra.sweep.dir={quoted(str(folder))}")
         try:
             with explaining(self.arguments):
                 launch()
+            if not read_jobs(folder):
+                raise UserError("-m: the sweep has no job, because one of its options has no value; range(0) has none")
         except Exception as error:  # of the sweeper or the launcher
             explained = isinstance(error, UserError)  # as if an option of the command line were wrong
             if (explained or isinstance(error, OSError)) and not read_jobs(folder):
@@ -169,9 +171,12 @@ class Launch:
             print(f"holotrain: the sweep ended: {first_line(cause)}", file=sys.stderr)
             self.statuses.append(2 if explained else 1)
         finally:
+            jobs = read_jobs(folder)
+            if not jobs:
+                (folder / "multirun.yaml").unlink(missing_ok=True)
             with suppress(OSError):  # such as: it is not empty
                 folder.rmdir()
-            if jobs := read_jobs(folder):
+            if jobs:
                 from holotrain.commands.sweep import show_sweep
 
                 self.statuses += [job.exit_status for job in jobs.values()]
@@ -228,7 +233,9 @@ class Launch:
                 quieten()
                 check_optimizer(typed)
             command, varied, config_dir = self.arguments.command, self._varied(job.overrides), self.arguments.config_dir
-            run = Run(command, folder, job.overrides, typed.choices, varied, direction(hydra), config_dir)
+            direction = OmegaConf.select(hydra, "sweeper.direction")  # a word or a member of an Enum; of several results a list
+            direction = direction if isinstance(direction, str) else getattr(direction, "name", None)
+            run = Run(command, folder, job.overrides, typed.choices, varied, direction, config_dir)
             words = [command, *self.arguments.flags, *self.arguments.words, f"hydra.run.dir={as_word(folder)}"]
             job.exit_status = run_job(typed, run, self.processes, None if self.arguments.multirun else words)
             job.error = next(iter(run.errors), None)

@@ -42,7 +42,7 @@ from holotrain.models.quantised import bits_of, dequantise, quantise
 from holotrain.numeric import bits_in, counted
 from holotrain.parallel.processes import FOREVER
 from holotrain.parallel.rank import ProcessRank
-from holotrain.targets import TARGET, first_line, is_of, targets
+from holotrain.targets import TARGET, first_line, is_defined_in, is_of, targets
 from holotrain.tasks.task import model_of
 
 
@@ -188,7 +188,7 @@ def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:
     if (Path(pretrained) / saved.TOKENIZER).is_file():
         return with_template_of(Path(pretrained), tokenizer_text(Path(pretrained) / saved.TOKENIZER))
     try:
-        return checkpointed.metadata(Path(pretrained))["description"].get("tokenizer")
+        return checkpointed.metadata(Path(pretrained), to_build=True)["description"].get("tokenizer")
     except UserError:  # weights of other programs have no tokenizer
         return None
 
@@ -227,7 +227,7 @@ def described_model(
     Raises:
         UserError: it cannot be read, or names a class that is not trusted.
     """
-    metadata = checkpointed.metadata(path)
+    metadata = checkpointed.metadata(path, to_build=True)
     description = metadata["description"]
     vouched = checked_names(description) if trust is None else ()
     if checkpointed.is_exported(path):
@@ -239,6 +239,9 @@ def described_model(
             "to holotrain.load(..., model=...)"
         )
     trained = metadata["config"]["model"]  # None: the task has no model
+    for _, target in () if trust is None else targets((trained or {}).get("adapters")):
+        if not is_defined_in(str(target), ["peft", *trust]):
+            raise UserError(f"ckpt_path: {path} names {target!r} as model.adapters, which is no configuration of peft")
     prefix, weights = "" if trained is None else "model.", checkpointed.weights(path)
     weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
     if model is None:

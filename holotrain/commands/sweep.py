@@ -18,11 +18,13 @@ from holotrain.config.command_line import readable
 from holotrain.config.command_options import FitConfig
 from holotrain.config.option_groups import TEXT, is_a
 from holotrain.config.start import Job
-from holotrain.config.structured import MODES
 from holotrain.errors import UserError, check_choice
 from holotrain.folders import write_table
 from holotrain.numeric import counted
 from holotrain.tasks.task import monitored_by
+
+MODES = {"max": "maximize", "min": "minimize"}
+"""Directions of Optuna, by the mode of a metric."""
 
 ALWAYS = ("job", "status", "name", "tags", "step_peak_bytes", "error")
 """Columns that are shown even if they are the same in all jobs."""

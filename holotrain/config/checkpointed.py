@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import fields
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from yaml import YAMLError
 from holotrain.config.command_options import RunConfig
 from holotrain.config.objects import PYTHON_OBJECT
 from holotrain.config.option_groups import GROUPS
-from holotrain.config.signatures import GONE, typed_fields
+from holotrain.config.signatures import typed_fields
 from holotrain.config.structured import config_folder, models, structured, to_container
 from holotrain.errors import UserError, as_user_error, did_you_mean
 from holotrain.models import checkpoint_files
@@ -37,12 +36,6 @@ COMMAND_LINE_ONLY = (
     *("trainer.profiler", "trainer.plugins", "trainer.model_registry"),
 )
 """Options that decide what is run, what is written, and where: a file does not set them."""
-
-REMOVED = (
-    *("callbacks.confusion_matrix.class_names", "callbacks.predictions.class_names", "callbacks.predictions.statistics"),
-    *(f"callbacks.samples.{name}" for name in ("count", "seed", "temperature", "tokenizer")),
-)
-"""Options that only checkpoints of older versions have, as those of ``GONE``."""
 
 DESCRIPTION = {
     **{"target": "str", "arguments": "dict", "facts": "dict[str, int | float | str | None]"},
@@ -62,10 +55,13 @@ def _kept(config: RunConfig) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in names and name not in NEVER_KEPT}
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path, to_build: bool = False) -> dict[str, Any]:
     """Reads a checkpoint of holotrain's, on the CPU, running nothing that stands in it; of an exported folder all but weights.
 
     Tensors in a folder of several processes are not read (:func:`weights`).
+
+    Args:
+        to_build: only the model is needed. So options may be those of an earlier version, and stay as they are in the file.
 
     Raises:
         UserError: it is missing, damaged, or of another program.
@@ -77,14 +73,17 @@ def load(path: Path) -> dict[str, Any]:
     if not isinstance(checkpoint, dict) or KEY not in checkpoint:
         raise UserError(f"ckpt_path: {path} was not written by the command line: it holds no configuration of a run")
     try:
-        return checkpoint | {KEY: _checked(**checkpoint[KEY])}
+        return checkpoint | {KEY: _checked(**checkpoint[KEY], to_build=to_build)}
     except (UserError, ValueError, LookupError, TypeError, AttributeError) as error:  # the last three of what lacks a part
-        raise UserError(f"ckpt_path: {path} is damaged, or of another version of holotrain: {first_line(error)}") from error
+        also = "" if to_build else f"; if its weights are whole, they load as model.pretrained={path}"
+        raise UserError(
+            f"ckpt_path: {path} is damaged, or of another version of holotrain: {first_line(error)}{also}"
+        ) from error
 
 
-def metadata(path: Path) -> dict[str, Any]:
-    """What :func:`run_metadata` returned for the run of a checkpoint or an export, checked. Raises as :func:`load`."""
-    return load(path)[KEY]
+def metadata(path: Path, to_build: bool = False) -> dict[str, Any]:
+    """What :func:`run_metadata` returned for the run of a checkpoint or an export. Arguments and errors as of :func:`load`."""
+    return load(path, to_build)[KEY]
 
 
 def weights(path: Path) -> dict[str, Tensor]:
@@ -101,16 +100,13 @@ def is_exported(path: Path) -> bool:
     return path.is_dir() and not checkpoint_files.is_folder(path)
 
 
-def _checked(config: dict[str, Any], choices: dict[str, str], description: dict[str, Any]) -> dict[str, Any]:
+def _checked(config: dict[str, Any], choices: dict[str, str], description: dict[str, Any], to_build: bool) -> dict[str, Any]:
     """What :func:`run_metadata` returned, less what a file must not decide. Raises an error of any kind if it is not that."""
     json.dumps([config, description["arguments"]])  # a TypeError of what is no plain value
-    values = {name: value for name, value in config.items() if name not in NEVER_KEPT}
-    for option in (*REMOVED, *GONE):
-        *groups, name = option.split(".")
-        node = reduce(lambda node, group: node.get(group) or {}, groups, values)
-        if groups != ["model"] or node.get(name) in (None, "pre"):  # their defaults: with others weights are of another model
-            node.pop(name, None)
-    config = _kept(structured("fit", values))
+    if not isinstance(config["model"], dict | None):
+        raise ValueError("its model is no mapping")
+    if not to_build:
+        config = _kept(structured("fit", {name: value for name, value in config.items() if name not in NEVER_KEPT}))
     for group, _, name in (option.partition(".") for option in COMMAND_LINE_ONLY):
         if (config.get(group) or {}).pop(name, None) is not None and name == "download":
             config[group][name] = False  # which is not its default

@@ -1,41 +1,27 @@
-"""The command line: its words, and its mistakes, each explained in one line.
+"""The command line: a command, flags and overrides, in any order, and ``--help``."""
 
-It is split into a command, flags of Hydra and overrides. Flags may stand anywhere; Hydra needs them first.
-"""
-
+import argparse
 import json
 import re
 import textwrap
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, OmegaConf
 
 from holotrain.config.command_options import COMMANDS, options_of
-from holotrain.config.option_groups import GROUPS, NAMED_GROUPS, OBJECT_GROUPS, BackwardConfig, schema_of
+from holotrain.config.option_groups import GROUPS, NAMED_GROUPS, BackwardConfig, schema_of
 from holotrain.config.signatures import CONFIGURATION_ERRORS, explained, literal, require_not_gone, to_plain
 from holotrain.config.structured import composed, key_of, option_names, with_defaults
-from holotrain.errors import UserError, check_choice, did_you_mean
+from holotrain.errors import UserError, did_you_mean
 from holotrain.targets import TARGET, first_line
 
 HELP = {"--help", "-h"}
-
-# Flags of Hydra, with and without a value. --experimental-rerun is missing on purpose: it unpickles a file.
-VALUED = {"--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--info", "-i"}
-BARE = {"--multirun", "-m", "--run", "-r", "--resolve", "--hydra-help", "--shell-completion", "-sc"}
-
-CHOICES = {
-    ("--cfg", "-c"): ("job", "hydra", "all"),
-    ("--info", "-i"): ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
-}
-"""The values of those flags that do not take any."""
-
-SHOWS = HELP.union(*CHOICES)
-"""Flags under which a command only prints something about itself."""
 
 VERBATIM = {
     *("ckpt_path", "images", "texts", "prompt", "prompts", "to", "output_dir", "hydra.run.dir", "hydra.sweep.dir"),
@@ -44,14 +30,8 @@ VERBATIM = {
 }
 """Overrides whose values are paths or text. They may contain characters that have a meaning in Hydra's grammar."""
 
-LISTS = {"data.files", "data.val_files", "data.test_files"}
-"""Those of them that may be lists."""
-
 ESCAPES = r"\\+(?='|\$\{|\Z)"
 """Backslashes before a quote, an interpolation or the end of a quoted text, half of which are the text's own."""
-
-SWEEPS = re.compile(r"sweep$|hydra[./](sweep|sweeper|launcher)\b")
-"""Overrides that mean nothing without ``-m``."""
 
 
 @dataclass
@@ -59,41 +39,30 @@ class Arguments:
     """A command line, split."""
 
     command: str
-    flags: list[str] = field(default_factory=list)
-    overrides: list[str] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
-    """the overrides as given, before paths and texts are escaped for Hydra"""
+    """the overrides as given"""
+
+    overrides: list[str] = field(default_factory=list)
+    """the same with paths and texts escaped for Hydra"""
 
     parsed: list[Override] = field(default_factory=list)
     """the overrides as Hydra reads them"""
 
+    flags: list[str] = field(default_factory=list)
+    """those for Hydra"""
+
     help: bool = False
+    multirun: bool = False
+    config_dir: str | None = None
+    shows: str | None = None
+    """``job``, or another part of the configuration that is only printed"""
 
     primary: str = ""
     """name of the primary configuration: that of the command, or that of a checkpoint"""
 
-    def __post_init__(self) -> None:
-        self.primary = self.primary or self.command
-
-    @property
-    def multirun(self) -> bool:
-        return bool({"-m", "--multirun"} & set(self.flags)) or "hydra.mode=MULTIRUN" in self.overrides
-
     @property
     def resume(self) -> bool:
         return (self.value("resume") or "").lower() == "true"
-
-    @property
-    def config_dir(self) -> str | None:
-        return self.flag("--config-dir", "-cd")
-
-    def flag(self, *names: str) -> str | None:
-        """The value of a flag of Hydra's; None if it is not given."""
-        for flag, following in zip(self.flags, [*self.flags[1:], ""], strict=False):
-            name, equals, value = flag.partition("=")
-            if name in names:
-                return value if equals else following
-        return None
 
     def value(self, key: str) -> str | None:
         """The value of the last override of ``key``, unquoted and resolved; None if there is none."""
@@ -108,7 +77,62 @@ class Arguments:
         return None
 
 
+class _Flags(argparse.ArgumentParser):
+    """Those of Hydra that a training needs. ``--experimental-rerun`` would unpickle a file."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        self.add_argument("overrides", nargs="*")
+        for name in ("help", "multirun", "resolve"):
+            self.add_argument(f"--{name}", *([] if name == "resolve" else [f"-{name[0]}"]), action="store_true")
+        self.add_argument("--config-dir", "-cd")
+        self.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
+        self.add_argument("--info", "-i", choices=("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"))
+
+    def error(self, message: str) -> NoReturn:
+        about = message.replace("unrecognized arguments", "there is no flag")
+        raise UserError(f"{about}; options are written key=value, such as trainer.max_epochs=3")
+
+
+def parse(argv: list[str]) -> Arguments:
+    """Splits the command line. Raises a UserError if a flag or an override is not well-formed."""
+    require_text(argv)
+    command, *rest = argv
+    if command not in COMMANDS:
+        require_not_gone(command)
+        commands = [*COMMANDS, "init"]
+        raise UserError(f"{command!r} is not a command; use one of {', '.join(commands)}.{did_you_mean(command, commands)}")
+    found = _Flags().parse_intermixed_args(rest)
+    if found.config_dir and not Path(found.config_dir).is_dir():
+        raise UserError(f"--config-dir: there is no folder {found.config_dir}")
+    flags = ["--multirun"] * found.multirun + ["--resolve"] * found.resolve
+    flags += [f"--{name}={value}" for name in ("cfg", "info") if (value := getattr(found, name))]
+    flags += [f"--config-dir={found.config_dir}"] if found.config_dir else []
+    overrides = [_override(command, word) for word in found.overrides]
+    arguments = Arguments(command, found.overrides, overrides, [], flags, found.help, primary=command)
+    arguments.multirun = found.multirun or "hydra.mode=MULTIRUN" in overrides
+    arguments.config_dir, arguments.shows = found.config_dir, found.cfg or found.info
+    with explaining(arguments):
+        arguments.parsed = OverridesParser.create().parse_overrides(overrides)
+    if not (arguments.multirun or arguments.help or arguments.shows) and arguments.value("sweep") not in (None, "null"):
+        raise UserError(f"sweep={arguments.value('sweep')}: it is about a sweep; add -m to run one")
+    return arguments
+
+
+def _override(command: str, word: str) -> str:
+    """A word as Hydra takes it."""
+    key = key_of(word)
+    if not key or ("=" not in word and not word.startswith("~")):
+        near = did_you_mean(word, ("resume=true", "test=false", "compile=true"))
+        raise UserError(f"{word!r} is not an override; write group=option or key=value, without spaces around =.{near}")
+    require_not_gone(key)
+    options = {*options_of(COMMANDS[command]), "experiment", "debug", "sweep", "hydra"}
+    unknown = re.split(r"[./@]", key)[0] not in options and not word.startswith(("+", "~"))
+    return f"{'++' * unknown}{_verbatim(word)}"  # `with_defaults` refuses it, where all options are there
+
+
 def _verbatim(override: str) -> str:
+    """A path or a text is quoted, unless the user has quoted it. Commas and brackets of paths keep their meaning."""
     key, _, value = override.partition("=")
     name = key_of(override)
     if name not in VERBATIM or key.startswith("~"):
@@ -118,8 +142,8 @@ def _verbatim(override: str) -> str:
             raise UserError(f"{name}: the value is empty; give one, or leave {name}= out")
         if value == "~" or value.startswith("~/"):
             value = str(Path(value).expanduser())
-        # Commas, brackets, quotes and interpolations keep their meaning: sweeps, lists, and what the user quotes.
-        if re.fullmatch(r"[\w./,*+@-]*", value, re.ASCII) or value[0] in "'\"$" or (name in LISTS and value[0] == "["):
+        is_list = name.endswith("files") and value[0] == "["
+        if re.fullmatch(r"[\w./,*+@-]*", value, re.ASCII) or value[0] in "'\"$" or is_list:
             return f"{key}={value}"
     return f"{key}={quoted(value)}"
 
@@ -139,75 +163,11 @@ def readable(override: str) -> str:
     return f"{key}={re.sub(ESCAPES, lambda found: found[0][: len(found[0]) // 2], value[1:-1])}"
 
 
-def parse(argv: list[str]) -> Arguments:
-    """Splits the command line. Raises a UserError if a flag or an override is not well-formed."""
-    require_text(argv)
-    command, *rest = argv
-    if command not in COMMANDS:
-        require_not_gone(command)
-        commands = [*COMMANDS, "init"]
-        raise UserError(f"{command!r} is not a command; use one of {', '.join(commands)}.{did_you_mean(command, commands)}")
-    arguments = Arguments(command)
-    words, known = iter(rest), {*options_of(COMMANDS[command]), "experiment", "debug", "sweep", "hydra"}
-    for word in words:
-        flag = word.partition("=")[0]
-        if word in HELP:
-            arguments.help = True
-        elif word in BARE or (flag.startswith("--") and flag in VALUED and "=" in word):
-            arguments.flags.append(word)
-        elif word in VALUED:
-            value = next(words, None)
-            if value is None:
-                raise UserError(f"{word} needs a value")
-            arguments.flags += [word, value]
-        elif word.startswith("-"):
-            raise UserError(f"{word!r} is not a flag; options are written key=value, such as trainer.max_epochs=3")
-        elif not key_of(word) or ("=" not in word and not word.startswith("~")):
-            near = did_you_mean(word, ("resume=true", "test=false", "compile=true"))
-            raise UserError(f"{word!r} is not an override; write group=option or key=value, without spaces around =.{near}")
-        else:
-            require_not_gone(key_of(word).lstrip("+~"))
-            arguments.words.append(word)
-            unknown = re.split(r"[./@]", key_of(word))[0] not in known and not word.startswith(("+", "~"))
-            arguments.overrides.append(f"{'++' * unknown}{_verbatim(word)}")  # it is refused below, where all options are there
-    for names, choices in CHOICES.items():
-        if (value := arguments.flag(*names)) is not None:
-            check_choice(names[0], value, choices)
-    if arguments.config_dir and not Path(arguments.config_dir).is_dir():
-        raise UserError(f"--config-dir: there is no folder {arguments.config_dir}")
-    with explaining(arguments):
-        arguments.parsed = OverridesParser.create().parse_overrides(arguments.overrides)
-    _check_overrides(arguments)
-    return arguments
-
-
 def require_text(words: list[str]) -> None:
     """Refuses bytes that are no text in UTF-8 (which Python passes on as lone surrogates), and null characters."""
     for word in words:
         if re.search("[\0\ud800-\udfff]", word):
             raise UserError(f"{word!a} is not text in UTF-8")
-
-
-def _check_overrides(arguments: Arguments) -> None:
-    """Refuses a group that is chosen twice, of which Hydra would take the last, and without ``-m`` what only a sweep uses."""
-    groups, shows = option_names(arguments.config_dir), arguments.help or arguments.flag(*SHOWS) is not None
-    chosen: set[str] = set()
-    for word, override in zip(arguments.words, arguments.parsed, strict=True):
-        key, deletes = override.key_or_group, override.is_delete()
-        if key in chosen:
-            raise UserError(f"{key}: it is given twice; leave one out")
-        if key in groups and not deletes:
-            chosen.add(key)
-        if arguments.multirun:
-            continue
-        if override.is_sweep_override():
-            raise UserError(f"{word}: to run a sweep over several values, add -m; a list has brackets: key=[a,b]")
-        if SWEEPS.match(key) and not (shows or deletes or override.value() is None):
-            raise UserError(f"{word}: it is about a sweep; add -m to run one")
-
-
-REFUSALS = (ValueError, TypeError, AssertionError)
-"""What Hydra raises besides for ``group=null``, ``group=3``, and values of its own options that it cannot use."""
 
 
 @contextmanager
@@ -217,11 +177,10 @@ def explaining(arguments: Arguments) -> Generator[None]:
         yield
     except CONFIGURATION_ERRORS as error:
         raise explained(error) from None  # in Python, what follows would be pages of Hydra's frames
-    except REFUSALS as error:
-        groups, words = option_names(arguments.config_dir), arguments.overrides
-        parsed = zip(words, arguments.parsed, strict=True)
-        chosen = [word for word, each in parsed if each.key_or_group in groups and not isinstance(each.value(), str | list)]
-        named = [*chosen, *(word for word in words if key_of(word).startswith("hydra"))]
+    except (ValueError, TypeError, AssertionError) as error:  # of group=null, group=3, and of values of Hydra's own options
+        groups, words = option_names(arguments.config_dir), zip(arguments.overrides, arguments.parsed, strict=True)
+        chosen = [word for word, each in words if each.key_or_group in groups and not isinstance(each.value(), str | list)]
+        named = [*chosen, *(word for word in arguments.overrides if key_of(word).startswith("hydra"))]
         raise UserError(f"{named[0]}: {first_line(error)}" if named else first_line(error)) from None
 
 
@@ -250,28 +209,21 @@ holotrain COMMAND --help lists the options of a command."""
 def command_help(arguments: Arguments) -> str:
     """The groups and the options of a command, with their values under the given overrides."""
     command, overrides = arguments.command, [word for word in arguments.overrides if not word.startswith("hydra.")]
-    config = with_defaults(command, composed(command, overrides, arguments.config_dir))
-    groups = "\n".join(
-        textwrap.fill(" ".join(options), 100, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16)
-        for group, options in option_names(arguments.config_dir).items()
-    )
-    lines = "\n".join(f"  {f'{key}={value}':<45} {meaning}".rstrip() for key, value, meaning in _options(command, config))
-    usage = f"holotrain {command}: {COMMANDS[command].__doc__}\n\nUsage: holotrain {command} [group=option ...] [key=value ...]"
-    return f"{usage}\n\nGroups:\n{groups}\n\nOptions:\n{lines}\n\n{FLAGS}"
-
-
-def _options(command: str, config: DictConfig) -> Iterator[tuple[str, str, str]]:
-    """The key, the value and the meaning of each option: first those outside of groups."""
-    plain = to_plain(config)
-    described = {"": options_of(COMMANDS[command]), "backward": options_of(BackwardConfig)}
-    nodes = {"": {name: value for name, value in plain.items() if name not in GROUPS}, "backward": plain["backward"]}
-    for group in OBJECT_GROUPS:
-        nodes |= {group: plain[group]} if plain[group] else {}
-    for group in NAMED_GROUPS:
-        nodes |= {f"{group}.{name}": node for name, node in plain[group].items()}
-    for group, values in nodes.items():
-        options = described.get(group) or schema_of(group).options(values[TARGET])
+    plain = to_plain(with_defaults(command, composed(command, overrides, arguments.config_dir)))
+    lines = [f"holotrain {command}: {COMMANDS[command].__doc__}", "", FLAGS, "", "Groups:"]
+    for group, options in option_names(arguments.config_dir).items():
+        lines.append(textwrap.fill(" ".join(options), 100, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16))
+    lines += ["", "Options:"]
+    nodes = {"": {name: value for name, value in plain.items() if name not in GROUPS}}
+    for group in GROUPS:
+        members = {f"{group}.{name}": node for name, node in plain[group].items()} if group in NAMED_GROUPS else {}
+        nodes |= members if group in NAMED_GROUPS else {group: plain[group] or {}}
+    for where, values in nodes.items():
+        schema = BackwardConfig if where == "backward" else COMMANDS[command]
+        options = schema_of(where).options(values[TARGET]) if TARGET in values else options_of(schema)
         for name, value in values.items():
             shown = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+            option = f"{where}.{name}=".lstrip(".") + ("..." if shown == MISSING else shown)
             meaning = options[name].meaning.split(". ")[0].replace("``", "").rstrip(".") if name in options else ""
-            yield f"{group}.{name}".lstrip("."), "..." if shown == MISSING else shown, meaning
+            lines.append(f"  {option:<45} {meaning}".rstrip())
+    return "\n".join(lines)

@@ -7,34 +7,26 @@ argument, an override, the name of a group or an interpolation, and it does not 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.utils import create_config_search_path
-from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.utils import setup_globals
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from holotrain.config import option_groups as groups
 from holotrain.config import structured as hydra
 from holotrain.config.command_line import Arguments, explaining, parse
 from holotrain.config.command_options import RunConfig
-from holotrain.config.option_groups import default_backward
 from holotrain.config.signatures import literally, read_fields, to_plain
-from holotrain.config.structured import checked, composed, config_folder, key_of, with_defaults, without_replaced_options
+from holotrain.config.structured import checked, composed, key_of, with_defaults, without_replaced_options
 from holotrain.errors import UserError, did_you_mean
 from holotrain.files import write_json
 from holotrain.folders import LAST_CHECKPOINT, checkpoint_path, refuse_links, relative_to_cwd, run_folder
 from holotrain.schedules import AUTO
-from holotrain.targets import TARGET
+from holotrain.targets import TARGET, targets
 
 LOCAL_LOGGERS = ("tensorboard", "csv", "none")
 """Options of the group ``logger`` that a resumed run takes over. Others send data out, so the command line must name them."""
@@ -72,19 +64,16 @@ def start_checkpoint(arguments: Arguments) -> dict[str, Any] | None:
 
 def _last_checkpoint(arguments: Arguments) -> Path:
     """The checkpoint that ``resume=true`` continues from."""
-    folder = arguments.value("hydra.run.dir")
-    if folder is None:
-        folder = run_folder(arguments.command, arguments.value("output_dir") or "runs", True)
-        others = (other for other in Path(folder).parent.glob("[0-9]*") if other.name > Path(folder).name)
+    named = arguments.value("hydra.run.dir")
+    folder = Path(named or run_folder(arguments.command, arguments.value("output_dir") or "runs", True)).expanduser()
+    if named is None:
+        others = (other for other in folder.parent.glob("[0-9]*") if other.name > folder.name)
         if later := max((other for other in others if not (other / LAST_CHECKPOINT).exists()), default=None):
             print(f"holotrain: resume=true: continuing {folder}; {later} is later, but has no checkpoint", file=sys.stderr)
-    path = Path(folder).expanduser() / LAST_CHECKPOINT
-    if path.exists():
-        return path
-    why = f"there is no folder {folder}"
-    if Path(folder).expanduser().is_dir():
-        why = f"{folder} has no checkpoint, because the run ended before it saved one"
-    raise UserError(f"resume=true: {why}; to start it from the beginning, leave out resume=true")
+    if not (folder / LAST_CHECKPOINT).exists():
+        why = f"{folder} has no checkpoint" if folder.is_dir() else f"there is no folder {folder}"
+        raise UserError(f"resume=true: {why}; to start it from the beginning, leave out resume=true")
+    return folder / LAST_CHECKPOINT
 
 
 def primary(arguments: Arguments, start: dict[str, Any]) -> str:
@@ -132,21 +121,12 @@ class Start:
 
     def with_defaults(self, config: DictConfig, overrides: list[str]) -> DictConfig:
         """What Hydra composed, as a structured config with all options, whose names and types are checked."""
-        plain = without_replaced_options(to_plain(config), overrides, self.before)
+        plain = without_replaced_options(to_plain(config), overrides, [*targets(self.before)])
         for group in groups.NAMED_GROUPS:
-            self._check_left_out(group, plain[group])
-        if self.before and plain["backward"] == self.before["backward"]:
-            usual = [default_backward((each["model"] or {}).get(TARGET)) for each in (plain, self.before)]
-            if usual[0] != usual[1]:
-                plain["backward"] = {}  # that of the other model
-        return with_defaults(self.arguments.command, OmegaConf.create(plain), overrides)
-
-    def _check_left_out(self, group: str, members: dict[str, Any]) -> None:
-        """What is null must be a name in a file, or in the checkpoint; the checkpoint may have left it out already."""
-        for name in [name for name, value in members.items() if value is None]:
             known = {*hydra.member_names(group, self.arguments.config_dir), *self.before.get(group, {})}
-            if name not in known:
+            for name in [name for name, value in plain[group].items() if value is None and name not in known]:
                 raise UserError(f"{group}.{name}: there is no {name!r} in {group}.{did_you_mean(name, known)}")
+        return with_defaults(self.arguments.command, OmegaConf.create(plain), overrides)
 
     def structured(self, config: DictConfig, overrides: list[str], chosen: Mapping[str, str | None] | None = None) -> RunConfig:
         """What Hydra composed, as dataclasses. Checks the options, but not what only their classes know.
@@ -160,22 +140,15 @@ class Start:
         typed = checked(self.arguments.command, self.with_defaults(config, overrides))
         if typed.ckpt_path is not None:
             typed.ckpt_path = str(checkpoint_path(typed.ckpt_path, self.arguments.command, typed.output_dir))
-        typed.overrides, typed.choices = overrides, self._choices(typed, chosen or {}, overrides)
-        return typed
-
-    def _choices(self, config: RunConfig, chosen: Mapping[str, str | None], overrides: Iterable[str]) -> dict[str, str]:
-        """The option of each group, for display; a group whose class an override names has none. An optimizer with few bits
-        is named by them."""
-        options = {group: option for group, option in chosen.items() if option and "/" not in group}
-        found = {"backward": config.backward.name} | self.chosen_before | options
+        options = {group: option for group, option in (chosen or {}).items() if option and "/" not in group}
+        typed.choices = {"backward": typed.backward.name} | self.chosen_before | options
         for key in map(key_of, overrides):
-            if key.endswith(f".{TARGET}"):
-                found.pop(key.removesuffix(f".{TARGET}"), None)
-        if config.optimizer is not None and found.get("optimizer") in groups.LOW_BIT_OPTIONS:  # optimizer.bits may differ
-            found["optimizer"] = f"adamw_{config.optimizer.bits}"
-        if config.optimizer is not None and found.get("optimizer") == AUTO:
-            found["optimizer"] = config.optimizer.name
-        return found
+            if key.endswith(f".{TARGET}"):  # its class is none of the options
+                typed.choices.pop(key.removesuffix(f".{TARGET}"), None)
+        if typed.optimizer is not None and typed.choices.get("optimizer") == AUTO:
+            typed.choices["optimizer"] = typed.optimizer.name
+        typed.overrides = overrides
+        return typed
 
 
 JOB = "job.json"
@@ -205,39 +178,16 @@ def read_jobs(folder: Path) -> dict[Path, Job]:
     return dict(sorted(jobs.items(), key=lambda item: item[1].number))
 
 
-def prepare_sweep(start: Start) -> Path:
-    """The folder of a sweep that is about to start. Raises a UserError if the options of a job, as far as known, are wrong."""
-    arguments, search_path = start.arguments, create_config_search_path(config_folder())
-    if arguments.config_dir:
-        folder = f"file://{Path(arguments.config_dir).resolve()}"
-        search_path.prepend("command-line", folder, SearchPathQuery(provider="schema"))  # as Hydra does
-    setup_globals()
+def prepare_sweep(arguments: Arguments) -> Path:
+    """The folder of a sweep that is about to start, without the jobs of an earlier start."""
+    single = [word for word, each in zip(arguments.overrides, arguments.parsed, strict=True) if not each.is_sweep_override()]
     with explaining(arguments):
-        loader = ConfigLoaderImpl(search_path)
-        hydra = loader.load_configuration(arguments.primary, arguments.overrides, RunMode.MULTIRUN).hydra
-        if hydra.sweeper._target_.endswith(".BasicSweeper"):  # others choose later, and may find that some values fail
-            words = [*(f"{name}={value}" for name, value in (hydra.sweeper.params or {}).items()), *hydra.overrides.task]
-            parsed = OverridesParser.create(loader).parse_overrides(words)
-            batches = BasicSweeper.split_arguments(parsed, hydra.sweeper.max_batch_size)
-            _check_jobs(start, [job for batch in batches for job in batch])
-        folder = relative_to_cwd(Path(str(hydra.sweep.dir)))
+        hydra_config = composed(arguments.primary, single, arguments.config_dir, with_hydra=True).hydra
+        folder = relative_to_cwd(Path(str(hydra_config.sweep.dir)))
     refuse_links(folder, ["multirun.yaml", *(path.name for path in folder.glob("*") if path.name.isdigit())])
-    for earlier in folder.rglob(JOB):  # of a sweep that is resumed
+    for earlier in folder.rglob(JOB):
         earlier.unlink()
     return folder
-
-
-def _check_jobs(start: Start, jobs: list[list[str]]) -> None:
-    if not jobs:
-        raise UserError("-m: the sweep has no job, because one of its options has no value; range(0) has none, for example")
-    for number, job in enumerate(jobs):
-        try:
-            with explaining(start.arguments):
-                config = composed(start.arguments.primary, job, start.arguments.config_dir)
-            start.structured(config, job)
-        except UserError as error:
-            varied = " ".join(word for word in job if any(word not in other for other in jobs))
-            raise UserError(f"job {number} ({varied}): {error}; no job was started") from error
 
 
 def compose(command: str = "fit", overrides: Collection[str] = (), config_dir: str | Path | None = None) -> RunConfig:

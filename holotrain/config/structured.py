@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, fields, is_dataclass
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any, cast
 
@@ -136,22 +136,16 @@ def _object(plain: dict[str, Any]) -> ObjectConfig:
 
 
 def precision_of(accelerator: str, planned: str | None = None) -> str:
-    """The precision of ``trainer.precision=auto``.
-
-    Args:
-        planned: the option ``device`` of ``plan``; None: it is for a run on this machine.
-    """
-    if planned == groups.AUTO and accelerator == groups.AUTO:  # plans are for a GPU, which this machine need not have
-        accelerator = "gpu"
-    elif planned not in (None, groups.AUTO):
-        accelerator = "gpu" if planned == "cuda" else "cpu"
+    """That of ``trainer.precision=auto``; ``planned``: the option ``device`` of ``plan``, whose GPU need not be here."""
+    if planned is not None and (planned != groups.AUTO or accelerator == groups.AUTO):
+        accelerator = "cpu" if planned == "cpu" else "gpu"
     if accelerator in ("cpu", "mps"):
         return "32-true"
     import torch
 
     if torch.cuda.is_available():
         has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:  # a plan may be for the GPU of another machine
+    else:
         has_bfloat16 = accelerator == "gpu" and not torch.backends.mps.is_available()
     return "bf16-mixed" if has_bfloat16 else "32-true"
 
@@ -173,34 +167,23 @@ def _check_unused(group: str, task: str, overrides: Iterable[str]) -> None:
 
 
 def without_replaced_options(
-    plain: dict[str, Any], overrides: Iterable[str], before: dict[str, Any] | None = None
+    plain: dict[str, Any], overrides: Iterable[str], before: Iterable[tuple[str, str]] = ()
 ) -> dict[str, Any]:
-    """What Hydra composed, without the options of classes that are replaced. They are arguments of another class.
-
-    ``optimizer._target_=...`` among the overrides replaces all that a file of the group gives. The same for other groups, for
-    each callback and each logger, and not for ``trainer``, whose class stays Lightning's.
+    """What Hydra composed; where an override names a class (``optimizer._target_=...``), without the options of the class that
+    the files name. The Trainer's stay, since its class is Lightning's in any case.
 
     Args:
-        before: the configuration of a checkpoint. Its options go where a file or an override names another class.
+        before: the classes of a checkpoint, with their places. Where an override names the same class, the options stay.
     """
     keys, result = {*map(key_of, overrides)}, deepcopy(plain)
     for where, target in targets(plain):
-        node, old = _mapping(result, where), _mapping(before, where)
-        replaces = f"{where}.{TARGET}" in keys and where != "trainer"
-        if target == old.get(TARGET, "") or not (replaces or old):
+        if f"{where}.{TARGET}" not in keys or where == "trainer" or (where, target) in before:
             continue
-        for option, value in [*node.items()]:
-            is_given = any(f"{key}.".startswith(f"{where}.{option}.") for key in keys)
-            if not is_given and (replaces or (option in old and old[option] == value)):
+        node = reduce(lambda node, part: node[part], where.split("."), result)
+        for option in [*node]:
+            if not any(f"{key}.".startswith(f"{where}.{option}.") for key in keys):
                 del node[option]
     return result
-
-
-def _mapping(config: Any, where: str) -> dict[str, Any]:
-    """What a configuration holds there; {}: no mapping."""
-    for part in where.split("."):
-        config = config.get(part) if isinstance(config, dict) else None
-    return config if isinstance(config, dict) else {}
 
 
 def _members(group: str, plain: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -209,12 +192,10 @@ def _members(group: str, plain: dict[str, Any]) -> dict[str, dict[str, Any]]:
         raise UserError(f"{group}: {plain!r} is not a mapping from names to classes")
     members = {name: value for name, value in plain.items() if value is not None}
     for name, value in members.items():
-        if not isinstance(value, dict):
-            raise UserError(f"{group}.{name}: {value!r} names no class; to leave {name} out, give {group}.{name}=null")
-        if TARGET not in value:
-            new = f"a new one needs {group}.{name}.{TARGET}=package.Class"
+        if not isinstance(value, dict) or TARGET not in value:
+            near = did_you_mean(name, members.keys() - {name})
             raise UserError(
-                f"{group}.{name}: there is no {name!r} in {group}; {new}.{did_you_mean(name, members.keys() - {name})}"
+                f"{group}.{name}: it names no class; give {group}.{name}.{TARGET}=package.Class, or {group}.{name}=null{near}"
             )
     return members
 
@@ -258,7 +239,6 @@ def register(resume: bool = False) -> None:
     OmegaConf.register_new_resolver(
         "log_file", lambda *, _root_: str(Path(to_plain(_root_.hydra.runtime)["output_dir"], LOG)), replace=True
     )
-    OmegaConf.register_new_resolver("direction", recommended, replace=True)
 
 
 @cache
@@ -349,34 +329,6 @@ def require_new_names(config_dir: str) -> None:
     for path in sorted(Path(config_dir).glob("*/*.yaml")):
         if path.stem in ours.get(path.parent.name, ()):
             raise UserError(f"--config-dir: {path} has the name of an option that holotrain has; give it another name")
-
-
-MODES = {"max": "maximize", "min": "minimize"}  # directions of Optuna, by the mode of a ModelCheckpoint
-
-
-LOW_IS_BETTER = ("loss", "error", "perplexity", "bits", "seconds", "bytes", "mae", "mse", "distance")
-"""Parts of names of metrics."""
-
-
-def recommended(task: str, monitor: str | None, mode: str | None, objective: str | None = None) -> str:
-    """``maximize`` or ``minimize``; the resolver ``direction`` of ``conf/sweep``.
-
-    Args:
-        task: the chosen option of the group.
-        monitor: the metric that selects the best checkpoint; None: the first of the task.
-        mode: ``max`` or ``min``; None: that of the metric.
-        objective: what the sweep optimises instead of ``monitor``.
-    """
-    if objective is None and mode is not None:
-        return MODES.get(mode, "minimize")  # the run refuses other modes
-    metric = objective or monitor or ("val/loss" if task.endswith("_lm") else "val/accuracy")
-    return "minimize" if any(part in metric for part in LOW_IS_BETTER) else "maximize"
-
-
-def direction(hydra: DictConfig) -> str | None:
-    """The direction of the sweeper in Hydra's configuration; None: it has none, or several."""
-    found = OmegaConf.select(hydra, "sweeper.direction")
-    return found if found is None or isinstance(found, str) else getattr(found, "name", None)
 
 
 def key_of(override: str) -> str:

@@ -22,13 +22,15 @@ TABLES = {
         ("fitt", "Did you mean 'fit'?"),
         ("report runs/fit", "report is gone: tensorboard --logdir runs compares runs"),
         ("fit optimizer.lr = 1", "'optimizer.lr' is not an override; write group=option or key=value, without spaces"),
-        ("fit --lr 3", "'--lr' is not a flag; options are written key=value, such as trainer.max_epochs=3"),
-        ("fit callbacks=ema +callbacks=ema", "callbacks: it is given twice"),
+        ("fit --lr 3", "there is no flag: --lr; options are written key=value, such as trainer.max_epochs=3"),
         # names of options and groups
         ("fit lr=1", "Did you mean 'optimizer.lr'?"),
         ("fit model=rev_vit_tinny", "of model. Did you mean 'rev_vit_tiny'?"),
         ("fit data=digits,cifar10", "add -m"),
-        ("fit callbacks.memory=3", "callbacks.memory: 3 names no class; to leave memory out, give callbacks.memory=null"),
+        (
+            "fit callbacks.memory=3",
+            "callbacks.memory: it names no class; give callbacks.memory._target_=package.Class, or callbacks.memory=null",
+        ),
         # several values
         ("fit sweep=optuna", "sweep=optuna: it is about a sweep; add -m to run one"),
         ("fit -m 'seed=range(0)'", "-m: the sweep has no job"),
@@ -45,7 +47,10 @@ TABLES = {
         ("fit task=causal_lm trainer.max_steps=-1", "trainer.max_epochs=-1: needs a limit; set trainer.max_steps or"),
         ("fit seed='${nope}'", "seed: Interpolation key 'nope' not found"),
         # files and folders
-        ("fit resume=true hydra.run.dir=empty", "empty has no checkpoint, because the run ended before it saved one"),
+        (
+            "fit resume=true hydra.run.dir=empty",
+            "empty has no checkpoint; to start it from the beginning, leave out resume=true",
+        ),
         ("fit resume=true", "no run with a checkpoint in runs/fit"),
         ("fit ckpt_path=nowhere.ckpt", "no file nowhere.ckpt"),
         ("fit data.val_fraction=0", "data: no image is left for val; raise data.val_fraction, or set"),

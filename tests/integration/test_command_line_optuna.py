@@ -14,8 +14,6 @@ from hydra.core.plugins import Plugins
 from left_by_runs import only, rows, summary
 from small_run import SMALL
 
-from holotrain.config.structured import recommended
-
 BRIEF = [*SMALL, "trainer.max_epochs=1", "test=false", "logger=none", "callbacks.progress=null"]
 
 
@@ -89,7 +87,7 @@ WRONG = [
     (["sweep=optuna", "objective=test/loss", "test=false"], "objective: 'test/loss' is not one of"),
     (["hydra/sweeper=optuna"], "hydra.sweeper.direction=minimize: use maximize, the better values of val/accuracy"),
     (
-        ["sweep=optuna", "trainer.limit_val_batches=0"],
+        ["sweep=optuna", "objective=null", "trainer.limit_val_batches=0"],
         "the sweeper needs a validation metric: use callbacks.checkpoint and trainer.limit_val_batches=1.0",
     ),
 ]
@@ -99,16 +97,6 @@ WRONG = [
 def test_a_sweeper_that_searches_for_the_wrong_values_is_refused(holotrain, optuna, words, expected):
     status, _, err = holotrain("fit", "-m", *BRIEF, "hydra.sweeper.n_trials=1", *words)
     assert status == 2 and expected in err and "Traceback" not in err
-
-
-def test_the_recommended_direction_is_that_of_the_metric():
-    assert recommended("image_classification", None, None) == recommended("my_task", None, None) == "maximize"
-    assert recommended("causal_lm", None, None) == recommended("masked_lm", None, None) == "minimize"
-    assert recommended("image_classification", "val/loss", None) == "minimize"
-    assert recommended("causal_lm", "val/loss", "max") == "maximize"
-    assert recommended("image_classification", "val/accuracy_top5", None) == "maximize"
-    assert recommended("causal_lm", "val/loss", "min", "samples_per_second") == "maximize"
-    assert recommended("image_classification", "val/accuracy", "max", "step_seconds") == "minimize"
 
 
 def test_a_plugin_that_is_not_installed_is_named(holotrain, monkeypatch):

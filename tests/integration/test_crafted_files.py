@@ -121,6 +121,14 @@ def test_a_crafted_checkpoint_is_refused(crafted, change):
     assert changed <= {"HYDRA_FULL_ERROR", "KINETO_LOG_LEVEL"}  # the second by quieten
 
 
+@pytest.mark.parametrize("adapters", [CALL, {"_target_": "peft.LoraConfig", "target_modules": CALL}])
+def test_loading_a_model_calls_no_adapters_but_those_of_peft(crafted, adapters):
+    crafted(option("model", "adapters", adapters))
+    with pytest.raises(UserError, match="names 'os.system' as model.adapters, which is no configuration of peft"):
+        package.load("crafted.ckpt")
+    assert not Path("ran").exists()
+
+
 DAMAGED = "the checkpoint is damaged, or of another training: "
 
 STATES = {
