@@ -239,8 +239,8 @@ def described_model(
             "to holotrain.load(..., model=...)"
         )
     trained = metadata["config"]["model"]  # None: the task has no model
-    for _, target in () if trust is None else targets((trained or {}).get("adapters")):
-        if not is_defined_in(str(target), ["peft", *trust]):
+    for _, target in targets((trained or {}).get("adapters")):
+        if trust is not None and not is_defined_in(str(target), ["peft", *trust]):
             raise UserError(f"ckpt_path: {path} names {target!r} as model.adapters, which is no configuration of peft")
     prefix, weights = "" if trained is None else "model.", checkpointed.weights(path)
     weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
