@@ -1,7 +1,6 @@
 """The commands as Python functions: the same as the command line, also with objects of a program's own."""
 
 import copy
-import json
 import logging
 import math
 import os
@@ -89,19 +88,14 @@ def refusal(call, *arguments, **options) -> str:
 
 def test_importing_is_fast_and_dir_lists_the_functions():
     program = "import sys, holotrain; assert set(holotrain.__all__) <= set(dir(holotrain)); assert 'torch' not in sys.modules"
-    program += "; assert holotrain.data.Digits and holotrain.tasks and not hasattr(holotrain, 'nothing')"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=600)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
     assert all(callable(getattr(holotrain, name)) for name in holotrain.__all__)
+    assert holotrain.data.Digits and holotrain.tasks
     with pytest.raises(AttributeError, match="no attribute 'fti'"):
         holotrain.fti  # noqa: B018
 
 
 # Configurations
-
-
-def test_an_object_of_data_has_a_number_for_its_batch():
-    with pytest.raises(holotrain.UserError, match="data: batch_size='auto' is for data that are named"):
-        holotrain.fit(data=holotrain.data.Digits(batch_size="auto"))
 
 
 def test_compose_returns_the_options_of_the_command_line(here):
@@ -112,6 +106,10 @@ def test_compose_returns_the_options_of_the_command_line(here):
     (here / "mine/optimizer").mkdir(parents=True)
     (here / "mine/optimizer/nadam.yaml").write_text("_target_: torch.optim.NAdam\nlr: 0.5\n")
     assert holotrain.compose("fit", ["optimizer=nadam"], config_dir=here / "mine").optimizer.lr == 0.5
+    with pytest.raises(holotrain.UserError, match="modle") as caught:
+        holotrain.fit(overrides=["modle=vit_tiny"])
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.count("Traceback") == 1 and "/hydra/" not in shown
 
 
 def test_a_command_that_is_none(here):
@@ -176,9 +174,6 @@ def test_a_module_and_data_of_a_program(here, run):
     assert same(other, net) and not other.training
     metrics = holotrain.test(model=Net(), data=data, overrides=[f"ckpt_path={result.checkpoint}"], quiet=True)
     assert metrics == {name: value for name, value in result.metrics.items() if name.startswith("test/")}
-    words = [*SHORT, "ckpt_path=mine/checkpoints/last.ckpt", "trainer.max_epochs=3"]
-    assert holotrain.api.read_summary(holotrain.fit(model=Net(), data=data, overrides=words, quiet=True).folder)["epochs"] == 3
-
     # What cannot know the objects says so.
     assert "Net that Python code made; give one to holotrain.load(..., model=...)" in refusal(holotrain.load, "mine")
     words = ["ckpt_path=mine/checkpoints/last.ckpt"]
@@ -187,11 +182,12 @@ def test_a_module_and_data_of_a_program(here, run):
     assert "holds another model" in refusal(holotrain.load, run, model=Net())
 
 
-def test_the_traceback_of_a_mistake_has_no_frames_of_hydra(here):
-    with pytest.raises(holotrain.UserError) as caught:
-        holotrain.fit(overrides=["modle=vit_tiny"])
-    shown = "".join(traceback.format_exception(caught.value))
-    assert shown.count("Traceback") == 1 and "/hydra/" not in shown and "modle" in shown
+@pytest.mark.slow
+def test_a_training_of_objects_continues(here):
+    data = samples()
+    holotrain.fit(model=Net(), data=data, overrides=SHORT, folder="mine", quiet=True)
+    words = [*SHORT, "ckpt_path=mine/checkpoints/last.ckpt", "trainer.max_epochs=3"]
+    assert holotrain.api.read_summary(holotrain.fit(model=Net(), data=data, overrides=words, quiet=True).folder)["epochs"] == 3
 
 
 @pytest.mark.parametrize(
@@ -200,16 +196,12 @@ def test_the_traceback_of_a_mistake_has_no_frames_of_hydra(here):
         ({"model": 3}, [], "expected a Module as model="),
         ({"model": Alone()}, ["optimizer.lr=1"], "optimizer.lr=1: the given task takes no optimizer"),
         ({"model": Net()}, ["trainer=ddp"], "trainer=ddp: an object is in one process only"),
+        ({"data": holotrain.data.Digits(batch_size="auto")}, [], "batch_size='auto' is for data that are named"),
+        ({}, [*SMALL, "trainer=ddp", "trainer.devices=2"], "torchrun --standalone --nproc-per-node 2 -m holotrain fit"),
     ],
 )
 def test_mistakes_with_objects(here, objects, words, expected):
     assert expected in refusal(holotrain.fit, **objects, overrides=words, quiet=True)
-    assert not list(here.glob("runs/fit/*"))
-
-
-def test_several_processes_are_for_torchrun(here):
-    several = [*SMALL, "trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu"]
-    assert "torchrun --standalone --nproc-per-node 2 -m holotrain fit" in refusal(holotrain.fit, overrides=several)
     assert not list(here.glob("runs/fit/*"))
 
 
@@ -262,15 +254,6 @@ def test_validate_test_predict_and_export(here, run):
 
 
 # Plans
-
-
-@pytest.mark.slow
-def test_plan_is_that_of_the_command_line(here):
-    words = ["data=fake", "data.image_size=16", "memory=64MiB", *SMALL]
-    run_in(here, "plan", *words, "hydra.run.dir=run")
-    expected = json.loads((here / "run/plan.json").read_text())
-    plan = holotrain.plan(holotrain.compose("plan", words))
-    assert plan.as_json() == {name: value for name, value in expected.items() if name != "remedies"}
 
 
 @pytest.mark.slow

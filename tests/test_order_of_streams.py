@@ -436,11 +436,7 @@ MISTAKES = {
     "gradients do not wait": (the_engine, ["wait_event"], r"the default stream reads what side stream"),
     "a flag is read too early": (a_synthesis, ["synchronize"], r"the host reads what the default stream"),
     "gradients are let go of": (a_split_synthesis, ["record_stream", "wait_event"], r"side stream \d still uses"),
-    "what is sent is let go of": (
-        a_layer_that_scatters,
-        [(signals, "Holding", not_holding)],
-        r"side stream \d still uses",
-    ),
+    "what is sent is let go of": (a_layer_that_scatters, [(signals, "Holding", not_holding)], r"side stream \d still uses"),
     "old counts look like signals": (a_signalling_layer, ["wait_stream"], r"a kernel on side stream \d reads what the default"),
 }
 

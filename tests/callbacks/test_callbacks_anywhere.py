@@ -39,9 +39,7 @@ class Regression(pl.LightningModule):
 
 
 def inputs_of(batch):
-    if isinstance(batch, torch.Tensor):
-        return batch
-    return batch["x"] if isinstance(batch, dict) else batch[0]
+    return batch if isinstance(batch, torch.Tensor) else batch["x" if isinstance(batch, dict) else 0]
 
 
 DATA = {

@@ -97,27 +97,26 @@ def test_the_peak_of_a_step_is_that_of_its_tensors():
     fit(Wide(), monitor)
     numel = 512 * 512
     assert 4 * 4 * numel < monitor.step_peak_bytes < 4 * 6.1 * numel  # weights, gradients, two states; and two of an update
-    compiled, monitor = Wide(), MemoryMonitor()
+    fit(Sparse(), monitor := MemoryMonitor())
+    assert monitor.step_peak_bytes > 0
+    compiled = Wide()
     compiled.layer.compile(backend="eager")
-    fit(compiled, monitor)
+    fit(compiled, monitor := MemoryMonitor())
     assert monitor.step_peak_bytes is None
 
 
-def test_tensors_without_storage_are_passed_over():
-    class Sparse(Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Embedding(100, 8, sparse=True)
+class Sparse(Wide):
+    """Gradients that have no storage."""
 
-        def training_step(self, batch, batch_idx):
-            return self.layer(batch.long()).sum()
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Embedding(100, 8, sparse=True)
 
-        def configure_optimizers(self):
-            return torch.optim.SparseAdam([*self.parameters()])
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch.long()).sum()
 
-    monitor = MemoryMonitor()
-    fit(Sparse(), monitor)
-    assert monitor.step_peak_bytes > 0
+    def configure_optimizers(self):
+        return torch.optim.SparseAdam([*self.parameters()])
 
 
 @pytest.mark.cuda
@@ -195,16 +194,11 @@ def test_validation_does_not_count_and_all_accumulated_batches_do():
 
 
 def test_tokens_and_utilisation():
-    monitor = ThroughputMonitor(
-        count_tokens=lambda batch: 7 * len(batch),
-        model_flops_per_sample=100,
-        hardware_flops_per_sample=130,
-        peak_flops=1000,
-    )
+    flops = {"model_flops_per_sample": 100, "hardware_flops_per_sample": 130, "peak_flops": 1000}
+    monitor = ThroughputMonitor(count_tokens=lambda batch: 7 * len(batch), **flops)
     monitor, memo = timed_fit(monitor=monitor, samples=8, batch=4)
-    assert memo.of("throughput/tokens_per_second")[0] == (1, 14.0)
-    assert memo.of("throughput/mfu")[0] == (1, pytest.approx(0.2))
-    assert memo.of("throughput/hfu")[0] == (1, pytest.approx(0.26))
+    first = [memo.of(f"throughput/{name}")[0] for name in ("tokens_per_second", "mfu", "hfu")]
+    assert first == [(1, 14.0), (1, pytest.approx(0.2)), (1, pytest.approx(0.26))]
     assert monitor.tokens_per_second == 14.0
 
 
@@ -229,6 +223,7 @@ def test_a_reversible_model_recomputes_its_blocks_once():
         ("NVIDIA H100 80GB HBM3", "bf16-mixed", 989.5),
         ("NVIDIA H100 PCIe", "16-mixed", 756),
         ("NVIDIA A100-SXM4-80GB", "32-true", 19.5),
+        ("NVIDIA A100-PCIE-40GB", "tf32", 156),
         ("NVIDIA GeForce RTX 4090", "16-mixed", 165.2),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16-mixed", None),
         ("NVIDIA GeForce RTX 4090 D", "bf16-mixed", None),
@@ -238,14 +233,10 @@ def test_a_reversible_model_recomputes_its_blocks_once():
     ],
 )
 def test_peaks_are_of_the_card_named(name, precision, tera):
-    assert peak_flops(name, precision) == (None if tera is None else tera * 1e12)
-
-
-def test_tf32_has_a_peak_of_its_own():
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else before)
     try:
-        assert peak_flops("NVIDIA A100-PCIE-40GB", "32-true") == 156e12
+        assert peak_flops(name, precision.replace("tf32", "32-true")) == (None if tera is None else tera * 1e12)
     finally:
         torch.set_float32_matmul_precision(before)
 

@@ -116,12 +116,9 @@ def test_an_optimizer_that_remembers_too_and_a_clipped_update_are_warned_of(opti
     assert any("gradient_clip_val=1.0 clips the update after the synthesis" in each for each in said) == bool(clip)
 
 
-def test_a_module_within():
+def test_a_module_within_and_patterns_that_select_its_parameters():
     module, _ = fit(SynthesisCallback("bind", module="layers"))
     assert_equal_parameters(module, loop({"mode": "bind"})[0])
-
-
-def test_patterns_select_parameters_within_the_module():
     callback = SynthesisCallback(cover=["*weight", "2.*"], exclude=["0.*"], module="layers")
     covered = callback.applied_to(Regression()).state_dict()["geometry"]["parameters"]
     assert [name.split()[0] for name in covered] == ["2.weight", "2.bias"]
@@ -170,11 +167,14 @@ def test_scalars_say_how_long_and_how_alike():
     ],
 )
 def test_resuming_is_the_same_bit_for_bit(tmp_path, options):
-    every_epoch = ExactCheckpoint(tmp_path, filename="{step}", every_n_epochs=1, save_top_k=-1)
-    whole, _ = fit(SynthesisCallback(**options), epochs=3, callbacks=[every_epoch])
+    whole, _ = fit(SynthesisCallback(**options), epochs=3, callbacks=[every_epoch(tmp_path)])
     resumed, trainer = fit(SynthesisCallback(**options), epochs=3, checkpoint=tmp_path / "step=12.ckpt")
     assert trainer.global_step == 36
     assert_equal_parameters(resumed, whole)
+
+
+def every_epoch(folder):
+    return ExactCheckpoint(folder, filename="{step}", every_n_epochs=1, save_top_k=-1)
 
 
 class RestoresAfterSetup(SingleDeviceStrategy):
@@ -198,20 +198,19 @@ def test_after_an_exception_a_training_resumes_as_ever(tmp_path):
             if self.trainer.current_epoch == 2:
                 raise RuntimeError("stop")
 
-    every_epoch = ExactCheckpoint(tmp_path, filename="{step}", every_n_epochs=1, save_top_k=-1)
     callback, module = SynthesisCallback(), Stopping()
     with pytest.raises(RuntimeError, match="stop"):
-        fit(callback, module=module, epochs=3, callbacks=[every_epoch])
+        fit(callback, module=module, epochs=3, callbacks=[every_epoch(tmp_path)])
     assert not any(part._forward_hooks for part in module.modules())
     resumed, _ = fit(callback, epochs=3, checkpoint=tmp_path / "step=24.ckpt")
     assert_equal_parameters(resumed, fit(SynthesisCallback(), epochs=3)[0])
 
 
 def test_under_lightnings_ddp_bind_sees_the_output_alone():
+    ddp = DDPStrategy(process_group_backend="gloo")
     try:
-        ddp = DDPStrategy(process_group_backend="gloo")
-        options = {"strategy": ddp, "devices": 1, "use_distributed_sampler": False}
-        assert_equal_parameters(fit(SynthesisCallback("bind"), **options)[0], loop({"mode": "bind"})[0])
+        module, _ = fit(SynthesisCallback("bind"), strategy=ddp, devices=1, use_distributed_sampler=False)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+    assert_equal_parameters(module, loop({"mode": "bind"})[0])

@@ -39,12 +39,9 @@ def of_the_readme(project: Path) -> tuple[str, str, list[str]]:
 
 
 @pytest.mark.slow
-def test_the_command_that_tests(project):
+def test_the_command_that_tests_and_ruff(project):
     _, test, _ = of_the_readme(project)
     assert re.search(r"\b3 passed", in_a_shell(project, test))
-
-
-def test_ruff_accepts_the_files(project):
     in_a_shell(project, "ruff check . && ruff format --check .")
 
 

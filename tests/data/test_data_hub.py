@@ -2,9 +2,11 @@
 
 import json
 import os
+import pickle
 import re
 from collections import Counter
 from itertools import chain
+from pathlib import Path
 from unittest.mock import Mock
 
 import datasets
@@ -82,16 +84,14 @@ def test_files_and_folders_are_read_too(tmp_path, name):
     data.setup()
     expected = texts["b"] + texts["c"] if "*" in name else texts["b" if name == "b.json" else "a"]
     assert sorted(chain(*(documents_of(data, part) for part in ("train", "val", "test")))) == sorted(expected)
-    with pytest.raises(
-        UserError, match=r"^data\.format: the files are of several formats, json and parquet and tsv; choose one$"
-    ):
-        HubText(str(tmp_path / "*.*"), cache_dir=str(tmp_path / "cache")).setup()
 
 
 @pytest.fixture
 def small_windows(monkeypatch):
     monkeypatch.setattr(batches, "WINDOW", 4000)
     monkeypatch.setattr(batches, "BATCHES", 1)
+    yield
+    set_data_shard()
 
 
 def streamed(saved, **options):
@@ -103,18 +103,19 @@ def test_a_stream_resumes_in_mid_epoch_bit_for_bit(saved, small_windows, workers
     def loader():
         return streamed(saved, num_workers=workers).train_dataloader()
 
-    last = 90  # several passes through the text
+    last = 90 if workers == 0 else 5  # several passes through the text
+    begun = last - 30 if workers == 0 else 2
     reference = stream(loader(), range(last))
     assert len(reference) == 7 * last and reference[0]["tokens"].shape == (4, 33)
     for stopped in (0, 3, 7) if workers == 0 else (3,):
         first = loader()
-        head = stream(first, range(60))
-        first.set_epoch(60)
+        head = stream(first, range(begun))
+        first.set_epoch(begun)
         iterator = iter(first)
         head += [next(iterator) for _ in range(stopped)]
         second = loader()
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))  # plain containers
-        assert same(head + stream(second, range(60 + (stopped == 7), last)), reference)
+        assert same(head + stream(second, range(begun + (stopped == 7), last)), reference)
     if workers == 0:
         assert first.state_dict()["stream"]["dataset_state"]["pass"] >= 1
 
@@ -166,13 +167,7 @@ def shard_of(saved, rank, size):
     return streamed(saved, context=16, batch_size=2).train_dataloader()
 
 
-@pytest.fixture
-def as_one_process():
-    yield
-    set_data_shard()
-
-
-@pytest.mark.usefixtures("small_windows", "as_one_process")
+@pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize(("before", "after"), [((0, 1), (0, 0, 1, 1)), ((0, 0, 1, 1), (0, 1))])
 def test_a_stream_continues_where_its_shard_was(saved, before, after):
     """The shard of each rank, of two: DDP on two processes, and tensor parallel on four in groups of two."""
@@ -192,13 +187,8 @@ def test_a_stream_continues_where_its_shard_was(saved, before, after):
         trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = False
         trainer.fit_loop.state_dict.return_value = {}
         progress = {"epoch_loop.batch_progress": {"is_last_batch": True}, "state_dict": {}}
-        saved_states = {
-            KEY: {"random": states, "shares": 2},
-            "global_step": 1,
-            "loops": {"fit_loop": progress},
-            "callbacks": {},
-        }
-        callback.on_load_checkpoint(trainer, torch.nn.Identity(), saved_states)
+        held = {KEY: {"random": states, "shares": 2}, "global_step": 1, "loops": {"fit_loop": progress}, "callbacks": {}}
+        callback.on_load_checkpoint(trainer, torch.nn.Identity(), held)
         callback.on_train_start(trainer, torch.nn.Identity())
         return loader
 
@@ -258,19 +248,16 @@ def write_lines(folder, *names):
 @pytest.mark.parametrize(
     ("names", "splits"),
     [
-        (
-            ["data/train_sft-00000-of-00002.txt", "data/train_sft-00001-of-00002.txt", "data/gen-00000-of-00001.txt"],
-            ["train_sft", "gen"],
-        ),
-        (["train-00000-of-00001.txt", "x/test.txt"], ["train", "test"]),
-        (["my-val/a.txt", "training/a.txt"], ["validation", "train"]),
-        (["a.txt", "b.txt"], ["train"]),
+        ("data/train_sft-00000-of-00002 data/train_sft-00001-of-00002 data/gen-00000-of-00001", {"train_sft", "gen"}),
+        ("train-00000-of-00001 x/test", {"train", "test"}),
+        ("my-val/a training/a", {"validation", "train"}),
+        ("a b", {"train"}),
     ],
 )
 def test_files_of_a_folder_belong_to_the_splits_that_they_name(tmp_path, names, splits):
-    write_lines(tmp_path / "in", *names)
+    write_lines(tmp_path / "in", *(f"{name}.txt" for name in names.split()))
     kind, found = hub.files_in(tmp_path / "in", None, tmp_path / "cache")
-    assert kind == "text" and {*found} == {*splits} and sum(map(len, found.values())) == len(names)
+    assert kind == "text" and {*found} == splits and sum(map(len, found.values())) == len(names.split())
 
 
 def test_a_folder_of_several_formats_is_read_as_the_one_that_is_chosen(tmp_path):
@@ -297,21 +284,17 @@ def test_the_classes_of_images_may_stand_in_a_file_beside_them(tmp_path):
 def test_a_snapshot_of_the_hub_is_read(tmp_path, name):
     """Its files are links into the ``blobs`` beside it."""
     snapshot = tmp_path / "datasets--a--b/snapshots/1234"
-    write_lines(tmp_path / "datasets--a--b/blobs", "5678")
+    write_lines(tmp_path, "datasets--a--b/blobs/5678", "datasets--c--d/blobs/5678")
     (snapshot / "data").mkdir(parents=True)
-    (snapshot / "data/train-00000-of-00001.txt").symlink_to("../../../blobs/5678")
-    rows = HubText(str(snapshot / name), cache_dir=str(tmp_path / "cache")).opened()["train"]
-    assert rows["text"][:] == ["5678"]
-
-
-def test_what_is_no_blob_of_a_snapshot_is_refused(tmp_path):
-    target = "../../datasets--c--d/blobs/5678"
-    snapshot = tmp_path / "datasets--a--b/snapshots/1234"
-    snapshot.mkdir(parents=True)
-    (snapshot / "a.txt").symlink_to(target)
-    write_lines(snapshot / target.rpartition("/")[0], "5678")
-    with pytest.raises(UserError, match=r"is no file in .*1234\)$"):
-        HubText(str(snapshot), cache_dir=str(tmp_path / "cache")).opened()
+    link = snapshot / "data/train-00000-of-00001.txt"
+    link.symlink_to("../../../blobs/5678")
+    data = HubText(str(snapshot / name), cache_dir=str(tmp_path / "cache"))
+    assert data.opened()["train"]["text"][:] == ["datasets--a--b/blobs/5678"]
+    link.unlink()
+    link.symlink_to("../../../../datasets--c--d/blobs/5678")
+    if "*" not in name:  # a pattern names the link itself
+        with pytest.raises(UserError, match="is no file in "):
+            data.opened()
 
 
 REFUSED = [
@@ -354,21 +337,18 @@ def test_the_library_is_left_as_it_was_and_off_a_terminal_shows_no_progress(save
     assert datasets.logging.get_verbosity() == verbosity and sorted(saved.rglob("*")) == files
 
 
-def test_no_code_of_a_data_set_runs(saved, tmp_path):
+class Payload:
+    def __reduce__(self):
+        return os.system, ("touch ran",)
+
+
+@pytest.mark.parametrize("name", ["crafted", "crafted/a.pickle"])
+def test_no_code_of_a_data_set_runs(tmp_path, monkeypatch, name):
     """A loading script, and pickles among the files."""
-    import pickle
-
-    class Payload:
-        def __reduce__(self):
-            return os.system, (f"touch {tmp_path / 'ran'}",)
-
-    folder = tmp_path / "crafted"
-    folder.mkdir()
-    (folder / "crafted.py").write_text(f"import os\nos.system('touch {tmp_path / 'ran'}')\n")
+    monkeypatch.chdir(tmp_path)
+    Path("crafted").mkdir()
+    Path("crafted/crafted.py").write_text("import os\nos.system('touch ran')\n")
+    Path("crafted/a.pickle").write_bytes(pickle.dumps(Payload()))
     with pytest.raises(UserError):
-        HubText(str(folder), cache_dir=str(tmp_path / "cache")).setup()
-    (folder / "a.pickle").write_bytes(pickle.dumps(Payload()))
-    for what in (folder, folder / "a.pickle"):
-        with pytest.raises(UserError):
-            HubText(str(what), cache_dir=str(tmp_path / "cache")).setup()
-    assert not (tmp_path / "ran").exists()
+        HubText(name, cache_dir="cache").setup()
+    assert not Path("ran").exists()

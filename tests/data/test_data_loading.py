@@ -105,16 +105,13 @@ def test_few_samples_make_one_batch_or_are_refused():
             made()
 
 
-class TwoParts(ImageDataModule):
-    """A data module of a user, without a part to test on."""
-
-    class_names = ("a", "b")
-
-    def setup(self, stage=None):
-        self._splits = {part: [(torch.zeros(1), 0)] for part in ("train", "val")}
-
-
 def test_a_data_module_without_a_part_has_a_fingerprint():
+    class TwoParts(ImageDataModule):
+        class_names = ("a", "b")
+
+        def setup(self, stage=None):
+            self._splits = {part: [(torch.zeros(1), 0)] for part in ("train", "val")}
+
     data = TwoParts()
     data.setup()
     assert {name.rpartition(" ")[2] for name in data.fingerprint()} == {"classes", "train", "val"}

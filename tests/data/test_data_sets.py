@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import shutil
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -13,7 +14,6 @@ import torch
 from compared import assert_close, assert_equal
 from data_files import write_cifar, write_folder, write_mnist
 from PIL import Image
-from torch.utils.data import Subset
 from torchvision.transforms import v2
 
 from holotrain.data import CIFAR10, CIFAR100, MNIST, Digits, Fake, ImageFolder, StdlibText, TextFiles
@@ -78,7 +78,7 @@ def test_cifar_from_its_batches(tmp_path, monkeypatch, kind, module, files):
     assert str(tmp_path) in one_line(error)
 
 
-@pytest.mark.parametrize("module", [MNIST, CIFAR10, CIFAR100])
+@pytest.mark.parametrize("module", [MNIST, CIFAR10])
 @pytest.mark.parametrize(("download", "problem"), [(False, "are missing or damaged"), (True, "could not be downloaded")])
 def test_missing_files_are_asked_for_in_one_line(tmp_path, monkeypatch, module, download, problem):
     monkeypatch.setattr("urllib.request.urlopen", Mock(side_effect=OSError("no network")))
@@ -179,19 +179,14 @@ def test_a_truncated_image_is_skipped(damaged, workers):
     assert [labels.tolist() for _, labels in quietly(data.test_dataloader())] == [[0, 1], [1]]
     alone = ready(ImageFolder(str(damaged), batch_size=1, **options))
     assert [labels.tolist() for _, labels in quietly(alone.val_dataloader())] == [[0], [1], [1], [1]]
-    paths = [path for _, paths in quietly(data.predict_dataloader()) for path in paths]
-    assert [path and str(Path(path).relative_to(damaged / "val")) for path in paths] == [
-        "cat/0.png",
-        "",
-        "dog/0.png",
-        "dog/1.jpg",
-    ]
+    with pytest.warns(UserWarning, match="left out: .*val/cat/1.jpg") if not workers else nullcontext():
+        paths = [path for _, paths in data.predict_dataloader() for path in paths]
+    left = [path and str(Path(path).relative_to(damaged / "val")) for path in paths]
+    assert left == ["cat/0.png", "", "dog/0.png", "dog/1.jpg"]
 
 
-def test_an_image_that_is_skipped_is_named(damaged):
+def test_where_no_image_can_be_read_there_is_none_in_its_place(damaged):
     data = ready(ImageFolder(str(damaged), image_size=32, on_corrupt="skip"))
-    with pytest.warns(UserWarning, match="left out: .*val/cat/1.jpg"):
-        list(data.predict_dataloader())
     for path in (damaged / "train").rglob("*.*"):
         path.write_bytes(b"nothing")
     with pytest.warns(UserWarning, match="replaced by the next image"), pytest.raises(UserError, match="no readable image"):
@@ -235,16 +230,11 @@ def test_a_class_without_validation_is_named(tmp_path):
         ready(ImageFolder(str(tmp_path), image_size=8))
 
 
-def test_a_subclass_may_evaluate_other_data(tmp_path):
-    class Half(ImageFolder):
-        def split(self, name):
-            return Subset(super().split(name), [0, 7])
-
-    data = ready(Half(str(write_folder(tmp_path)), image_size=32))
-    assert [labels.tolist() for _, labels in data.val_dataloader()] == [[0, 1]]
-
-
 def test_a_layout_that_is_wrong_is_said_in_one_line(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for folder, words in (("missing", "no file or folder"), ("empty", "no image in")):
+        with pytest.raises(UserError, match=words):
+            image_files(tmp_path / folder, channels=1, image_size=8, statistics=Digits.statistics, batch_size=4)
     for _ in range(2):
         with pytest.raises(UserError, match="no folder .*train/<class>; put"):
             ImageFolder(str(tmp_path))
@@ -261,31 +251,17 @@ def test_a_layout_that_is_wrong_is_said_in_one_line(tmp_path):
         ready(ImageFolder(str(tmp_path / "other")))
 
 
-def test_loose_files_that_are_not_there_are_refused(tmp_path):
-    form = {"channels": 1, "image_size": 8, "statistics": Digits.statistics, "batch_size": 4}
-    with pytest.raises(UserError, match="no file or folder"):
-        image_files(tmp_path / "missing", **form)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="no image in"):
-        image_files(tmp_path / "empty", **form)
-
-
 @pytest.mark.parametrize("alphas", [{"mixup_alpha": 0.4}, {"cutmix_alpha": 1.0}, {"mixup_alpha": 0.4, "cutmix_alpha": 1.0}])
 def test_mixing_happens_in_training_alone(alphas):
-    class Trainer:
-        training = True
-
     data = ready(Digits(batch_size=16, **alphas))
     batch = next(iter(data.train_dataloader()))
-    data.trainer = Trainer()
+    data.trainer = Mock(training=True)
     torch.manual_seed(0)  # by chance CutMix may cut nothing
     mixed, targets = data.on_after_batch_transfer(batch, 0)
-    assert targets.shape == (16, 10)
+    assert targets.shape == (16, 10) and not torch.equal(mixed, batch[0])
     assert_close(targets.sum(1), torch.ones(16))
-    assert not torch.equal(mixed, batch[0])
-    Trainer.training = False
-    same_images, labels = data.on_after_batch_transfer(batch, 0)
-    assert same_images is batch[0] and labels is batch[1]
+    data.trainer.training = False
+    assert all(kept is given for kept, given in zip(data.on_after_batch_transfer(batch, 0), batch, strict=True))
 
 
 def test_some_classes_of_digits_are_numbered_anew():
@@ -319,27 +295,27 @@ def test_normalising_leaves_the_images_of_the_data_set_alone(dtype):
     assert torch.equal(image, stored)
 
 
-TEXT = [
-    ({"layout": "pack"}, "layout must be packed or documents, not 'pack'"),
-    ({"max_tokens": 9, "layout": "documents"}, "max_tokens must be at least context, 256, not 9"),
-    ({"pad_to_multiple_of": 7}, "pad_to_multiple_of must divide context, but 7 does not divide 256"),
-    ({"val_fraction": 0.5, "test_fraction": 0.5}, "leave no training"),
-    ({"streaming": True, "layout": "documents"}, "streaming needs packed text"),
-    ({"streaming": True, "tokenizer": "bpe"}, "streaming needs a tokenizer that is trained"),
-]
-REFUSED = {
-    Digits: [
-        ({"randaugment_magnitude": 31}, r"randaugment_magnitude must be in \[0, 30\], not 31"),
-        ({"cutmix_alpha": float("inf")}, "cutmix_alpha must be at least 0, not inf"),
+@pytest.mark.parametrize(
+    ("data", "arguments", "words"),
+    [
+        (Digits, {"randaugment_magnitude": 31}, r"randaugment_magnitude must be in \[0, 30\], not 31"),
+        (Digits, {"cutmix_alpha": float("inf")}, "cutmix_alpha must be at least 0, not inf"),
+        (ImageFolder, {"root": "gone", "on_corrupt": "shrug"}, "on_corrupt must be error or skip, not 'shrug'"),
+        (Fake, {"num_classes": 1}, "num_classes must be at least 2, not 1"),
+        (StdlibText, {"layout": "pack"}, "layout must be packed or documents, not 'pack'"),
+        (StdlibText, {"max_tokens": 9, "layout": "documents"}, "max_tokens must be at least context, 256, not 9"),
+        (StdlibText, {"pad_to_multiple_of": 7}, "pad_to_multiple_of must divide context, but 7 does not divide 256"),
+        (StdlibText, {"val_fraction": 0.5, "test_fraction": 0.5}, "leave no training"),
+        (StdlibText, {"streaming": True, "layout": "documents"}, "streaming needs packed text"),
+        (StdlibText, {"streaming": True, "tokenizer": "bpe"}, "streaming needs a tokenizer that is trained"),
+        (TextFiles, {"files": "a.txt", "on_error": "skipp"}, "on_error must be error or skip, not 'skipp'"),
+        (TextFiles, {"files": "a", "messages": "m", "completion": "c"}, "messages cannot be combined with completion"),
+        (TextFiles, {"files": "a", "messages": "m", "layout": "documents"}, "messages needs task=causal_lm"),
+        (TextFiles, {"files": "a", "completion": "c", "streaming": True}, "streaming cannot be combined with completion"),
+        (TextFiles, {"files": "a", "messages": "m", "text": "t"}, "text cannot be combined with messages"),
+        (TextFiles, {"files": "a", "prompt": "p"}, "prompt needs data.completion"),
     ],
-    ImageFolder: [({"root": "gone", "on_corrupt": "shrug"}, "on_corrupt must be error or skip, not 'shrug'")],
-    Fake: [({"num_classes": 1}, "num_classes must be at least 2, not 1")],
-    StdlibText: [*TEXT],
-    TextFiles: [({"files": "a.txt", "on_error": "skipp"}, "on_error must be error or skip, not 'skipp'")],
-}
-
-
-@pytest.mark.parametrize(("data", "arguments", "words"), [(data, *case) for data, cases in REFUSED.items() for case in cases])
+)
 def test_impossible_arguments_are_refused(data, arguments, words):
     with pytest.raises(ValueError, match=words):
         data(**arguments)
@@ -354,6 +330,7 @@ def test_impossible_arguments_are_refused(data, arguments, words):
         (TextFiles("a.txt", layout="documents", label="folder"), "file", 8192),
         (TextFiles("a.txt", layout="documents", label="folder", labels=False), "paragraph", 8192),
         (TextFiles("a.txt", label="folder", max_tokens=512), "file", None),
+        (TextFiles("a.jsonl", messages="m"), "file", None),
     ],
 )
 def test_what_a_document_is_follows_from_the_layout_and_the_labels(data, unit, max_tokens):

@@ -215,9 +215,6 @@ def test_token_lists_of_ones_own_in_a_plain_loader():
         assert torch.equal(batch["labels"], torch.where(mask > 0, tokens - 1, -100))
         drawn += (tokens[:, 0] - 1).tolist()
     assert sorted(drawn) == list(range(200))
-
-
-def test_padding_of_a_batch():
     rows = [{"input_ids": np.array([5, 6, 7]), "labels": 1}, {"input_ids": torch.tensor([8]), "labels": 0}]
     batch = padded_batch(rows, pad_id=9, multiple=4)
     assert batch["input_ids"].tolist() == [[5, 6, 7, 9], [8, 9, 9, 9]] and batch["labels"].tolist() == [1, 0]

@@ -130,8 +130,7 @@ def write(tmp_path, name, content) -> str:
     ],
 )
 def test_what_cannot_be_read_is_said_in_one_line(tmp_path, name, content, options, message):
-    path = tmp_path / name
-    path.write_bytes(content)
+    path = Path(write(tmp_path, name, content))
     one_line(lambda: texts_of(path, **options), message)
 
 
@@ -139,17 +138,15 @@ def test_what_cannot_be_read_is_said_in_one_line(tmp_path, name, content, option
 def test_what_is_left_out_is_said(tmp_path, streaming):
     rows = [{"text": f"row {number}"} if number % 300 else {"n": number} for number in range(1200)]
     write(tmp_path, "a.jsonl", b"\n".join(json.dumps(row).encode() for row in rows))
-    b = write(tmp_path, "b.csv", b"n,text\n1,first\n2,\n3,third\n")
+    write(tmp_path, "b.csv", b"n,text\n1,first\n2,\n3,third\n")
     write(tmp_path, "c.txt", b"caf\xe9")
+    options = {"on_error": "skip", "val_fraction": 0.3, "test_fraction": 0.3, "streaming": streaming}
+    left = [] if streaming else [("4 rows", "a.jsonl"), ("1 row", "b.csv")]
     for _ in range(2):
         with warnings.catch_warnings(record=True, action="always") as caught:
-            data = module(
-                tmp_path, str(tmp_path / "*.*"), on_error="skip", val_fraction=0.3, test_fraction=0.3, streaming=streaming
-            )
+            data = module(tmp_path, str(tmp_path / "*.*"), **options)
         assert [str(warning.message) for warning in caught] == [
-            f"data: left out {rows} of {path} without text, class or answer"
-            for rows, path in (("4 rows", tmp_path / "a.jsonl"), ("1 row", b))
-            if not streaming
+            f"data: left out {rows} of {tmp_path / name} without text, class or answer" for rows, name in left
         ]
     if not streaming:
         documents = [document for part in ("train", "val", "test") for document in documents_of(data, part)]
@@ -167,21 +164,16 @@ def test_held_out_files_do_not_depend_on_order_and_no_part_is_left_without_one()
         assert {*held_out_files(names[:count], 0.05, 0.05).values()} == {"train", "val", "test"}
 
 
-def test_files_that_patterns_hold_out(tmp_path):
-    for name in ("a/1", "a/2", "b/1", "b/2"):
+def test_patterns_name_and_hold_out_files(tmp_path):
+    for name in ("a/1", "a/2", "b/1", "b/2", "a[1]", "a1"):
         write(tmp_path, f"{name}.txt", name.encode())
     held = {"val_files": str(tmp_path / "a/2.txt"), "test_files": [str(tmp_path / "b/2*")]}
-    data = module(tmp_path, str(tmp_path / "**/*.txt"), **held)
+    data = module(tmp_path, str(tmp_path / "*/*.txt"), **held)
     assert [documents_of(data, part) for part in ("train", "val", "test")] == [["a/1", "b/1"], ["a/2"], ["b/2"]]
     for pattern, name in {"**/1.txt": "a/1.txt", "a/1*": "1.txt", "a/1.txt": "1.txt", "?/1.txt": "a/1.txt"}.items():
         assert min(file.name for file in matches("files", str(tmp_path / pattern))) == name
-
-
-def test_a_name_that_looks_like_a_pattern_is_that_of_a_file_if_there_is_one(tmp_path):
-    for name in ("a[1].txt", "a1.txt"):
-        write(tmp_path, name, name.encode())
-    assert [file.name for file in matches("files", str(tmp_path / "a[1].txt"))] == ["a[1].txt"]
-    assert [file.name for file in matches("files", str(tmp_path / "a[12].txt"))] == ["a1.txt"]
+    for pattern, name in {"a[1].txt": "a[1].txt", "a[12].txt": "a1.txt"}.items():  # a name of a file goes before a pattern
+        assert [file.name for file in matches("files", str(tmp_path / pattern))] == [name]
 
 
 def test_few_files_are_held_out_by_document_and_equal_ones_never_on_both_sides(tmp_path):
@@ -210,13 +202,8 @@ def test_labels_of_folders_and_fields(tmp_path):
     assert data.class_names == ["2", "9", "10"]
 
 
-def test_classes_that_cannot_be_learned_are_refused(tmp_path):
-    one = write(tmp_path, "a.jsonl", b'{"text": "a", "k": "x"}\n')
-    two = write(tmp_path, "b.jsonl", b'{"text": "b", "k": "y"}\n')
-    three = write(tmp_path, "c.jsonl", b'{"text": "c", "k": "x"}\n')
-    one_line(lambda: module(tmp_path, one, label="k", val_files=two, test_files=three), "class 'y' is held out, but")
-    four = write(tmp_path, "d.jsonl", b'{"text": "d", "k": "x"}\n')
-    one_line(lambda: module(tmp_path, one, label="k", val_files=four, test_files=three), "only one class, 'x'")
+FILES = {f"{name}.jsonl": json.dumps({"text": name, "k": "y" if name == "b" else "x"}).encode() for name in "abcd"}
+FILES |= {"a.txt": b"text", "blank.txt": b" \n\n"}
 
 
 @pytest.mark.parametrize(
@@ -228,10 +215,12 @@ def test_classes_that_cannot_be_learned_are_refused(tmp_path):
         ({"files": "a.txt"}, r"no text is left for (val|test|train) \(documents: 1\)"),
         ({"files": "a.txt", "tokenizer_json": "{}"}, "tokenizer_json is not a tokenizer.json"),
         ({"files": "a.txt", "cache_dir": "a.txt"}, r"data\.cache_dir: cannot write a\.txt"),
+        ({"files": "a.jsonl", "label": "k", "val_files": "b.jsonl", "test_files": "c.jsonl"}, "class 'y' is held out, but"),
+        ({"files": "a.jsonl", "label": "k", "val_files": "d.jsonl", "test_files": "c.jsonl"}, "only one class, 'x'"),
     ],
 )
 def test_mistakes_are_said_in_one_line(tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
-    write(tmp_path, "a.txt", b"text")
-    write(tmp_path, "blank.txt", b" \n\n")
+    for name, content in FILES.items():
+        write(tmp_path, name, content)
     one_line(lambda: module(tmp_path, **options), message)

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from compared import assert_equal
-from left_by_runs import summary
-from small_run import fit_and_kill, fit_in, run_in
+from left_by_runs import assert_same_weights, summary
+from small_run import fit_and_kill
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -18,7 +17,7 @@ CHATS = [
     *("data.val_fraction=0.1", "data.test_fraction=0.1", "data.cache_dir=tokens", "data.batch_size=16"),
     *("trainer.accelerator=cpu", "trainer.max_steps=-1", "trainer.max_epochs=2", "trainer.val_check_interval=null"),
     *("optimizer=adamw", "optimizer.lr=1e-2", "callbacks.checkpoint.every_n_train_steps=2"),
-    *("test=false", "logger=none", "callbacks.progress=null", "hydra.run.dir=run"),
+    *("test=false", "logger=none", "callbacks.progress=null"),
 ]
 MODELS = {
     "huggingface": ["model=huggingface", "model.name=tiny"],
@@ -31,7 +30,6 @@ def write_chats(folder: Path) -> None:
     import transformers
     from tokenizers import ByteLevelBPETokenizer
 
-    folder.mkdir(exist_ok=True)
     asked = [f"what is {n % 10} + {n // 20}?" for n in range(200)]
     chats = [
         [{"role": "user", "content": text}, {"role": "assistant", "content": f"it is {n % 10 + n // 20}"}]
@@ -48,39 +46,32 @@ def write_chats(folder: Path) -> None:
     transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder / "tiny")
 
 
-def last(folder: Path) -> dict:
-    return torch.load(folder / "run/checkpoints/last.ckpt", weights_only=True)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-def test_chats_are_learned_and_a_killed_training_continues_bit_for_bit(tmp_path, model):
+def test_chats_are_learned_and_a_killed_training_continues_bit_for_bit(holotrain, tmp_path, model):
     import transformers
 
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for folder in (whole, killed):
-        write_chats(folder)
-    fit_in(whole, *CHATS, *MODELS[model])
-    metrics = summary(whole / "run")["metrics"]
-    assert metrics["val/perplexity"] < 20  # of 280 before
-    fit_and_kill(killed, *CHATS, *MODELS[model])
-    run_in(killed, "fit", "resume=true", "hydra.run.dir=run")
-    assert_equal(last(killed)["state_dict"], last(whole)["state_dict"])
-    run_in(whole, "export", "ckpt_path=run/checkpoints/last.ckpt", "to=exported", "hydra.run.dir=of_export")
+    write_chats(tmp_path)
+    holotrain.done("fit", *CHATS, *MODELS[model], "hydra.run.dir=run")
+    assert summary(Path("run"))["metrics"]["val/perplexity"] < 20  # of 280 before
+    fit_and_kill(tmp_path, *CHATS, *MODELS[model], "hydra.run.dir=killed")
+    holotrain("fit", "resume=true", "hydra.run.dir=killed")
+    assert_same_weights(Path("killed/checkpoints/last.ckpt"), Path("run/checkpoints/last.ckpt"))
+    holotrain.done("export", "ckpt_path=run/checkpoints/last.ckpt", "to=exported")
     asked = {"messages": [{"role": "user", "content": "what is 3 + 2?"}]}
-    (whole / "asked.jsonl").write_text(json.dumps(asked) + '\n{"prompt": "what is 3 + 2?"}\n')
-    words = ["temperature=0", "max_tokens=20", "prompts=asked.jsonl", "hydra.run.dir=of_generate"]
-    run_in(whole, "generate", "ckpt_path=run/checkpoints/last.ckpt", *words)
-    rows = [json.loads(line) for line in (whole / "of_generate/generations.jsonl").read_text().splitlines()]
-    assert rows[0]["text"] == rows[1]["text"] and rows[0]["messages"] == asked["messages"]
-    assert rows[0]["text"].strip().startswith("it is ")
-    run_in(whole, "generate", "ckpt_path=run", "chat=false", *words[:2], "prompt=what is 3", "hydra.run.dir=of_text")
-    (plain,) = (json.loads(line) for line in (whole / "of_text/generations.jsonl").read_text().splitlines())
-    assert plain["prompt"] == "what is 3" and plain["text"] != rows[1]["text"]
+    Path("asked.jsonl").write_text(json.dumps(asked) + '\n{"prompt": "what is 3 + 2?"}\n')
+    words = ["ckpt_path=run/checkpoints/last.ckpt", "temperature=0", "max_tokens=20"]
+    holotrain("generate", *words, "prompts=asked.jsonl", "hydra.run.dir=of_generate")
+    chat, prompt = (json.loads(line) for line in Path("of_generate/generations.jsonl").read_text().splitlines())
+    assert chat["text"] == prompt["text"] and chat["messages"] == asked["messages"]
+    assert chat["text"].strip().startswith("it is ")
+    holotrain("generate", *words, "chat=false", "prompt=what is 3", "hydra.run.dir=of_text")
+    plain = json.loads(Path("of_text/generations.jsonl").read_text())
+    assert plain["prompt"] == "what is 3" and plain["text"] != prompt["text"]
     if model == "huggingface":
-        exported = transformers.AutoTokenizer.from_pretrained(whole / "exported")
+        exported = transformers.AutoTokenizer.from_pretrained("exported")
         assert exported.chat_template == TEMPLATE and exported.eos_token == exported.pad_token == "<|im_end|>"
-        assert len(exported) == len(transformers.AutoTokenizer.from_pretrained(whole / "tiny"))
+        assert len(exported) == len(transformers.AutoTokenizer.from_pretrained("tiny"))
         ids = exported.apply_chat_template(asked["messages"], add_generation_prompt=True, return_tensors="pt")
-        answered = transformers.AutoModelForCausalLM.from_pretrained(whole / "exported").generate(**ids, do_sample=False)
-        assert exported.decode(answered[0, ids["input_ids"].shape[1] :], skip_special_tokens=True) == rows[0]["text"]
+        answered = transformers.AutoModelForCausalLM.from_pretrained("exported").generate(**ids, do_sample=False)
+        assert exported.decode(answered[0, ids["input_ids"].shape[1] :], skip_special_tokens=True) == chat["text"]

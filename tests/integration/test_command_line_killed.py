@@ -101,6 +101,7 @@ def interrupts(holotrain, monkeypatch, step, times, *words):
 AT_FIRST = "holotrain: SIGINT: saving when this step is complete; SIGINT again ends at once, without saving\n"
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_says_what_was_kept(holotrain, monkeypatch):
     status, _, err = interrupts(holotrain, monkeypatch, 4, 2, "hydra.run.dir=run")
     assert status == 128 + signal.SIGINT
@@ -110,6 +111,7 @@ def test_ctrl_c_twice_says_what_was_kept(holotrain, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_ctrl_c_before_anything_was_saved_says_so(holotrain, monkeypatch):
     """In a sweep, whose next job does not begin."""
     status, _, err = interrupts(holotrain, monkeypatch, 0, 2, "-m", "seed=1,2", "hydra.sweep.dir=sweep")

@@ -2,7 +2,6 @@
 
 import logging
 import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from holotrain.numeric import in_words
 BRIEF = [*SMALL, "trainer.max_epochs=1", "callbacks.progress=null"]
 
 
+@pytest.mark.slow
 def test_wandb_has_a_run_for_each_job(holotrain, monkeypatch):
     wandb = pytest.importorskip("wandb")
     ordinary, log, runs, logged = wandb.init, wandb.Run.log, [], {}
@@ -52,66 +52,23 @@ def test_wandb_has_a_run_for_each_job(holotrain, monkeypatch):
         assert {"val/accuracy", "best/val/accuracy", "test/accuracy", "train/loss"} <= logged[run.id]
 
 
-@pytest.fixture
-def mlflow(monkeypatch):
+@pytest.mark.slow
+def test_mlflow_has_a_run_for_each_job_in_its_folder(holotrain, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
     monkeypatch.setattr(logging, "raiseExceptions", False)  # its handler keeps the standard error of the first test
-    return pytest.importorskip("mlflow")
-
-
-def run_of(mlflow, folder):
-    client = mlflow.MlflowClient(f"sqlite:///{(folder / 'mlflow/mlflow.db').resolve()}")
-    (experiment,) = client.search_experiments(filter_string="name = 'holotrain'")
-    (run,) = client.search_runs([experiment.experiment_id])
-    return run
-
-
-def test_mlflow_has_a_run_for_each_job_in_its_folder(holotrain, mlflow):
     status, _, err = holotrain("fit", "-m", *BRIEF, "logger=mlflow", "seed=1,2", "name=base", "tags=[long]")
     assert status == 0 and "Traceback" not in err
     sweep = only(Path("runs/fit/sweeps"))
     for seed, folder in enumerate((sweep / "0", sweep / "1"), 1):
-        run = run_of(mlflow, folder)
+        client = mlflow.MlflowClient(f"sqlite:///{(folder / 'mlflow/mlflow.db').resolve()}")
+        (experiment,) = client.search_experiments(filter_string="name = 'holotrain'")
+        (run,) = client.search_runs([experiment.experiment_id])
         assert (run.info.run_name, run.info.status) == (f"base/{folder.name}", "FINISHED")
         assert run.data.tags["long"] == "true"
         assert run.data.params["seed"] == str(seed) and run.data.params["model.dim"] == "16"
         assert {"val/accuracy", "best/val/accuracy", "test/accuracy", "train/loss"} <= run.data.metrics.keys()
         assert Path(run.info.artifact_uri.removeprefix("file://")).is_relative_to(folder.resolve())
     assert not Path("mlruns").exists() and not Path("mlflow.db").exists()
-
-
-def test_mlflow_records_a_training_that_was_stopped(holotrain, mlflow, monkeypatch):
-    from holotrain.checkpoints.exact_resume import ExactResume
-
-    monkeypatch.setattr(ExactResume, "on_train_batch_start", lambda *arguments: signal.raise_signal(signal.SIGTERM))
-    status, _, err = holotrain("fit", *BRIEF, "logger=mlflow", "hydra.run.dir=stopped")
-    assert status == 128 + signal.SIGTERM and "Traceback" not in err
-    assert run_of(mlflow, Path("stopped")).info.status == "FAILED"
-
-
-def steps(folder):
-    """The steps at which each scalar stands."""
-    logged = Logged(folder)
-    return {tag: [step for step, _ in logged.scalars(tag)] for tag in logged.tags["scalars"]}
-
-
-@pytest.mark.slow
-def test_what_is_measured_stands_at_the_step_of_its_weights_and_no_curve_is_drawn_by_step_if_none_is_wanted(holotrain):
-    out = holotrain.done("fit", *SMALL, "trainer.log_every_n_steps=0", "callbacks.checkpoint.monitor=val/loss")
-    assert "train/loss" in out
-    folder = only(Path("runs/fit"))
-    found, left = steps(folder), summary(folder)
-    assert {tag for tag in found if "/" in tag} == {"val/loss", "val/accuracy", "best/val/loss", "test/loss", "test/accuracy"}
-    assert left["samples_per_second"] > 0 and left["step_seconds"] > 0 and left["peak_memory_bytes"] > 2**20
-    assert found["val/loss"] == found["best/val/loss"] == [3, 6]
-    assert {value for _, value in Logged(folder).scalars("epoch")} == {1, 2}
-    best = int(Path(left["checkpoint"]).stem.partition("step")[2])
-    assert best in (3, 6) and found["test/loss"] == found["test/accuracy"] == [best]
-    for command, split in (("test", "test"), ("validate", "val")):
-        assert holotrain(command, f"ckpt_path={folder}/checkpoints/last.ckpt")[0] == 0
-        found = steps(only(Path("runs") / command))
-        assert found == {f"{split}/loss": [6], f"{split}/accuracy": [6]}
-    assert holotrain("test", f"ckpt_path={folder}/checkpoints/last.ckpt", "logger=none", "output_dir=mute")[0] == 0
-    assert {path.name for path in only(Path("mute/test")).iterdir()} == {"summary.json", "log.txt"}
 
 
 def compared(folder: Path) -> tuple[list[str], list[str]]:
@@ -165,12 +122,16 @@ def test_a_sweep_shows_what_it_varies_and_its_results_first(holotrain):
         assert ("Synthesis time" in found) == (row["synthesis"] == "associative")
 
 
+@pytest.mark.slow
 def test_a_run_shows_what_it_learns_and_every_option_those_of_its_command_line_first(holotrain):
     words = [*SMALL, "trainer.deterministic=true"]
     holotrain.done("fit", *words)
     folder = only(Path("runs/fit"))
     named, results = compared(folder)
     assert {*results} <= scalars(folder).keys()
+    steps = {tag: [step for step, _ in Logged(folder).scalars(tag)] for tag in ("val/loss", "best/val/accuracy", "test/loss")}
+    best = int(Path(summary(folder)["checkpoint"]).stem.partition("step")[2])
+    assert steps == {"val/loss": [3, 6], "best/val/accuracy": [3, 6], "test/loss": [best]}
     assert named[: len(words)] == sorted(word.partition("=")[0] for word in words) and {"backward", "optimizer.lr"} <= {*named}
     shown = options(folder)
     assert shown["model.dim"].number_value == 16 and shown["model"].string_value == "rev_vit_tiny"
@@ -183,6 +144,7 @@ def test_a_run_shows_what_it_learns_and_every_option_those_of_its_command_line_f
     assert EventAccumulator(str(only(Path("runs/test")) / "tensorboard")).Reload().Tags()["images"] == ["test/confusion_matrix"]
 
 
+@pytest.mark.slow
 def test_a_name_and_tags_are_shown_and_kept_and_decide_no_folder(holotrain):
     out = holotrain.done("fit", *SMALL, "test=false", "name='a, base'", "tags=[long,old]", "hydra.run.dir=run")
     assert re.search(r"name +a, base *\n +tags +long, old *\n", out) and [path.name for path in Path().iterdir()] == ["run"]
@@ -192,11 +154,3 @@ def test_a_name_and_tags_are_shown_and_kept_and_decide_no_folder(holotrain):
     holotrain.done("fit", "resume=true", "trainer.max_epochs=3", "hydra.run.dir=run")
     left = summary(Path("run"))
     assert (left["epochs"], left["name"], left["tags"]) == (3, "a, base", ["long", "old"])
-
-
-@pytest.mark.parametrize(
-    ("word", "expected"),
-    [("tags=long", "tags: give a list"), ("name='a\tb'", "name: 'a\\tb' is not one line of text")],
-)
-def test_what_is_no_name_and_no_tag_is_refused(holotrain, word, expected):
-    assert expected in holotrain.refused("fit", word)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed
 import yaml
+from covering import slow
 from left_by_runs import only, summary
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
@@ -78,10 +79,7 @@ CHANGES = {
         option("optimizer", {"_target_": "torch.optim.AdamW", "lr": CALL}),
         "could not be converted to Float",
     ),
-    "a class of a callback": (
-        option("callbacks", "samples", "prompts", CALL),
-        "callbacks.samples.prompts: give a list",
-    ),
+    "a class of a callback": (option("callbacks", "samples", "prompts", CALL), "callbacks.samples.prompts: give a list"),
     "another callback": (
         option("callbacks", "x", {"_target_": "lightning.pytorch.callbacks.ModelCheckpoint"}),
         "ModelCheckpoint' as callbacks.x, but neither",
@@ -188,7 +186,8 @@ def test_files_that_are_no_regular_ones(holotrain, honest, file, words):
     holotrain.refused(*words)
 
 
-def test_a_checkpoint_does_not_say_what_is_removed(holotrain, honest):
+@pytest.mark.parametrize("words", [["resume=true", "hydra.run.dir=run"], slow(["ckpt_path=run/checkpoints/last.ckpt"])])
+def test_a_checkpoint_does_not_say_what_is_removed(holotrain, honest, words):
     """Lightning removes the files that a checkpoint names as saved before it."""
     Path("precious").mkdir()
     Path("precious/work.ckpt").write_text("mine")
@@ -202,9 +201,8 @@ def test_a_checkpoint_does_not_say_what_is_removed(holotrain, honest):
             best = {named: torch.tensor(0.0), f"{named}/work.ckpt": torch.tensor(0.0)}
             state |= {"best_model_path": named, "best_k_models": best}
     torch.save(crafted, checkpoints / "last.ckpt")
-    for words in (["ckpt_path=run/checkpoints/last.ckpt"], ["resume=true", "hydra.run.dir=run"]):
-        holotrain.done("fit", *words, "trainer.max_epochs=4", "test=false")
-        assert Path("precious/work.ckpt").read_text() == "mine"
+    holotrain.done("fit", *words, "trainer.max_epochs=4", "test=false")
+    assert Path("precious/work.ckpt").read_text() == "mine"
 
 
 def test_a_checkpoint_does_not_decide_where_files_go(holotrain, honest):
@@ -250,11 +248,10 @@ def test_the_command_line_is_laid_over_a_checkpoint(holotrain, honest):
     assert changed["trainer"] == before["trainer"] | {"strategy": "ddp", "devices": "auto", "max_epochs": 9}
     assert changed["optimizer"]["_target_"].endswith(".sgd") and changed["backward"]["kind"] == "pareprop"
     assert changed["model"] == before["model"]
-    for word in ("~callbacks.drift", "callbacks.drift=null"):
-        assert before["callbacks"].keys() - composed(word)["callbacks"].keys() == {"drift"}
-    swa = "callbacks.swa._target_=lightning.pytorch.callbacks.StochasticWeightAveraging"
-    assert composed(swa, "callbacks.swa.swa_lrs=0.1")["callbacks"].keys() - before["callbacks"].keys() == {"swa"}
-    stopping = composed("callbacks=early_stopping", "callbacks.drift.every_n_steps=5")["callbacks"]
-    assert stopping.keys() - before["callbacks"].keys() == {"early_stopping"} and stopping["drift"]["every_n_steps"] == 5
+    swa = ["callbacks.swa._target_=lightning.pytorch.callbacks.StochasticWeightAveraging", "callbacks.swa.swa_lrs=0.1"]
+    words = [*swa, "~callbacks.drift", "callbacks=early_stopping", "callbacks.throughput.every_n_steps=5"]
+    callbacks = composed(*words)["callbacks"]
+    assert callbacks.keys() ^ before["callbacks"].keys() == {"swa", "drift", "early_stopping"}
+    assert callbacks["throughput"]["every_n_steps"] == 5
     # A class in the place of a number.
-    assert holotrain.refused("fit", checkpoint, "seed._target_=x").startswith("holotrain: seed")
+    assert "seed" in holotrain.refused("fit", checkpoint, "seed._target_=x")

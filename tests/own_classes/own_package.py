@@ -2,7 +2,6 @@
 heard of."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -149,22 +148,6 @@ class Net(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         x = self.embed(images.transpose(1, 2).flatten(2))
         return self.head(sum(self.blocks(x, x)).mean(1))
-
-
-class Tower(nn.Module):
-    """A list of equal blocks, which knows nothing of holotrain."""
-
-    def __init__(self, num_classes: int, block: Callable[[int], nn.Module] = mlp, width: int = 16, depth: int = 3) -> None:
-        super().__init__()
-        self.embed = nn.Linear(64, width)
-        self.blocks = nn.ModuleList(block(width) for _ in range(depth))
-        self.head = nn.Linear(width, num_classes)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.embed(images.flatten(1))
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
 
 
 class Denoising(pl.LightningModule):

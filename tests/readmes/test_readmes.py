@@ -18,9 +18,24 @@ import yaml
 from covering import long, slow
 from forked import COMMAND_LINE, Forked
 from made_once import made_once
-from readme_blocks import ROOT, Line, anchors, blocks, commands, links, readmes
-from readme_commands import BENCHES, Small, lay_out, made_small, ours, write_texts
+from readme_commands import (
+    BENCHES,
+    ROOT,
+    Line,
+    Small,
+    anchors,
+    blocks,
+    commands,
+    lay_out,
+    links,
+    made_small,
+    ours,
+    readmes,
+    write_texts,
+)
 from small_run import SMALL, run_in
+
+import holotrain
 
 READMES = [str(path.relative_to(ROOT)) for path in readmes()]
 KINDS = ("python", "bash", "text", "console", "yaml")
@@ -144,20 +159,28 @@ def write_a_gpt2(folder: Path) -> None:
 # The command line
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> dict[str, Path]:
-    """A finished run of each kind, with an export in it: a classifier of digits, a language model on a few words."""
+TRAINED = {
+    "image": SMALL,
+    "text": [
+        *SMALL, "task=causal_lm", "data=text_files", "data.files=texts/*.txt", "data.context=32", "data.batch_size=4",
+        "trainer.max_steps=2",
+    ],
+}  # fmt: skip
 
-    def train(kind: str, *words: str) -> Path:
+
+@pytest.fixture
+def trained(tmp_path_factory) -> Callable[[str], Path]:
+    """The folder of a finished run of a kind, with an export in it: a classifier of digits, a language model on a few words."""
+
+    def of(kind: str) -> Path:
         def make(folder: Path) -> None:
             write_texts(folder, "texts/*.txt", None)
-            run_in(folder, "fit", *words, "hydra.run.dir=run", "test=false")
+            run_in(folder, "fit", *TRAINED[kind], "hydra.run.dir=run", "test=false")
             run_in(folder, "export", "ckpt_path=run/checkpoints/last.ckpt", "to=run/exported")
 
         return made_once(tmp_path_factory, f"readme_{kind}", make) / "run"
 
-    files = ["data=text_files", "data.files=texts/*.txt", "data.context=32", "data.batch_size=4", "trainer.max_steps=2"]
-    return {"image": train("image", *SMALL), "text": train("text", *SMALL, "task=causal_lm", *files)}
+    return of
 
 
 def write_configuration(line: Line, folder: Path) -> None:
@@ -206,19 +229,9 @@ def run(holotrain):
 
 @pytest.mark.parametrize("line", named(ELSEWHERE.values()))
 def test_commands_that_are_not_run_here_are_composed_and_checked(line):
-    """The first job, where there are several."""
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from omegaconf import OmegaConf
-
-    from holotrain.config.command_line import parse
-    from holotrain.config.structured import composed, register, structured
-
-    arguments = parse(list(made_small(line).words))
-    register(resume=False)
-    ((overrides, *_),) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(arguments.overrides), None)
-    config = composed(arguments.command, list(overrides), arguments.config_dir)
-    structured(arguments.command, OmegaConf.to_container(config, resolve=True))
+    """The first job, where there are several, without what is Hydra's own."""
+    command, *words = made_small(line).words
+    holotrain.compose(command, [word.partition(",")[0] for word in words if word != "-m" and not word.startswith("hydra")])
 
 
 @pytest.mark.parametrize("line", named(ALONE.values(), first_of(ALONE.values(), 2, lambda line: line.readme)))
@@ -320,6 +333,3 @@ def test_benches_run_at_their_smallest(line, tmp_path):
     script = ROOT / line.words[1]
     ended = Forked(script, *words, *BENCHES[script.name].split(), folder=tmp_path, errors=tmp_path / "errors")
     assert ended.wait() == 0, (tmp_path / "errors").read_text()[-4000:]
-
-
-# The contents of each package

@@ -16,9 +16,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts"))
 
 from bench_common import verdict  # noqa: E402
-from carried_wheels import collect, unpack  # noqa: E402
 from cuda_pieces import PIECES, QUARTER, Piece  # noqa: E402
-from cuda_session import LOG_BYTES, Session, in_words, pack  # noqa: E402
+from cuda_session import Session  # noqa: E402
 
 MACHINE = {"gpu": "a GPU", "cpu": "a CPU", "torch": "2.11", "python": "3.12", "threads": 1}
 VERDICTS: dict = {}
@@ -109,56 +108,6 @@ def test_a_session_that_is_killed_leaves_an_archive_of_what_is_done_and_goes_on(
 def names_in(archive: Path) -> set[str]:
     with tarfile.open(archive) as packed:
         return set(packed.getnames())
-
-
-def test_an_archive_and_a_log_have_a_largest_size(tmp_path):
-    for size in range(1, 8):
-        (tmp_path / f"{size}.json").write_bytes(os.urandom(size * 2**14))
-    pack(tmp_path, tmp_path / "all.tar.gz", most=2**18)
-    assert names_in(tmp_path / "all.tar.gz") == {"1.json", "2.json", "3.json", "4.json"}
-    assert (tmp_path / "all.tar.gz").stat().st_size <= 2**18
-    loud = Piece("loud", ("-c", f"print('a' * {LOG_BYTES}); print('the end')"))
-    Session([loud], tmp_path, tmp_path / "all.tar.gz", MACHINE).run(1000)
-    log = (tmp_path / "loud.log").read_bytes()
-    assert len(log) == LOG_BYTES
-    assert log.endswith(b"a\nthe end\n")
-
-
-def test_a_figure_is_said_beside_the_number_that_was_expected(capsys):
-    result: dict = {}
-    verdict(result, "a", 1.31, 1.06)
-    verdict(result, "b", 2.0, 1.5, least=True)
-    verdict(result, "c", float("nan"), 1.0)
-    lines = ["a: expected at most 1.06, found 1.31: NOT AS EXPECTED", "b: expected at least 1.5, found 2"]
-    lines.append("c: expected at most 1, found nan: NOT AS EXPECTED")
-    assert capsys.readouterr().out.splitlines() == lines
-    assert [in_words(row) for row in result["verdicts"]] == lines
-
-
-def make_wheel(folder: Path, name: str, tag: str = "py3-none-any") -> None:
-    import zipfile
-
-    folder.mkdir(exist_ok=True)
-    described = f"{name}-1.0.dist-info"
-    with zipfile.ZipFile(folder / f"{name}-1.0-{tag}.whl", "w") as wheel:
-        wheel.writestr(f"{name}/__init__.py", "")
-        wheel.writestr(f"{described}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: nobody\n")
-        wheel.writestr(f"{described}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
-        wheel.writestr(f"{described}/RECORD", "")
-
-
-def test_wheels_are_collected_without_what_they_need_and_unpacked_where_they_are_not_installed(tmp_path, monkeypatch):
-    make_wheel(tmp_path / "index", "tiny_of_nobody")
-    make_wheel(tmp_path / "index", "pytest")
-    wheels = tmp_path / "wheels"
-    assert 0 < collect(["tiny-of-nobody", "pytest"], wheels, tmp_path / "index") < 2**12
-    assert unpack(wheels, tmp_path / "unpacked") == ["tiny-of-nobody"]
-    assert (tmp_path / "unpacked" / "tiny_of_nobody" / "__init__.py").is_file()
-    with pytest.raises(ValueError, match="another_of_nobody: "):
-        collect(["another_of_nobody"], wheels, tmp_path / "index")
-    monkeypatch.setattr("carried_wheels.MOST_BYTES", 100)
-    with pytest.raises(ValueError, match="MiB of wheels"):
-        collect(["pytest"], wheels, tmp_path / "index")
 
 
 def ended(process: int, seconds: float = 10) -> bool:

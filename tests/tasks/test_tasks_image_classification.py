@@ -47,9 +47,6 @@ def test_cosine_rises_then_falls_along_half_a_cosine():
     assert seen[:11] == sorted(seen[:11])
     expected = [0.01 + 0.49 * (1 + math.cos(math.pi * step / 90)) / 2 for step in range(90)]
     assert seen[10:] == pytest.approx(expected, rel=1e-6)
-
-
-def test_constant_stays():
     assert rates(schedules.constant, 10) == [0.5] * 10
     assert rates(schedules.constant, 10, warmup=0.2)[2:] == pytest.approx([0.5] * 8)
 

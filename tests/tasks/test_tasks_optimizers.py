@@ -16,10 +16,7 @@ SMALL = {"vocab": 20, "context": 8, "dim": 16, "depth": 2, "heads": 2}
 
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda: RevGPT(**SMALL, positions="learned"),
-        lambda: RevMViT(image_size=32, classes=3, **sizes_of("MViT")["nano"]),
-    ],
+    [lambda: RevGPT(**SMALL, positions="learned"), lambda: RevMViT(image_size=32, classes=3, **sizes_of("MViT")["nano"])],
 )
 def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest(make):
     model = make()

@@ -94,19 +94,19 @@ def test_a_schedule_by_epoch():
     assert len(set(cycle)) == 3  # total_steps is the number of epochs
 
 
-@pytest.mark.parametrize("words", [("ReduceLROnPlateau", "patience=1"), ("StepLR", "step_size=1", "interval=epoch")])
-def test_a_schedule_by_epoch_continues_where_it_was(tmp_path, words):
+@pytest.mark.parametrize(
+    ("words", "every"),
+    [
+        (("ReduceLROnPlateau", "patience=1"), 1),
+        (("ReduceLROnPlateau", "patience=1", "factor=0.5"), 2),  # is not shown a metric twice
+        (("StepLR", "step_size=1", "interval=epoch"), 1),
+    ],
+)
+def test_a_schedule_by_epoch_continues_where_it_was(tmp_path, words, every):
     schedule = composed_schedule(f"_target_=torch.optim.lr_scheduler.{words[0]}", *words[1:])
-    whole = rates_of(schedule, 6)
-    rates_of(schedule, 3, tmp_path)
-    assert rates_of(schedule, 6, start=tmp_path / "last.ckpt") == whole[3 * BATCHES :]
-
-
-def test_a_plateau_is_not_shown_a_metric_twice_on_resume(tmp_path):
-    plateau = composed_schedule("_target_=torch.optim.lr_scheduler.ReduceLROnPlateau", "patience=1", "factor=0.5")
-    whole = rates_of(plateau, 8, check_val_every_n_epoch=2)
-    rates_of(plateau, 3, tmp_path, check_val_every_n_epoch=2)
-    rest = rates_of(plateau, 8, start=tmp_path / "last.ckpt", check_val_every_n_epoch=2)
+    whole = rates_of(schedule, 8, check_val_every_n_epoch=every)
+    rates_of(schedule, 3, tmp_path, check_val_every_n_epoch=every)
+    rest = rates_of(schedule, 8, start=tmp_path / "last.ckpt", check_val_every_n_epoch=every)
     assert rest == whole[-len(rest) :] and len(rest) >= 4 * BATCHES
 
 
