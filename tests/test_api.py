@@ -88,7 +88,7 @@ def refusal(call, *arguments, **options) -> str:
 
 def test_importing_is_fast_and_dir_lists_the_functions():
     program = "import sys, holotrain; assert set(holotrain.__all__) <= set(dir(holotrain)); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=600)
     assert all(callable(getattr(holotrain, name)) for name in holotrain.__all__)
     assert holotrain.data.Digits and holotrain.tasks
     with pytest.raises(AttributeError, match="no attribute 'fti'"):

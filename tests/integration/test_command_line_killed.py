@@ -80,45 +80,29 @@ def test_the_summary_is_whole_after_a_kill_during_the_test(holotrain, tmp_path):
     assert resumed | {"overrides": [], "checkpoint": ""} == whole | {"overrides": [], "checkpoint": ""}
 
 
-def interrupts(holotrain, monkeypatch, step, times, *words):
-    """Runs ``fit``, to which Ctrl-C is sent so many times in a row, at an optimizer step."""
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [0, 4])
+def test_ctrl_c_twice_says_what_was_kept_and_ends_a_sweep(holotrain, monkeypatch, step):
     from holotrain.checkpoints.exact_resume import ExactResume
 
     def interrupt(self, trainer, *_, **__):
         if trainer.global_step == step:
-            for _ in range(times):
-                os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
 
+    words = ["fit", *SMALL, "test=false", "logger=none", "-m", "seed=1,2", "hydra.sweep.dir=sweep"]
     # A shell switches it off for what it runs in the background.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with monkeypatch.context() as patch:
         patch.setattr(ExactResume, "on_train_batch_start", interrupt)
-        result = holotrain("fit", *SMALL, "test=false", "logger=none", *words)
+        status, _, err = holotrain(*words)
     signal.signal(signal.SIGINT, before)
-    return result
-
-
-AT_FIRST = "holotrain: SIGINT: saving when this step is complete; SIGINT again ends at once, without saving\n"
-
-
-@pytest.mark.slow
-def test_ctrl_c_twice_says_what_was_kept(holotrain, monkeypatch):
-    status, _, err = interrupts(holotrain, monkeypatch, 4, 2, "hydra.run.dir=run")
-    assert status == 128 + signal.SIGINT
-    assert err == (
-        f"{AT_FIRST}SIGINT ended the training at once; the last state that was saved is in run/checkpoints/last.ckpt\n"
-        "resume with: python -m holotrain fit resume=true hydra.run.dir=run test=false\n"
-    )
-
-
-@pytest.mark.slow
-def test_ctrl_c_before_anything_was_saved_says_so(holotrain, monkeypatch):
-    """In a sweep, whose next job does not begin."""
-    status, _, err = interrupts(holotrain, monkeypatch, 0, 2, "-m", "seed=1,2", "hydra.sweep.dir=sweep")
-    assert status == 128 + signal.SIGINT, err
-    assert err == f"{AT_FIRST}SIGINT ended the training at once; nothing was saved yet\n"
+    at_first, line, *advice = err.splitlines()
+    assert status == 128 + signal.SIGINT and at_first.startswith("holotrain: SIGINT: saving when this step is complete; SIGINT")
+    kept = "the last state that was saved is in sweep/0/checkpoints/last.ckpt" if step else "nothing was saved yet"
+    assert line == f"SIGINT ended the training at once; {kept}" and bool(advice) == bool(step)
     assert "ended by SIGINT" in Path("sweep/sweep.csv").read_text() and not Path("sweep/1").exists()
-    holotrain.done("fit", *SMALL, "test=false", "logger=none", "-m", "seed=1,2", "hydra.sweep.dir=sweep", "resume=true")
+    holotrain.done(*words, "resume=true")
     assert ("sweep/1" / LAST).exists()
 
 

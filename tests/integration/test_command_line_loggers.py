@@ -124,33 +124,22 @@ def test_a_sweep_shows_what_it_varies_and_its_results_first(holotrain):
 
 @pytest.mark.slow
 def test_a_run_shows_what_it_learns_and_every_option_those_of_its_command_line_first(holotrain):
-    words = [*SMALL, "trainer.deterministic=true"]
-    holotrain.done("fit", *words)
-    folder = only(Path("runs/fit"))
+    words = [*SMALL, "trainer.deterministic=true", "name='a, base'", "tags=[long,old]"]
+    out = holotrain.done("fit", *words, "hydra.run.dir=run")
+    assert re.search(r"name +a, base *\n +tags +long, old *\n", out) and [path.name for path in Path().iterdir()] == ["run"]
+    folder = Path("run")
     named, results = compared(folder)
+    left, tags = summary(folder), EventAccumulator(str(folder / "tensorboard")).Reload().Tags()
     assert {*results} <= scalars(folder).keys()
     steps = {tag: [step for step, _ in Logged(folder).scalars(tag)] for tag in ("val/loss", "best/val/accuracy", "test/loss")}
-    best = int(Path(summary(folder)["checkpoint"]).stem.partition("step")[2])
+    best = int(Path(left["checkpoint"]).stem.partition("step")[2])
     assert steps == {"val/loss": [3, 6], "best/val/accuracy": [3, 6], "test/loss": [best]}
     assert named[: len(words)] == sorted(word.partition("=")[0] for word in words) and {"backward", "optimizer.lr"} <= {*named}
     shown = options(folder)
-    assert shown["model.dim"].number_value == 16 and shown["model"].string_value == "rev_vit_tiny"
-    assert shown["optimizer._target_"].string_value == "holotrain.tasks.optimizer_functions.adamw"
-    assert shown["trainer.deterministic"].string_value == "True"
-    tags = EventAccumulator(str(folder / "tensorboard")).Reload().Tags()
+    texts = {"model": "rev_vit_tiny", "name": "a, base", "tags": "long, old", "trainer.deterministic": "True"}
+    assert shown["model.dim"].number_value == 16 and {key: shown[key].string_value for key in texts} == texts
     assert {*tags["images"]} == {"val/predictions", "val/confusion_matrix", "test/confusion_matrix"}
     assert {"optimization/gradient_norm", "optimization/update_ratio"} <= set(tags["scalars"])
-    holotrain("test", f"ckpt_path={folder / 'checkpoints/last.ckpt'}")
-    assert EventAccumulator(str(only(Path("runs/test")) / "tensorboard")).Reload().Tags()["images"] == ["test/confusion_matrix"]
-
-
-@pytest.mark.slow
-def test_a_name_and_tags_are_shown_and_kept_and_decide_no_folder(holotrain):
-    out = holotrain.done("fit", *SMALL, "test=false", "name='a, base'", "tags=[long,old]", "hydra.run.dir=run")
-    assert re.search(r"name +a, base *\n +tags +long, old *\n", out) and [path.name for path in Path().iterdir()] == ["run"]
-    assert {"name", "tags"} <= {*compared(Path("run"))[0][: len(SMALL) + 2]}
-    assert [options(Path("run"))[key].string_value for key in ("name", "tags")] == ["a, base", "long, old"]
-    assert "name=a, base" in summary(Path("run"))["overrides"]
     holotrain.done("fit", "resume=true", "trainer.max_epochs=3", "hydra.run.dir=run")
-    left = summary(Path("run"))
+    left = summary(folder)
     assert (left["epochs"], left["name"], left["tags"]) == (3, "a, base", ["long", "old"])

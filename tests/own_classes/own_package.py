@@ -17,13 +17,7 @@ from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 
 class Lion(Optimizer):
-    """Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023.
-
-    Args:
-        lr: size of each step
-        betas: weights of the momentum in the step, and of the momentum itself
-        weight_decay: decoupled weight decay
-    """
+    """Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023."""
 
     def __init__(self, params, lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0) -> None:
         if lr <= 0:
@@ -45,11 +39,7 @@ class Lion(Optimizer):
 
 
 def halving(optimizer: Optimizer, steps: int, times: int = 2) -> LambdaLR:
-    """Halves the learning rate at equal distances.
-
-    Args:
-        times: how often
-    """
+    """Halves the learning rate at equal distances."""
     return LambdaLR(optimizer, lambda step: 0.5 ** (step * (times + 1) // max(steps, 1)))
 
 
