@@ -17,8 +17,7 @@ from covering import name_of, slow
 from engine_branches import WIDTH
 from engine_cases import MIXED, sequence
 from happens_before import Race
-from paper_gpu import paper_gpu
-from paper_streams import Event, Stream
+from paper_gpu import Event, Stream, paper_gpu
 from small_models import FAMILIES, TRANSFORMERS, example
 from torch import Tensor, nn
 

@@ -25,10 +25,7 @@ class TrackedMemory(TorchDispatchMode):
     """
 
     def __init__(
-        self,
-        model: nn.Module | None = None,
-        counted: Iterable[torch.Tensor] = (),
-        within: Callable[..., int] = lambda *_: 0,
+        self, model: nn.Module | None = None, counted: Iterable[torch.Tensor] = (), within: Callable[..., int] = lambda *_: 0
     ) -> None:
         super().__init__()
         own = []

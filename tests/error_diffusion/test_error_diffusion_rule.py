@@ -1,4 +1,7 @@
-"""The rule against Kaneko's formula in plain loops, and what it promises, also of memory and of two processes."""
+"""The rule against Kaneko's formula in plain loops, and what it promises, also of memory and of two processes.
+
+As a script, this is one of the two processes.
+"""
 
 import math
 from pathlib import Path
@@ -7,13 +10,118 @@ import pytest
 import torch
 from compared import assert_equal
 from covering import pairwise
-from gloo_pair import found_by_processes
-from kaneko_loops import PlainNetwork, signed_layers, signed_thresholds
+from gloo_pair import find_as_one_of_them, found_by_processes
+from torch import Tensor
 from tracked_memory import TrackedMemory
 
 from holotrain.error_diffusion import ErrorDiffusionNetwork
 from holotrain.error_diffusion.cells import alignment, dead_cells, sign_violations
 from holotrain.error_diffusion.rules import BACKPROPAGATION, RULES, WORKSPACE, contract, slope
+
+
+class PlainNetwork:
+    """Kaneko's program as loops over single cells, whose outputs |o| are in (0, 1).
+
+    The network of output ``d`` of an ErrorDiffusionNetwork: ``weights[layer][k][m]`` goes from m to k and is signed.
+
+    The constant cells are the last sources m of every layer: their outputs are ``constants``, their signs ``constant_signs``.
+    """
+
+    def __init__(
+        self,
+        network: ErrorDiffusionNetwork,
+        d: int,
+        u0: float,
+        constants: tuple[float, ...] = (),
+        constant_signs: tuple[int, ...] = (),
+        output_rate: float = 1.0,
+    ) -> None:
+        self.u0, self.constants, self.output_rate = u0, constants, output_rate
+        inputs, width = network.incoming.shape[3:]
+        sources = [_signs(inputs), *(_signs(width) for _ in range(1 + network.hidden.shape[1]))]
+        self.signs = [*([*signs, *constant_signs] for signs in sources), [1]]
+        self.weights = signed_layers(network.incoming[d], network.hidden[d], network.outgoing[d])
+        if constants:
+            for layer, magnitudes in enumerate(signed_thresholds(network.thresholds[d], network.last[d], constant_signs)):
+                for row, added in zip(self.weights[layer], magnitudes, strict=True):
+                    row.extend(added)
+
+    def outputs(self, x: list[float]) -> list[list[float]]:
+        """Outputs of every layer of cells, starting with the inputs. Each input drives two cells."""
+        found = [[*x, *x]]
+        for weights in self.weights:
+            totals = [sum(w * o for w, o in zip(row, [*found[-1], *self.constants], strict=True)) for row in weights]
+            found.append([1 / (1 + math.exp(-2 * u / self.u0)) for u in totals])
+        return found
+
+    def learn(self, samples: list[list[float]], targets: list[float], rule: str, alpha: float) -> None:
+        """Adds alpha times the mean of the updates of a batch."""
+        changes = [self.updates(x, target, rule) for x, target in zip(samples, targets, strict=True)]
+        for layer, weights in enumerate(self.weights):
+            for k, row in enumerate(weights):
+                for m in range(len(row)):
+                    row[m] += alpha * sum(change[layer][k][m] for change in changes) / len(changes)
+
+    def updates(self, x: list[float], target: float, rule: str) -> list[list[list[float]]]:
+        """The update of every signed weight, with alpha = 1."""
+        outputs = self.outputs(x)
+        error = target - outputs[-1][0]
+        d_plus, d_minus = max(error, 0.0), max(-error, 0.0)
+        changes = []
+        for layer, weights in enumerate(self.weights):
+            sources, targets = self.signs[layer], self.signs[layer + 1]
+            rate = self.output_rate if layer == len(self.weights) - 1 else 1.0
+            changes.append([])
+            for k in range(len(weights)):
+                slope = rate * outputs[layer + 1][k] * (1 - outputs[layer + 1][k])
+                row = []
+                for o_m, s_m in zip([*outputs[layer], *self.constants], sources, strict=True):
+                    excites = s_m > 0 if o_m >= 0 else s_m < 0  # for a negative input the two cells swap roles
+                    if rule == "kaneko":
+                        row.append(abs(o_m) * slope * (d_plus if excites else d_minus) * s_m * targets[k])
+                    else:
+                        row.append(o_m * slope * targets[k] * (d_plus - d_minus))
+                changes[-1].append(row)
+        return changes
+
+
+def _signs(pairs: int) -> list[int]:
+    return [1] * pairs + [-1] * pairs
+
+
+def signed_layers(incoming: Tensor, hidden: Tensor, outgoing: Tensor) -> list[list[list[float]]]:
+    """Signed weights of every layer, of one output's magnitudes."""
+    return [signed(incoming), *map(signed, hidden), signed_out(outgoing)]
+
+
+def signed_thresholds(thresholds: Tensor, last: Tensor, signs: tuple[int, ...]) -> list[list[list[float]]]:
+    """The same of weights from constant cells with these signs: (layers, constants, 2, targets) and (constants,)."""
+    found = [
+        [
+            [s * q * layer[c][half][o] for c, s in enumerate(signs)]
+            for half, q in enumerate((1, -1))
+            for o in range(len(layer[0][0]))
+        ]
+        for layer in thresholds.tolist()
+    ]
+    return [*found, [[s * magnitude for s, magnitude in zip(signs, last.tolist(), strict=True)]]]
+
+
+def signed(magnitudes: Tensor) -> list[list[float]]:
+    """Magnitudes by the signs of source and target, (2, 2, sources, targets) -> signed weights [(q, o)][(p, i)]."""
+    p_q_i_o, signs = magnitudes.tolist(), (1, -1)
+    _, _, sources, targets = magnitudes.shape
+    return [
+        [signs[p] * signs[q] * p_q_i_o[p][q][i][o] for p in (0, 1) for i in range(sources)]
+        for q in (0, 1)
+        for o in range(targets)
+    ]
+
+
+def signed_out(magnitudes: Tensor) -> list[list[float]]:
+    """The same for the single excitatory output cell, (2, sources)."""
+    excitatory, inhibitory = magnitudes.tolist()
+    return [[*excitatory, *(-weight for weight in inhibitory)]]
 
 
 def half_squares(network, x, targets):
@@ -265,7 +373,36 @@ def test_a_step_keeps_activities_and_nothing_else_that_grows_with_the_batch(monk
     assert activities < growth < activities + 5 * inputs
 
 
+def off_by(rank: int) -> dict[str, float]:
+    """Maximum difference between the weights of two processes and of one, after three steps, by rule and depth."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    found = {}
+    for rule in ("kaneko", "article", BACKPROPAGATION):
+        for depth in (1, 4):
+            torch.manual_seed(0)
+            alone = ErrorDiffusionNetwork(6, 3, 4, depth, rule).double()
+            shared = ErrorDiffusionNetwork(6, 3, 4, depth, rule).double()
+            shared.load_state_dict(alone.state_dict())
+            parallel = DistributedDataParallel(shared)
+            x, targets = torch.rand(3, 8, 6).double(), torch.rand(3, 8, 3).double()
+            half = slice(4 * rank, 4 * rank + 4)
+            for network, part in ((alone, slice(None)), (parallel, half)):
+                optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
+                for step in range(3):
+                    optimizer.zero_grad()
+                    (0.5 * (network(x[step, part]) - targets[step, part]).square().sum(1).mean()).backward()
+                    optimizer.step()
+            pairs = zip(alone.parameters(), shared.parameters(), strict=True)
+            found[f"{rule}, {depth}"] = max((one - other).abs().max().item() for one, other in pairs if one.numel())
+    return found
+
+
 def test_two_processes_learn_what_one_does(tmp_path):
-    found = found_by_processes(Path(__file__).with_name("diffusing_ranks.py"), tmp_path)
+    found = found_by_processes(Path(__file__), tmp_path)
     assert len(found) == 6
     assert all(difference < 1e-14 for difference in found.values()), found
+
+
+if __name__ == "__main__":
+    find_as_one_of_them(off_by)

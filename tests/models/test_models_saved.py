@@ -2,11 +2,11 @@
 
 import json
 import struct
-from itertools import product
 
 import pytest
 import torch
 from compared import assert_close, assert_equal
+from covering import paired
 from small_models import CELLS, FAMILIES, IMAGE, TRANSFORMERS, example
 from torch import nn
 
@@ -33,7 +33,7 @@ def saved_in(folder, name, **options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "bits"), [*product(TRANSFORMERS, (None, 8, 4)), ("ImageErrorDiffusion", None)])
+@pytest.mark.parametrize(("name", "bits"), [*paired(TRANSFORMERS, (None, 8, 4)), ("ImageErrorDiffusion", None)])
 def test_every_model_comes_back_bit_for_bit(tmp_path, name, bits):
     model, arguments = model_of(name)
     if bits:

@@ -135,10 +135,7 @@ def growth(name, arguments_of, **options):
     return [more - less for less, more in zip(*found, strict=True)]
 
 
-SLOW = ("mvit, first stage", "roberta, classes")
-
-
-@pytest.mark.parametrize("family", [slow(name) if name in SLOW else name for name in OF_DEPTH])
+@pytest.mark.parametrize("family", [name if name in ("swin", "gpt") else slow(name) for name in OF_DEPTH])
 def test_activations_do_not_grow_with_depth(family):
     name, arguments_of = OF_DEPTH[family]
     grown = growth(name, arguments_of, drop_path=0.1)
@@ -148,12 +145,13 @@ def test_activations_do_not_grow_with_depth(family):
             assert more <= 0.02 * less
 
 
+@pytest.mark.slow
 def test_checkpointing_grows_by_what_lies_between_blocks():
     """As the measure of memory must find it: 8 maps of 8 x 8 x 8 numbers more, of 16 images."""
     assert growth(*OF_DEPTH["swin"], backward="checkpoint")[0] == 8 * 16 * 8 * 8 * 8 * 4
 
 
-@pytest.mark.parametrize("name", ["MViT", "RevMViT"])
+@pytest.mark.parametrize("name", [slow("MViT"), "RevMViT"])
 def test_the_blocks_between_stages_are_recomputed_too(name):
     arguments = POOLED | {"depths": (1, 1, 1)}
     autograd, checkpoint = (step_of(name, arguments | {"backward": each})[1] for each in ("autograd", "checkpoint"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.device_mesh
 import torch.distributed.tensor
-from covering import paired
+from covering import chosen, paired, pairwise
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -98,26 +98,12 @@ def same(ours, theirs):
     return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 
-CASES = [(name, backward, half) for name in OPTIMIZERS for backward in OF_REVERSIBLE for half in (False, True)]
-QUICK = [(name, "reversible", half) for name in ("sgd", "adamw") for half in (False, True)]
-QUICK += [
-    ("sgd", "autograd", True),
-    ("adamw", "checkpoint", False),
-    ("fused", "pareprop", False),
-    *((name, "reversible", False) for name in ("muon", "8 bits", "adafactor")),
-]
+CASES = chosen(pairwise([*OPTIMIZERS], OF_REVERSIBLE, (False, True)), lambda number, case: number % 3 == 0)
 
 
-@pytest.mark.parametrize(
-    ("make", "backward", "half"),
-    [
-        pytest.param(
-            OPTIMIZERS[case[0]], *case[1:], id="-".join(map(str, case)), marks=[] if case in QUICK else pytest.mark.slow
-        )
-        for case in CASES
-    ],
-)
-def test_weights_are_those_of_the_usual_step_to_the_bit(make, backward, half):
+@pytest.mark.parametrize(("name", "backward", "half"), CASES)
+def test_weights_are_those_of_the_usual_step_to_the_bit(name, backward, half):
+    make = OPTIMIZERS[name]
     for shared in (False, True):
         usual, net = Net(backward, shared), Net(backward, shared)
         optimizer = make(usual)

@@ -7,8 +7,7 @@ and what makes it tiny besides the sizes that all share.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,23 +18,19 @@ timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One architecture.
 
-    Args:
-        name: as the README lists it.
-        model: a class of transformers, or what timm's ``create_model`` takes.
-        blocks: as ``recompute`` takes them.
-        options: of the configuration, or of ``create_model``.
-        inputs: shapes of tensors that the forward takes besides, or in place of, tokens or an image; without the batch.
+    ``name``: as the README lists it. ``model``: a class of transformers, or what timm takes, with ``options`` of the
+    configuration, or of ``create_model``. ``blocks``: as ``recompute`` takes them. ``inputs``: shapes of tensors that the
+    forward takes besides, or in place of, tokens or an image; without the batch.
     """
 
     name: str
     model: str
     blocks: Any = None
-    options: dict[str, Any] = field(default_factory=dict)
-    inputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    options: dict[str, Any] = {}
+    inputs: dict[str, tuple[int, ...]] = {}
 
     @property
     def library(self) -> str:

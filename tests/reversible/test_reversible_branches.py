@@ -1,4 +1,5 @@
-"""Branches that an engine cannot see through: each is differentiated as plain autograd does, or refused in a sentence.
+"""Branches that an engine cannot see through: each is differentiated as plain autograd does, or refused in a sentence. Settings
+of libraries that a recomputation has as its forward had them: attention, convolutions.
 
 Each of these gave silently wrong gradients in an engine that differentiates a call which it makes itself.
 """
@@ -12,10 +13,14 @@ from compared import assert_equal
 from covering import paired
 from engine_branches import F64, WIDTH, Branch
 from engine_cases import ENGINES, learned, loss_of, relative_error, sequence, streams
+from paper_gpu import paper_gpu
 from torch import nn
+from torch.backends import cuda as kernels
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
+from holotrain.reversible import ReversibleBlock, ReversibleSequence
 from holotrain.reversible.context import recomputing
 
 RECOMPUTING = ("checkpoint", "reversible")
@@ -42,12 +47,12 @@ def assert_same(engine, make_branch, run=gradients):
 class Reading(nn.Module):
     """Reads a tensor that is none of its parameters."""
 
-    def __init__(self, read, product=torch.mul):
+    def __init__(self, read):
         super().__init__()
-        self.inner, self.read, self.product = nn.Linear(WIDTH, WIDTH), read, product
+        self.inner, self.read = nn.Linear(WIDTH, WIDTH), read
 
     def forward(self, x, holder=None):
-        return self.product(torch.tanh(self.inner(x)), self.read() if holder is None else holder.scale)
+        return torch.tanh(self.inner(x)) * (self.read() if holder is None else holder.scale)
 
 
 @every_engine
@@ -160,38 +165,30 @@ class EditsItsKeyword(Branch):
 
 
 class Prompt:
-    """What a branch reads, and how it changes before the backward."""
+    """What a branch reads."""
 
-    def __init__(self, rows=1):
-        self.value = learned(rows, WIDTH)
-
-    def step(self, net):
-        with torch.no_grad():
-            self.value.mul_(0.5)
-
-    def replace(self, other):
-        def change(net):
-            self.value = other
-
-        return change
+    def __init__(self):
+        self.value = learned(1, WIDTH)
 
 
-def swap_data(name, times):
-    def change(net):
-        for _ in range(times):  # the second could lie where the first did
-            parameter = getattr(net.blocks[0].f.inner, name)
-            parameter.data = parameter.data * 0.9
-
-    return change
+def stepped(prompt):
+    with torch.no_grad():
+        prompt.value.mul_(0.5)
 
 
-def of_prompt(change, product=torch.mul, rows=1):
-    prompt = Prompt(rows)
-    return lambda: Reading(lambda: prompt.value, product), lambda net: change(prompt)(net)
+def replaced(other):
+    return lambda prompt: setattr(prompt, "value", other)
 
 
-def transposed_product(x, y):
-    return x @ y.T  # saved is the transpose
+def of_prompt(change):
+    prompt = Prompt()
+    return lambda: Reading(lambda: prompt.value), lambda net: change(prompt)
+
+
+def swap_data(net):
+    for _ in range(2):  # the second could lie where the first did
+        bias = net.blocks[0].f.inner.bias
+        bias.data = bias.data * 0.9
 
 
 OTHER, INPLACE = "did something else", "modified by an inplace operation"
@@ -203,15 +200,10 @@ def nothing(net):
 
 
 REFUSED = {
-    "another shape": (lambda: of_prompt(lambda prompt: prompt.replace(torch.ones(1, dtype=F64))), OTHER),
-    "another dtype": (lambda: of_prompt(lambda prompt: prompt.replace(torch.ones(WIDTH))), OTHER),
-    "a closure that is stepped": (lambda: of_prompt(lambda prompt: prompt.step), INPLACE),
-    "a closure that is stepped, transposed": (
-        lambda: of_prompt(lambda prompt: prompt.step, transposed_product, WIDTH),
-        INPLACE,
-    ),
-    "data swapped": (lambda: (Branch, swap_data("weight", 1)), SWAPPED),
-    "data swapped twice": (lambda: (Branch, swap_data("bias", 2)), SWAPPED),
+    "another shape": (lambda: of_prompt(replaced(torch.ones(1, dtype=F64))), OTHER),
+    "another dtype": (lambda: of_prompt(replaced(torch.ones(WIDTH))), OTHER),
+    "a closure that is stepped": (lambda: of_prompt(stepped), INPLACE),
+    "data swapped": (lambda: (Branch, swap_data), SWAPPED),
     "another function each time": (lambda: (Counting, nothing), OTHER),
     "a saved tensor that is edited": (lambda: (EditsWhatWasSaved, nothing), INPLACE),
 }
@@ -333,3 +325,113 @@ def test_a_recomputation_that_fails_leaves_everything_as_it_was(engine):
     with pytest.raises(KeyboardInterrupt):
         y1.sum().backward()
     assert all(value is before[name] for name, value in net.named_parameters()) and not recomputing()
+
+
+# Settings of libraries and of the process, which a recomputation has as its forward had them.
+
+CUDNN, FLASH, EFFICIENT, MATH, OVERRIDEABLE = 3, 1, 2, 0, 4
+PRIORITIES = torch._C._get_sdp_priority_order  # nothing public reads it
+
+
+def put_cudnn_first():
+    torch._C._set_sdp_priority_order([CUDNN, FLASH, EFFICIENT, MATH, OVERRIDEABLE])
+
+
+CHANGES = {
+    "order of attention": (put_cudnn_first, lambda: PRIORITIES()[0] == CUDNN),
+    "flash attention": (lambda: kernels.enable_flash_sdp(False), lambda: not kernels.flash_sdp_enabled()),
+    "cuDNN's attention": (lambda: kernels.enable_cudnn_sdp(False), lambda: not kernels.cudnn_sdp_enabled()),
+    "default dtype": (lambda: torch.set_default_dtype(F64), lambda: torch.get_default_dtype() == F64),
+}
+"""What the first use of an operator may change, and whether it has."""
+
+
+@pytest.fixture
+def restored_settings():
+    order = PRIORITIES()
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch._C._set_sdp_priority_order(order)
+    kernels.enable_flash_sdp(True)
+    kernels.enable_cudnn_sdp(True)
+
+
+class Settings(nn.Module):
+    """Notes what the library that computes it is told: in which order attention's kernels, which dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.seen = nn.Parameter(torch.ones(4)), []
+
+    def forward(self, x):
+        self.seen.append((PRIORITIES()[0], torch.get_default_dtype()))
+        return (x * self.weight).sin()
+
+
+@recomputing_engines
+def test_libraries_choose_in_the_recomputation_as_in_the_forward(engine, restored_settings):
+    branch = Settings()
+    net = ReversibleSequence([ReversibleBlock(branch, branch)], engine)
+    before = PRIORITIES()
+    torch.set_default_dtype(F64)
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        y1, y2 = net(*torch.rand(2, 2, 4, dtype=torch.float32))
+    torch.set_default_dtype(torch.float32)
+    (y1 * y2).sum().backward()
+    assert branch.seen == [(SDPBackend.MATH.value, F64)] * 4
+    assert torch.get_default_dtype() == torch.float32 and PRIORITIES() == before
+
+
+@recomputing_engines
+def test_no_convolution_is_chosen_by_a_race(engine, monkeypatch):
+    """Each thread would have one of its own."""
+    seen, cudnn = [], torch.backends.cudnn
+    monkeypatch.setattr(cudnn, "benchmark", True)
+    branch = nn.Linear(4, 4)
+    branch.register_forward_hook(lambda *_: seen.append((cudnn.benchmark, cudnn.deterministic)))
+    with paper_gpu(monkeypatch):
+        net = ReversibleSequence([ReversibleBlock(branch, branch)], engine).to("cuda")
+        sum(net(*torch.rand(2, 2, 4).to("cuda"))).sum().backward()
+    assert seen == [(False, True)] * 4 and cudnn.benchmark
+
+
+class FirstUse(nn.Module):
+    """The first one that runs changes a setting, as attention does on Hopper. Each kernel saves tensors of its own."""
+
+    def __init__(self, changes, kernel):
+        super().__init__()
+        self.inner, self.changes, self.kernel = nn.Linear(WIDTH, WIDTH, dtype=F64), changes, kernel
+
+    def forward(self, x):
+        if self.changes:
+            self.changes.pop()()
+        hidden = self.inner(x)
+        return x + (hidden.sin() * hidden.cos() if self.kernel() else hidden.exp()) / 4
+
+
+@pytest.mark.parametrize(("way", "change"), paired(["reversible", "checkpoint", "pareprop"], [*CHANGES]))
+def test_the_first_use_of_an_operator_may_change_a_setting(way, change, restored_settings):
+    change, kernel = CHANGES[change]
+
+    def gradients(backward, *changes):
+        changes = [*changes]
+        torch.manual_seed(0)
+        blocks = [FirstUse(changes, kernel) for _ in range(6)]
+        net = ReversibleSequence([ReversibleBlock(*blocks[at : at + 2]) for at in (0, 2, 4)], backward)
+        return torch.autograd.grad(loss_of(net), list(net.parameters()))
+
+    ours = gradients(way, change)
+    assert kernel()
+    assert relative_error(ours, gradients("autograd")) <= 1e-12  # all of it as after the change
+
+
+def test_each_branch_keeps_the_settings_with_which_it_has_run(restored_settings):
+    def gradients(backward):
+        kernels.enable_flash_sdp(True)
+        torch.manual_seed(0)
+        changes = [[], [lambda: kernels.enable_flash_sdp(False)], [], []]  # by the second of four branches
+        branches = [FirstUse(each, kernels.flash_sdp_enabled) for each in changes]
+        net = ReversibleSequence([ReversibleBlock(*branches[:2]), ReversibleBlock(*branches[2:])], backward)
+        return torch.autograd.grad(loss_of(net), list(net.parameters()))
+
+    assert relative_error(gradients("checkpoint"), gradients("autograd")) <= 1e-12

@@ -5,6 +5,7 @@ import torch
 from engine_branches import F64, WIDTH
 from engine_cases import relative_error, sequence
 from torch import nn
+from torch._dynamo.utils import counters
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -52,26 +53,15 @@ def fresh():
 
 
 @pytest.mark.parametrize(
-    ("compiled", "backward"),
-    [(compile_blocks, "checkpoint"), (compile_branches, "reversible"), (compile_whole, "pareprop")],
+    ("compiled", "backward"), [(compile_blocks, "checkpoint"), (compile_branches, "reversible"), (compile_whole, "pareprop")]
 )
 def test_compiled_gradients_equal_plain_autograds(compiled, backward):
     plain, model = Model("autograd"), Model(backward)
     reference, run = gradients(plain, plain), compiled(model, backend="aot_eager")
+    counters.clear()
     for _ in range(2):  # compiled, and from the cache
         assert relative_error(gradients(run, model), reference) <= 1e-10
-
-
-def test_compiling_a_block_compiles_its_branches():
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    model = compile_blocks(Model("reversible"), backend=backend)
-    gradients(model, model)
-    assert graphs
+    assert counters["stats"]["unique_graphs"] > 0
 
 
 def test_dropout_in_compiled_branches_is_the_same_in_both_runs(compiler):

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 from compared import assert_close, assert_equal
-from covering import long, paired, pairwise, slow
+from covering import chosen, long, paired, pairwise, slow
 from engine_branches import BRANCHES, F64, WIDTH, AttentionBranch, Branch
 from engine_cases import ENGINES, FACTORS, exchange, outcome, relative_error, sequence
 from torch import nn
@@ -33,7 +33,7 @@ def assert_as_plain(engine, *case, equal=assert_equal, **options):
     equal(ours.buffers, plain.buffers)
 
 
-@pytest.mark.parametrize(tuple(FACTORS), MATRIX)
+@pytest.mark.parametrize(tuple(FACTORS), chosen(MATRIX, lambda number, case: number % 4 == 0))
 def test_a_step_equals_plain_autograds(engine, branch, network, keywords, use, dropout, depth):
     assert_as_plain(ENGINES[engine], BRANCHES[branch], network, keywords, use, dropout, depth)
 
@@ -176,20 +176,15 @@ def test_what_is_kept_is_not_recomputed(keep, attention, products):
     assert (products == 1 and calls["addmm"] == 3 * 6) or (products > 1 and calls["addmm"] > 3 * 6)
 
 
-class Rectified(nn.Module):
-    """Changes the first of its products in place."""
-
-    def __init__(self, between=torch.relu_):
-        super().__init__()
-        self.inner, self.outer, self.between = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), between
+class Calling(nn.Linear):
+    function = staticmethod(torch.compile(torch.sin, backend="eager", fullgraph=True))
 
     def forward(self, x):
-        return self.outer(self.between(self.inner(x))).tanh()
+        return self.function(super().forward(x))
 
 
 def test_compiled_functions_stay_compiled_where_results_are_kept():
-    compiled = torch.compile(torch.sin, backend="eager", fullgraph=True)
-    net = ReversibleSequence([ReversibleBlock(Rectified(compiled), Rectified(compiled))], keep="matmul")
+    net = ReversibleSequence([ReversibleBlock(Calling(WIDTH, WIDTH), Calling(WIDTH, WIDTH))], keep="matmul")
     x = torch.ones(2, WIDTH)
     sum(net(x, x)).sum().backward()  # under another mode, such a function is an error
 

@@ -44,21 +44,16 @@ def with_inner(function):
     return lambda layers, x: layers.second(function(layers, inner(layers, x)))
 
 
+def transposed(name):
+    return lambda layers, h: getattr(layers, name)(h.transpose(1, 2)).transpose(1, 2)
+
+
 def attention(layers, h):
     return F.scaled_dot_product_attention(h, h, h, is_causal=True)
 
 
-def attention_by_hand(layers, h):
-    return (h @ h.transpose(1, 2)).softmax(-1) @ h
-
-
-def linear_attention(layers, h):
-    return h @ (h.transpose(1, 2) @ h)
-
-
 def rotary(layers, h):
-    angle = torch.arange(h.shape[1], dtype=h.dtype)[None, :, None]
-    return h * angle.cos()
+    return h * torch.arange(h.shape[1], dtype=h.dtype)[None, :, None].cos()
 
 
 def global_response_norm(layers, h):
@@ -66,16 +61,9 @@ def global_response_norm(layers, h):
     return h * (1 + layers.gate * norm / norm.mean(-1, keepdim=True))
 
 
-def by_fourier(layers, h):
-    return torch.fft.ifft(torch.fft.fft(h, dim=1) * 2, dim=1).real
-
-
 def experts_with_a_capacity(layers, h):
-    share = h[..., :2].softmax(-1)
-    best = share[..., 0].topk(4, dim=1).indices
-    return h.scatter_add(
-        1, best[..., None].expand(-1, -1, h.shape[-1]), h.gather(1, best[..., None].expand(-1, -1, h.shape[-1]))
-    )
+    best = h[..., :2].softmax(-1)[..., 0].topk(4, dim=1).indices[..., None].expand(-1, -1, h.shape[-1])
+    return h.scatter_add(1, best, h.gather(1, best))
 
 
 def experts_choose(layers, h):
@@ -83,16 +71,8 @@ def experts_choose(layers, h):
     return torch.where(h[..., :1] > chosen, 2 * h, h)
 
 
-def mixer(layers, h):
-    return layers.tokens(h.transpose(1, 2)).transpose(1, 2)
-
-
 def long_convolution(layers, h):
     return torch.fft.irfft(torch.fft.rfft(h, 2 * T, 1) * torch.fft.rfft(layers.kernel, 2 * T, 0), 2 * T, 1)[:, :T]
-
-
-def previous(layers, h):
-    return torch.cat((h[:, :1], h[:, :-1]), 1)
 
 
 def in_an_attribute(layers, h):
@@ -116,101 +96,63 @@ def running_mean(layers, h):
     return h - layers.mean
 
 
-def by_values(layers, h):
-    return h if h.sum() > 0 else 2 * h
-
-
-def by_length(layers, h):
-    return h / h.shape[1]
-
-
-def of_the_first(layers, h):
-    return h + h[:, :1]
-
-
-def dropped_samples(layers, h):
-    return h * (torch.rand(h.shape[0], 1, 1, dtype=h.dtype) > 0.5)
-
-
-def drawn_by_python(layers, h):
-    return h * random.random()
-
-
-def reshaped_across(layers, h):
-    return h.reshape(B, h.shape[2], h.shape[1]).softmax(1).reshape(h.shape)
-
-
 def folded(layers, h):
     return layers.narrow(h.reshape(B, h.shape[1] // 2, 2 * h.shape[2])).repeat_interleave(2, 1)
 
 
-def in_place_of_the_input(layers, x):
-    return layers.second(layers.first(x.mul_(2)))
-
-
-MIXING = {
-    "attention": with_inner(attention),
-    "attention by hand": with_inner(attention_by_hand),
-    "linear attention": with_inner(linear_attention),
-    "rotary positions": with_inner(rotary),
-    "norm over tokens behind a gate of zero": with_inner(global_response_norm),
-    "attention behind a tanh of zero": with_inner(lambda layers, h: h + layers.gate.tanh() * attention(layers, h)),
-    "squeeze and excite": with_inner(lambda layers, h: h * h.mean(1, keepdim=True).sigmoid()),
-    "largest of all tokens": with_inner(lambda layers, h: h - h.amax(1, keepdim=True)),
-    "largest with its place": with_inner(lambda layers, h: h - h.max(1, keepdim=True).values),
-    "softmax over tokens": with_inner(lambda layers, h: h.softmax(1)),
-    "softmax of all dimensions": with_inner(lambda layers, h: h.flatten(1).softmax(-1).view_as(h)),
-    "standard deviation": with_inner(lambda layers, h: h / h.std()),
-    "sum of tokens": with_inner(lambda layers, h: h.cumsum(1)),
-    "Fourier": with_inner(by_fourier),
-    "capacity": with_inner(experts_with_a_capacity),
-    "expert choice": with_inner(experts_choose),
-    "previous token": with_inner(previous),
-    "turned": with_inner(lambda layers, h: h.flip(1)),
-    "rolled": with_inner(lambda layers, h: h.roll(1, 1)),
-    "the first token": with_inner(of_the_first),
-    "every second token": with_inner(lambda layers, h: h[:, ::2].repeat_interleave(2, 1)),
-    "an attribute": with_inner(in_an_attribute),
-    "a list": with_inner(in_a_list),
-    "a counter": with_inner(counted),
-    "a running mean": with_inner(running_mean),
-    "values": with_inner(by_values),
-    "the number of tokens": with_inner(by_length),
-    "drop path": with_inner(dropped_samples),
-    "Python's random": with_inner(drawn_by_python),
-    "reshape across tokens": with_inner(reshaped_across),
-    "outer product with positions": with_inner(lambda layers, h: h + torch.linspace(0, 1, h.shape[1], dtype=h.dtype)[:, None]),
-    "median": with_inner(lambda layers, h: h - h.median(1, keepdim=True).values),
-    "covariance": with_inner(lambda layers, h: torch.einsum("btc,bsc->bts", h, h).softmax(-1) @ h),
-    "masked mean": with_inner(lambda layers, h: h - (h * (h > 0)).sum(1, keepdim=True) / (h > 0).sum(1, keepdim=True)),
-    "a changed input": in_place_of_the_input,
+COMPOSED = {
+    "attention": attention,
+    "attention by hand": lambda layers, h: (h @ h.transpose(1, 2)).softmax(-1) @ h,
+    "linear attention": lambda layers, h: h @ (h.transpose(1, 2) @ h),
+    "rotary positions": rotary,
+    "norm over tokens behind a gate of zero": global_response_norm,
+    "Fourier": lambda layers, h: torch.fft.ifft(torch.fft.fft(h, dim=1) * 2, dim=1).real,
+    "expert choice": experts_choose,
+    "previous token": lambda layers, h: torch.cat((h[:, :1], h[:, :-1]), 1),
+    "the first token": lambda layers, h: h + h[:, :1],
+    "the number of tokens": lambda layers, h: h / h.shape[1],
+    "drop path": lambda layers, h: h * (torch.rand(h.shape[0], 1, 1, dtype=h.dtype) > 0.5),
+    "reshape across tokens": lambda layers, h: h.reshape(B, h.shape[2], h.shape[1]).softmax(1).reshape(h.shape),
+    "an attribute": in_an_attribute,
+    "a counter": counted,
+    "sum of tokens": lambda layers, h: h.cumsum(1),
+    "softmax over tokens": lambda layers, h: h.softmax(1),
+    "turned": lambda layers, h: h.flip(1),
+    "standard deviation": lambda layers, h: h / h.std(),
+}
+"""Functions between the two layers, of which random modules are composed, too."""
+MIXING = COMPOSED | {
+    "squeeze and excite": lambda layers, h: h * h.mean(1, keepdim=True).sigmoid(),
+    "largest of all tokens": lambda layers, h: h - h.amax(1, keepdim=True),
+    "largest with its place": lambda layers, h: h - h.max(1, keepdim=True).values,
+    "softmax of all dimensions": lambda layers, h: h.flatten(1).softmax(-1).view_as(h),
+    "capacity": experts_with_a_capacity,
+    "rolled": lambda layers, h: h.roll(1, 1),
+    "every second token": lambda layers, h: h[:, ::2].repeat_interleave(2, 1),
+    "a list": in_a_list,
+    "a running mean": running_mean,
+    "values": lambda layers, h: h if h.sum() > 0 else 2 * h,
+    "Python's random": lambda layers, h: h * random.random(),
+    "outer product with positions": lambda layers, h: h + torch.linspace(0, 1, h.shape[1], dtype=h.dtype)[:, None],
+    "median": lambda layers, h: h - h.median(1, keepdim=True).values,
+    "masked mean": lambda layers, h: h - (h * (h > 0)).sum(1, keepdim=True) / (h > 0).sum(1, keepdim=True),
 }
 WITH_PARTS = {
-    "token mixing": (mixer, {"tokens": nn.Linear(T, T)}),
-    "convolution": (
-        lambda layers, h: layers.tokens(h.transpose(1, 2)).transpose(1, 2),
-        {"tokens": nn.Conv1d(2 * WIDTH, 2 * WIDTH, 3, padding=1)},
-    ),
+    "token mixing": (transposed("tokens"), {"tokens": nn.Linear(T, T)}),
+    "convolution": (transposed("tokens"), {"tokens": nn.Conv1d(2 * WIDTH, 2 * WIDTH, 3, padding=1)}),
     "long convolution": (long_convolution, {"kernel": nn.Parameter(torch.randn(T, 2 * WIDTH))}),
-    "batch norm": (
-        lambda layers, h: layers.norm(h.transpose(1, 2)).transpose(1, 2),
-        {"norm": nn.BatchNorm1d(2 * WIDTH)},
-    ),
-    "instance norm": (
-        lambda layers, h: layers.norm(h.transpose(1, 2)).transpose(1, 2),
-        {"norm": nn.InstanceNorm1d(2 * WIDTH)},
-    ),
-    "group norm": (lambda layers, h: layers.norm(h.transpose(1, 2)).transpose(1, 2), {"norm": nn.GroupNorm(2, 2 * WIDTH)}),
-    "norm of tokens": (lambda layers, h: layers.norm(h.transpose(1, 2)).transpose(1, 2), {"norm": nn.LayerNorm(T)}),
+    "batch norm": (transposed("norm"), {"norm": nn.BatchNorm1d(2 * WIDTH)}),
+    "instance norm": (transposed("norm"), {"norm": nn.InstanceNorm1d(2 * WIDTH)}),
+    "group norm": (transposed("norm"), {"norm": nn.GroupNorm(2, 2 * WIDTH)}),
+    "norm of tokens": (transposed("norm"), {"norm": nn.LayerNorm(T)}),
     "recurrence": (lambda layers, h: layers.cell(h)[0], {"cell": nn.GRU(2 * WIDTH, 2 * WIDTH, batch_first=True)}),
     "positions": (lambda layers, h: h + layers.table[: h.shape[1]], {"table": nn.Parameter(torch.randn(64, 2 * WIDTH))}),
     "two tokens at a time": (folded, {"narrow": nn.Linear(4 * WIDTH, 2 * WIDTH)}),
-    "pooled": (
-        lambda layers, h: layers.pool(h.transpose(1, 2)).transpose(1, 2),
-        {"pool": nn.AvgPool1d(3, stride=1, padding=1)},
-    ),
+    "pooled": (transposed("pool"), {"pool": nn.AvgPool1d(3, stride=1, padding=1)}),
 }
-ALL = MIXING | {name: (with_inner(function), parts) for name, (function, parts) in WITH_PARTS.items()}
+CHANGED_INPUT = (lambda layers, x: layers.second(layers.first(x.mul_(2)))), {}
+ALL = {name: (with_inner(function), {}) for name, function in MIXING.items()} | {"a changed input": CHANGED_INPUT}
+ALL |= {name: (with_inner(function), parts) for name, (function, parts) in WITH_PARTS.items()}
 
 
 class Block(nn.Module):
@@ -258,15 +200,10 @@ def assert_equal(models, steps=2):
 @pytest.mark.parametrize("name", [name if place % 4 == 0 else slow(name) for place, name in enumerate(ALL)])
 @pytest.mark.filterwarnings("ignore")
 def test_what_mixes_tokens_is_taken_whole(name):
-    function, parts = ALL[name] if isinstance(ALL[name], tuple) else (ALL[name], {})
+    function, parts = ALL[name]
     layers = Layers(function, **parts).double().train()
     assert mixes_tokens(layers, torch.randn(B, T, WIDTH, dtype=F64), {}) is not None
     assert_equal(pair(lambda: Layers(function, **parts)))
-
-
-def gated(layers, h):
-    left, right = h.chunk(2, -1)
-    return torch.cat((left * right.sigmoid(), F.silu(right)), -1)
 
 
 def in_groups(layers, h):
@@ -281,7 +218,7 @@ def experts_by_weight(layers, h):
 
 APART = {
     "an MLP": lambda layers, h: h,
-    "gated": gated,
+    "gated": lambda layers, h: torch.cat((h.chunk(2, -1)[0] * h.chunk(2, -1)[1].sigmoid(), F.silu(h.chunk(2, -1)[1])), -1),
     "norm": lambda layers, h: F.layer_norm(h, h.shape[-1:]) + F.rms_norm(h, h.shape[-1:]),
     "by hand": in_groups,
     "flat": lambda layers, h: h.reshape(-1, h.shape[-1]).relu().view_as(h),
@@ -294,16 +231,16 @@ APART = {
 }
 
 
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("name", [slow(name) if place % 3 == 1 else name for place, name in enumerate(APART)])
 def test_what_keeps_tokens_apart_is_cut(name):
     layers = Layers(with_inner(APART[name])).double().train()
     assert mixes_tokens(layers, torch.randn(B, T, WIDTH, dtype=F64), {}) is None
-    assert_equal(pair(lambda: Layers(with_inner(APART[name]))))
+    assert_equal(pair(lambda: Layers(with_inner(APART[name]))), steps=2 if name == "a gate" else 1)
 
 
 def random_function(draw):
     """A few operations, some of which mix tokens."""
-    apart, mixing = list(APART.values())[:-1], [each for each in OF_INNER if draw.random() < 0.9]
+    apart, mixing = list(APART.values())[:-1], [each for each in COMPOSED.values() if draw.random() < 0.9]
     chosen = [draw.choice(mixing if draw.random() < 0.2 else apart) for _ in range(draw.randint(1, 4))]
 
     def function(layers, h):
@@ -314,19 +251,7 @@ def random_function(draw):
     return function
 
 
-OF_INNER = [
-    *(attention, attention_by_hand, linear_attention, rotary, global_response_norm, by_fourier, experts_choose, previous),
-    *(of_the_first, by_length, dropped_samples, reshaped_across, in_an_attribute, counted),
-    *(
-        lambda layers, h: h.cumsum(1),
-        lambda layers, h: h.softmax(1),
-        lambda layers, h: h.flip(1),
-        lambda layers, h: h / h.std(),
-    ),
-]
-
-
-@pytest.mark.parametrize("seeds", [range(20), *(slow(range(start, start + 120)) for start in range(20, 500, 120))], ids=str)
+@pytest.mark.parametrize("seeds", [range(8), slow(range(8, 200))], ids=str)
 def test_random_modules_equal_the_whole(seeds):
     cut = 0
     for seed in seeds:
@@ -334,7 +259,7 @@ def test_random_modules_equal_the_whole(seeds):
         models = pair(lambda function=function: Layers(function))
         assert_equal(models, steps=1)
         cut += mixes_tokens(models[0][0].mlp, torch.randn(B, T, WIDTH, dtype=F64), {}) is None
-    assert cut >= 5
+    assert cut >= len(seeds) // 4
 
 
 class Filling(Layers):
@@ -374,8 +299,6 @@ def hides(layers, h):
 
 
 HIDDEN: list[int] = []
-
-
 SIZES: list[int] = []
 
 

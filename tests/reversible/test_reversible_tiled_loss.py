@@ -1,5 +1,6 @@
-"""The loss of language models in tiles, against the whole one in float64."""
+"""The loss of language models in tiles, against the whole one in float64; and MLPs of other libraries' models in tiles."""
 
+import gc
 import inspect
 import warnings
 
@@ -9,16 +10,30 @@ from covering import slow
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from tracked_memory import TrackedMemory
 
-from holotrain.reversible.tiled_loss import pending_logits, tile_loss, untile_loss
+from holotrain.models.block_schedules import set_tile
+from holotrain.reversible import recompute, undo
+from holotrain.reversible.tiled_loss import TiledLoss, linear_cross_entropy, pending_logits, tile_loss, untile_loss
+from holotrain.reversible.tiles import Tiled
 
 transformers = pytest.importorskip("transformers")
+timm = pytest.importorskip("timm")
 
 WORDS, T = 97, 40
 SIZES = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 SIZES |= {"max_position_embeddings": 80, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GROUPED = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
-GPT2 = {"vocab_size": WORDS, "n_positions": T, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
+GPT2 = {
+    "vocab_size": WORDS,
+    "n_positions": 400,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 OPT = SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.1}
 MODELS = {
     "tied": ("gpt2", GPT2),
@@ -181,33 +196,6 @@ def test_a_second_backward_is_refused():
         loss.backward()
 
 
-def no_mean(logits, labels, **rest):
-    return logits.square().mean() + logits.sum() * 0.01
-
-
-def masked(logits, labels, **rest):
-    """Reads all tokens, as losses that are masked with the attention mask."""
-    return (F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none") * torch.ones(2 * T)).mean()
-
-
-def mean_of_each_text(logits, labels, **rest):
-    return torch.stack([F.cross_entropy(logits[row].exp(), labels[row]) for row in range(2)]).mean()
-
-
-def with_a_penalty(logits, labels, **rest):
-    """The z-loss of PaLM beside the usual one."""
-    penalty = logits.logsumexp(-1).square().mean()
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()) + 1e-2 * penalty
-
-
-def weighted(logits, labels, **rest):
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=torch.arange(1.0, WORDS + 1).double())
-
-
-def smoothed(logits, labels, **rest):
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
-
-
 def changed_in_place(logits, labels, **rest):
     logits[..., 3] = -1e4
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -225,72 +213,54 @@ class Twice(torch.autograd.Function):
         return gradient * 2
 
 
-def by_a_kernel(logits, labels, **rest):
-    return F.cross_entropy(Twice.apply(logits).flatten(0, 1), labels.flatten())
+def cross_entropy(logits, labels, **options):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **options)
 
 
-def distilled(logits, labels, **rest):
-    """Against the logits of a teacher, as whole as they are."""
-    teacher = torch.linspace(-1, 1, WORDS, dtype=torch.float64).roll(3).expand_as(logits)
-    return F.kl_div(logits.log_softmax(-1), teacher.log_softmax(-1), reduction="batchmean", log_target=True)
-
-
-def preferred(logits, labels, **rest):
-    """DPO: the first text before the second, by the probabilities of their words."""
-    words = labels.clamp_min(0)[..., None]
-    mean = (logits.log_softmax(-1).gather(-1, words)[..., 0] * (labels != -100)).sum(-1)
-    return -F.logsigmoid(0.1 * (mean[0] - mean[1]))
-
-
-def ranked(logits, labels, **rest):
-    """Pairs of tokens."""
-    scores = logits.square().mean(-1).flatten()
-    return F.relu(1 - scores[:-1] + scores[1:]).mean()
-
-
-def focal(logits, labels, **rest):
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    return ((1 - (-losses).exp()).square() * losses).mean()
+def mean_of_each_text(logits, labels, **rest):
+    return torch.stack([F.cross_entropy(logits[row], labels[row]) for row in range(2)]).mean()
 
 
 def next_but_one(logits, labels, **rest):
     """Two predictions of one head, as of several tokens (MTP)."""
-    first = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    return first + 0.3 * F.cross_entropy(logits[:, :-2].flatten(0, 1), labels[:, 2:].flatten())
+    return cross_entropy(logits[:, :-1], labels[:, 1:]) + 0.3 * cross_entropy(logits[:, :-2], labels[:, 2:])
+
+
+def with_a_penalty(logits, labels, **rest):
+    """The z-loss of PaLM beside the usual one."""
+    return cross_entropy(logits[:, :-1], labels[:, 1:]) + 1e-2 * logits.logsumexp(-1).square().mean()
+
+
+def smoothed(logits, labels, **rest):
+    return cross_entropy(logits, labels, label_smoothing=0.1)
+
+
+def masked(logits, labels, **rest):
+    """Reads all tokens, as losses that are masked with the attention mask."""
+    return (cross_entropy(logits, labels, reduction="none") * torch.ones(2 * T)).mean()
 
 
 def soft_labels(logits, labels, **rest):
-    shares = F.one_hot(labels.clamp_min(0), WORDS).double() * 0.9 + 0.1 / WORDS
-    return F.cross_entropy(logits.flatten(0, 1), shares.flatten(0, 1))
+    return F.cross_entropy(logits.flatten(0, 1), F.one_hot(labels.clamp_min(0), WORDS).double().flatten(0, 1))
 
 
-def entropy(logits, labels, **rest):
-    return -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
-
-
-def best_of_a_batch(logits, labels, **rest):
-    """A hinge against the mean of the other words."""
-    chosen = logits.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
-    return F.relu(1 - chosen + logits.mean(-1)).mean()
-
-
-def two_terms(logits, labels, **rest):
-    """A mean of each text, each in tiles."""
-    return torch.stack([F.cross_entropy(logits[row], labels[row]) for row in range(2)]).mean()
-
-
-@pytest.mark.parametrize("loss", [two_terms, smoothed, next_but_one])
+@pytest.mark.parametrize("loss", [mean_of_each_text, smoothed, next_but_one])
 def test_other_losses_that_are_means_over_tokens_are_in_tiles(loss):
     assert_same(made("tied"), 4, lambda model: setattr(model, "loss_function", loss))
 
 
-WHOLE = [
-    *(mean_of_each_text, with_a_penalty, weighted, changed_in_place, by_a_kernel),
-    *map(slow, (no_mean, masked, distilled, preferred, ranked, focal, soft_labels, entropy, best_of_a_batch)),
-]
+WHOLE = {
+    "a mean of changed logits": lambda logits, labels, **rest: mean_of_each_text(logits.exp(), labels),
+    "a penalty": with_a_penalty,
+    "weights": lambda logits, labels, **rest: cross_entropy(logits, labels, weight=torch.arange(1.0, WORDS + 1).double()),
+    "changed in place": changed_in_place,
+    "a kernel": lambda logits, labels, **rest: cross_entropy(Twice.apply(logits), labels),
+    "masked": masked,
+    "soft labels": soft_labels,
+}
 
 
-@pytest.mark.parametrize("loss", WHOLE)
+@pytest.mark.parametrize("loss", WHOLE.values(), ids=WHOLE)
 def test_other_losses_are_those_of_the_whole(loss):
     """Also where the model had its own loss in the first step; with one warning."""
     whole, model = made("tied", dropout=False), made("tied", dropout=False)
@@ -462,3 +432,142 @@ def test_a_head_that_reads_what_is_no_parameter_of_it_is_taken_whole():
     with pytest.warns(UserWarning, match="its head reads a tensor that is none of its parameters"):
         result, _ = first_step(model)
     assert result.logits is not None and scale.grad.abs() > 0
+
+
+def tiled_modules(model: nn.Module) -> list[str]:
+    return [name for name, part in model.named_modules() if Tiled.of(part) is not None]
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    if isinstance(model, transformers.PreTrainedModel):
+        return first_step(model, use_cache=False)[1]
+    torch.manual_seed(2)
+    model(torch.randn(2, 3, 56, 56, dtype=torch.float64)).square().mean().backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def gpt2() -> nn.Module:
+    return made("tied", dropout=False)
+
+
+def vit() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"embed_dim": 32, "depth": 3, "num_heads": 2, "img_size": 56, "patch_size": 8, "num_classes": 10}
+    return timm.create_model("vit_tiny_patch16_224", **sizes).double().train()
+
+
+@pytest.mark.parametrize("make", [gpt2, vit])
+def test_gradients_of_recomputed_blocks_in_tiles_are_those_of_the_whole(make):
+    expected, model = gradients(make()), recompute(make(), tile=16)
+    assert_near(gradients(model), expected)
+    assert tiled_modules(model) and (TiledLoss.of(model) is not None) == (make is gpt2)
+    undo(model)
+    assert not tiled_modules(model) and "forward" not in vars(model)
+    assert_near(gradients(model), expected, 0)
+
+
+def test_the_first_step_takes_hardly_more_memory_than_the_second():
+    """The look at operators makes no tensors with data, and two tiles that are compared are smaller than a step. The first
+    recomputation of a block runs to its end, and so has its output."""
+    model, tokens, peaks = recompute(gpt2(), tile=16), torch.randint(3, WORDS, (2, 10 * T)), []
+    for _ in range(2):
+        gc.collect()
+        with TrackedMemory(model) as memory:
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        peaks.append(memory.peak)
+        model.zero_grad()
+    assert peaks[0] <= 1.03 * peaks[1] + tokens.numel() * 32 * 8
+
+
+def test_dropout_of_tiles_is_drawn_again():
+    """Tiles draw what they drew in the forward: with a recomputed block as without."""
+    stored, model = (recompute(made("tied"), backward=backward, tile=16) for backward in ("autograd", "checkpoint"))
+    assert_near(gradients(model), gradients(stored), 1e-12)
+
+
+def test_a_forward_that_others_have_set_is_kept():
+    expected, model = gpt2(), gpt2()
+    for each in (expected, model):
+        mlp = each.transformer.h[0].mlp
+        mlp.forward = lambda x, own=mlp.forward: 2 * own(x)
+    assert_near(gradients(recompute(model, tile=16)), gradients(expected))
+    assert_near(gradients(undo(model)), gradients(expected), 0)
+    assert not torch.equal(gradients(gpt2())["transformer.wte.weight"], gradients(model)["transformer.wte.weight"])
+
+
+def test_tiles_are_set_for_any_model():
+    model = gpt2()
+    set_tile(model, 16)
+    assert len(tiled_modules(model)) >= 2
+    set_tile(model, None)
+    assert not tiled_modules(model)
+    with pytest.raises(ValueError, match="Linear has no blocks with MLPs that work token by token"):
+        set_tile(nn.Linear(2, 2), 16)
+
+
+# The loss of our own models, of a head's input and weight.
+
+
+def chunked_example(dtype, bias=True):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(23, 8, dtype=dtype), torch.randn(31, 8, dtype=dtype)
+    targets = torch.randint(31, (23,))
+    targets[[0, 5, 22]] = -100
+    leaves = [hidden, weight] + ([torch.randn(31, dtype=dtype)] if bias else [])
+    return [leaf.requires_grad_() for leaf in leaves], targets
+
+
+@pytest.mark.parametrize("piece", [1, 31 * 4, 31 * 23, 10**6])
+@pytest.mark.parametrize("bias", [True, False])
+def test_loss_and_gradients_are_those_of_whole_logits(piece, bias):
+    (hidden, weight, *rest), targets = chunked_example(torch.float64, bias)
+    loss = linear_cross_entropy(hidden, weight, targets, *rest, most_logits=piece)
+    whole = F.cross_entropy(F.linear(hidden, weight, *rest), targets)
+    torch.testing.assert_close(loss, whole, rtol=1e-13, atol=0)
+    mine, theirs = (torch.autograd.grad(3 * each, (hidden, weight, *rest)) for each in (loss, whole))
+    torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+
+
+def test_only_what_is_asked_for_is_differentiated():
+    (hidden, weight, bias), targets = chunked_example(torch.float64)
+    weight.requires_grad_(False)
+    loss = linear_cross_entropy(hidden, weight, targets, bias)
+    loss.backward()
+    assert weight.grad is None and hidden.grad is not None and bias.grad is not None
+    assert linear_cross_entropy(hidden, weight, torch.full((23,), -100), bias).isnan()  # nothing counted, as in torch
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context, FlopCounterMode(display=False) as counter:
+            torch.testing.assert_close(linear_cross_entropy(hidden, weight, targets, bias), loss.detach())
+        assert counter.get_total_flops() == 2 * 23 * 31 * 8  # of the logits alone
+
+
+def test_under_autocast_products_are_half_and_sums_are_not():
+    (hidden, weight, bias), targets = chunked_example(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, targets, bias, most_logits=31)
+    assert loss.dtype == torch.float32
+    loss.backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
+    exact = F.cross_entropy(F.linear(hidden, weight, bias), targets)
+    torch.testing.assert_close(loss, exact, rtol=2e-2, atol=0)
+    reference = torch.autograd.grad(exact, (hidden, weight))
+    for mine, theirs in zip((hidden.grad, weight.grad), reference, strict=True):
+        assert F.cosine_similarity(mine.flatten(), theirs.flatten(), dim=0) > 0.999
+
+
+def test_small_gradients_survive_half_precision():
+    """Divided by the number of tokens before the products, they would be zero in fp16."""
+    hidden = torch.randn(4096, 4, dtype=torch.float16, requires_grad=True)
+    weight = torch.zeros(2000, 4, dtype=torch.float16, requires_grad=True)
+    loss = linear_cross_entropy(hidden, weight, torch.zeros(4096, dtype=torch.long))
+    scale = 2.0**16  # as a GradScaler has it
+    (grad,) = torch.autograd.grad(loss * scale, weight)
+    assert (grad[1:] != 0).float().mean() > 0.99
+
+
+def test_logits_never_stand_whole():
+    hidden, weight = torch.randn(512, 4, requires_grad=True), torch.randn(WORDS, 4, requires_grad=True)
+    with Largest() as largest:
+        linear_cross_entropy(hidden, weight, torch.zeros(512, dtype=torch.long), most_logits=8 * WORDS).backward()
+    assert largest.size == 8 * WORDS

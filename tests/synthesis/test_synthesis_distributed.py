@@ -1,17 +1,216 @@
-"""Synthesis under DDP and FSDP2 on two gloo processes against one process: figures from holograms_of_two_ranks.py."""
+"""Synthesis under DDP and FSDP2 on two gloo processes against one process. As a script, this is one of the processes."""
 
+import copy
+import warnings
+from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
-import torch.distributed
-from gloo_pair import found_by_processes
+import torch
+import torch.distributed as dist
+from gloo_pair import find_as_one_of_them, found_by_processes
+from torch import nn
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+if not dist.is_available():
+    pytest.skip("torch was built without distributed", allow_module_level=True)
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from holotrain.reversible import ReversibleBlock, ReversibleSequence
+from holotrain.synthesis import HolographicSynthesis
+from holotrain.synthesis.keys import Layer, layers_of
+from holotrain.synthesis.updates import Updates
+
+BATCH, STEPS = 8, 5
+UNEVEN = (5, 3)
+"""Samples of each rank."""
+
+CASES = {
+    "associative": {},
+    "shared": {"mode": "shared", "superpose": 4},
+    "bind": {"mode": "bind"},
+    "bind as published": {"mode": "bind", "representation": "flattened", "block_length": None},
+    "split": {"split": "cpu"},
+    "hadamard": {"transform": "hadamard", "mix": 0.2, "dtype": "bf16"},
+    "every option": {"mode": "shared", "ema": 0.5, "key_ema": 0.5, "match_norm": True, "cosine_floor": 0.3, "subsample": 0.5},
+}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [ReversibleBlock(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2))) for _ in range(3)]
+        self.stem, self.blocks, self.head = nn.Linear(16, 16), ReversibleSequence(blocks, "reversible"), nn.Linear(16, 3)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(sum(self.blocks(x, x.tanh())))
+
+
+def trained(
+    options: dict,
+    rank: int | None,
+    accumulate: int = 1,
+    spoiled: bool = False,
+    sharded: bool = False,
+    stop: int | None = None,
+    kind: type[HolographicSynthesis] = HolographicSynthesis,
+) -> tuple[nn.Module, HolographicSynthesis]:
+    """A model and its synthesis after training on full batches, or on this rank's part of each batch.
+
+    Args:
+        sharded: under FSDP2; otherwise under DDP.
+        stop: a step before which a synthesis of a new state takes over, with the state of the one before.
+        kind: of the synthesis.
+    """
+    torch.manual_seed(0)
+    model = Model().double()
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    net = model if rank is None or sharded else DistributedDataParallel(model)
+    synthesis = kind(model, **{"block_length": 32} | options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(STEPS):
+        if step == stop:
+            kept = copy.deepcopy(synthesis.state_dict())
+            synthesis.remove()
+            synthesis = kind(model, block_length=32, **options)
+            synthesis.load_state_dict(kept)
+        optimizer.zero_grad()
+        for part in range(accumulate):
+            x = torch.randn(BATCH, 16, dtype=torch.float64, generator=generator) + 0.3
+            mine = x if rank is None else x.split(UNEVEN)[rank]
+            last = part == accumulate - 1
+            with nullcontext() if rank is None or sharded or last else net.no_sync():
+                # Processes divide the sum of their gradients by their number.
+                loss = net(mine).square().sum() * (1 if rank is None else 2) / (BATCH * accumulate)
+                (loss * torch.nan if spoiled and step == 2 and rank in (None, 1) else loss).backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            synthesis.step()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return model, synthesis
+
+
+def compared(options: dict, rank: int, **how) -> dict:
+    model, synthesis = trained(options, rank, **how)
+    kept = torch.cat(
+        [*(p.detach().flatten() for p in model.parameters()), *map(flat, synthesis.state_dict()["tensors"].values())]
+    )
+    ranks = [torch.empty_like(kept) for _ in range(2)]
+    dist.all_gather(ranks, kept)
+    alone, other = trained_alone(options, **how)
+    return {"same on both": torch.equal(*ranks)} | differences(model.parameters(), synthesis, alone, other)
+
+
+def trained_alone(options: dict, **how) -> tuple[nn.Module, HolographicSynthesis]:
+    """As :func:`trained` in a single process."""
+    with patch.object(dist, "is_initialized", lambda: False):
+        return trained(options, None, **how)
+
+
+def differences(parameters: Iterable[torch.Tensor], synthesis, alone: nn.Module, other) -> dict:
+    pairs = zip(parameters, alone.parameters(), strict=True)
+    return {
+        "error": max((a - b).abs().max() / b.abs().max() for a, b in pairs).item(),
+        "steps": [synthesis.steps, other.steps],
+        "skipped": [synthesis.skipped, other.skipped],
+    }
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).flatten()
+
+
+SHARDED = {
+    "FSDP2, shared": {"mode": "shared", "superpose": 4},
+    "FSDP2, shared, every option": {**CASES["every option"], "match_norm": False, "cosine_floor": None},
+    "FSDP2, blocks within shares": {
+        "decay": 0.8,
+        "match_norm": True,
+        "mix": 0.1,
+        "cosine_floor": 0.3,
+        "covers": lambda _, parameter: parameter.ndim > 1,
+    },
+    "FSDP2, entries on one rank": {"subsample": 0.9, "match_norm": True, "covers": lambda name, _: name == "head.weight"},
+    "FSDP2, NaN on one rank": {"mode": "shared"},
+}
+"""Those with ``covers`` are of weights whose blocks of entries each lie within the share of one process."""
+
+
+class ByShares(HolographicSynthesis):
+    """In one process: what each process does with its rows of the parameters, as those of a smaller model."""
+
+    def __init__(self, model: nn.Module, **options) -> None:
+        super().__init__(model, **options)
+        self._parts = []
+        for rank in range(2):
+            layers = [
+                Layer(layer.module, {name: nn.Parameter(p.detach()[own(p, rank)]) for name, p in layer.parameters.items()})
+                for layer in layers_of(model)
+            ]
+            of = [p for layer in layers_of(model) for p in layer.parameters.values()]
+            shares = [p for layer in layers for p in layer.parameters.values()]
+            self._parts.append((rank, of, shares, Updates(layers, self.options, torch.empty(0, dtype=torch.float64))))
+
+    def step(self) -> bool:
+        keys = self._keys.take()
+        if not sum(p.grad.sum() for p in self.parameters).isfinite():
+            self.skipped += 1
+            for parameter in self.parameters:
+                parameter.grad = None
+            return False
+        for rank, of, shares, updates in self._parts:
+            for parameter, share in zip(of, shares, strict=True):
+                share.grad = parameter.grad[own(parameter, rank)]  # a view
+            updates.step([share.grad for share in shares], keys, self.steps, False)
+        self.steps += 1
+        return True
+
+
+def own(parameter: torch.Tensor, rank: int) -> slice:
+    """The rows of a process."""
+    most = -(-len(parameter) // 2)
+    return slice(rank * most, (rank + 1) * most)
+
+
+def compared_in_shares(name: str, options: dict) -> dict:
+    how = {"spoiled": "NaN" in name}
+    model, synthesis = trained(options, dist.get_rank(), sharded=True, **how)
+    again, _ = trained(options, dist.get_rank(), sharded=True, stop=3, **how)
+    alone, reference = trained_alone(options, kind=HolographicSynthesis if "covers" in options else ByShares, **how)
+    whole, resumed = ([p.full_tensor() for p in of.parameters()] for of in (model, again))
+    return {"same resumed": all(map(torch.equal, whole, resumed))} | differences(whole, synthesis, alone, reference)
+
+
+def of_a_model_in_part() -> str:
+    """What is said of a model of which FSDP2 shards one layer."""
+    model = Model()
+    fully_shard(model.head, mesh=init_device_mesh("cpu", (2,)))
+    try:
+        HolographicSynthesis(model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def find(rank: int) -> dict:
+    found = {name: compared(options, rank) for name, options in CASES.items()}
+    found |= {name: compared_in_shares(name, options) for name, options in SHARDED.items()}
+    found["accumulation 4"] = compared({}, rank, accumulate=4)
+    found["NaN on one rank"] = compared({}, rank, spoiled=True)
+    return {"cases": found, "a part sharded": of_a_model_in_part()}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
-    return found_by_processes(Path(__file__).with_name("holograms_of_two_ranks.py"), tmp_path_factory.mktemp("two_ranks"))
+    return found_by_processes(Path(__file__), tmp_path_factory.mktemp("two_ranks"))
 
 
 def test_two_processes_train_as_one_does(found):
@@ -30,3 +229,7 @@ def test_two_processes_train_as_one_does(found):
 def test_a_model_that_is_sharded_in_part_is_refused(found):
     said = "head.weight is sharded by FSDP2 and stem.weight is not; cover either sharded parameters or whole ones"
     assert found["a part sharded"] == said
+
+
+if __name__ == "__main__":
+    find_as_one_of_them(find)

@@ -12,7 +12,7 @@ from covering import paired, pairwise
 from engine_cases import ENGINES, Branch, sequence
 from torch import nn
 
-from holotrain.synthesis import HolographicSynthesis, updates
+from holotrain.synthesis import HolographicSynthesis, delayed, updates
 
 F64 = torch.float64
 
@@ -127,33 +127,7 @@ def test_a_step_with_nan_or_inf_is_skipped_counted_and_said(options, bad, way, m
     assert_close(*runs, rtol=1e-12 if way == "told later" else 0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"block_length": 32}, "block_length is 1024 there, not 32"),
-        ({"key_ema": 0}, "key_ema is True there, not False"),
-        ({"covers": lambda name, parameter: "weight" in name}, "parameters is"),
-    ],
-)
-def test_a_state_of_another_synthesis_is_refused(options, words):
-    state = HolographicSynthesis(network()).state_dict()
-    with pytest.raises(ValueError, match=words):
-        HolographicSynthesis(network(), **options).load_state_dict(state)
-    with pytest.raises(ValueError, match="not the state of a HolographicSynthesis"):
-        HolographicSynthesis(network()).load_state_dict(network().state_dict())
-
-
 SHORT = {name: tensor[..., :2] for name, tensor in HolographicSynthesis(network()).state_dict()["tensors"].items()}
-
-
-@pytest.mark.parametrize(
-    "changes", [{"steps": -(10**12)}, {"skipped": "x"}, {"tensors": 5}, {"tensors": {}}, {"tensors": SHORT}]
-)
-def test_a_damaged_state_is_refused(changes):
-    state = HolographicSynthesis(network()).state_dict()
-    HolographicSynthesis(network()).load_state_dict(state)
-    with pytest.raises(ValueError, match="^the state is damaged: "):
-        HolographicSynthesis(network()).load_state_dict(state | changes)
 
 
 def test_what_is_said_in_warnings():
@@ -247,39 +221,54 @@ def test_of_calls_within_calls_the_innermost_gives_the_output():
     assert_close(taken(synthesis)[0, :3], model.layers(data()).sum(0))
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: network().requires_grad_(False), "none requires grad"),
-        (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), "on meta and .* on cpu|meta device"),
-        (lambda: nn.Linear(2, 2, device="meta"), "on the meta device"),
-        (lambda: nn.Linear(2, 2, dtype=torch.complex64), "real floating parameters"),
-    ],
-)
-def test_parameters_that_cannot_be_covered_are_named(make, words):
-    with pytest.raises(ValueError, match=words):
-        HolographicSynthesis(make())
+def loaded(changes=None, **options):
+    """A synthesis with these options, given the state of one without, or a changed one."""
+    state = HolographicSynthesis(network()).state_dict()
+    HolographicSynthesis(network(), **options).load_state_dict(state | (changes or {}))
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"mode": "magic"}, "mode='magic': it must be associative or bind or shared"),
-        ({"decay": 1.0}, r"decay=1.0: it must be in \[0, 1\)"),
-        ({"subsample": 0}, "subsample=0"),
-        ({"transform": "hadamard", "block_length": 48}, "power of two"),
-        ({"split": "cpu", "cuda_graph": True}, "use one of them"),
-        ({"cuda_graph": True}, "needs a model on a CUDA device"),
-        ({"mode": "shared", "block_length": 0}, "cannot share a hologram"),
-        ({"subsample": 0.001}, "selects nothing of these parameters"),
-        ({"block_length": 4096}, "longer than all 363 covered entries"),
-        ({"mode": "bind", "dtype": "bf16", "subsample": 0.5}, "use subsample=1"),
-        ({"mode": "associative", "superpose": 2}, "superpose has no effect with mode='associative'"),
-    ],
-)
-def test_options_out_of_range_are_named(options, words):
+OTHER_DEVICE = lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))  # noqa: E731
+REFUSED = [
+    *(
+        (lambda options=options: HolographicSynthesis(network(), **options), words)
+        for options, words in [
+            ({"mode": "magic"}, "mode='magic': it must be associative or bind or shared"),
+            ({"decay": 1.0}, r"decay=1.0: it must be in \[0, 1\)"),
+            ({"subsample": 0}, "subsample=0"),
+            ({"transform": "hadamard", "block_length": 48}, "power of two"),
+            ({"split": "cpu", "cuda_graph": True}, "use one of them"),
+            ({"cuda_graph": True}, "needs a model on a CUDA device"),
+            ({"mode": "shared", "block_length": 0}, "cannot share a hologram"),
+            ({"subsample": 0.001}, "selects nothing of these parameters"),
+            ({"block_length": 4096}, "longer than all 363 covered entries"),
+            ({"mode": "bind", "dtype": "bf16", "subsample": 0.5}, "use subsample=1"),
+            ({"mode": "associative", "superpose": 2}, "superpose has no effect with mode='associative'"),
+        ]
+    ),
+    (lambda: HolographicSynthesis(network().requires_grad_(False)), "none requires grad"),
+    (lambda: HolographicSynthesis(OTHER_DEVICE()), "on meta and .* on cpu|meta device"),
+    (lambda: HolographicSynthesis(nn.Linear(2, 2, device="meta")), "on the meta device"),
+    (lambda: HolographicSynthesis(nn.Linear(2, 2, dtype=torch.complex64)), "real floating parameters"),
+    (lambda: loaded(block_length=32), "block_length is 1024 there, not 32"),
+    (lambda: loaded(key_ema=0), "key_ema is True there, not False"),
+    (lambda: loaded(covers=lambda name, parameter: "weight" in name), "parameters is"),
+    (
+        lambda: HolographicSynthesis(network()).load_state_dict(network().state_dict()),
+        "not the state of a HolographicSynthesis",
+    ),
+    (lambda: loaded({"steps": -(10**12)}), "^the state is damaged: "),
+    (lambda: loaded({"skipped": "x"}), "^the state is damaged: "),
+    (lambda: loaded({"tensors": 5}), "^the state is damaged: "),
+    (lambda: loaded({"tensors": {}}), "^the state is damaged: "),
+    (lambda: loaded({"tensors": SHORT}), "^the state is damaged: "),
+]
+
+
+@pytest.mark.parametrize(("do", "words"), REFUSED, ids=[f"{number} {words[:40]}" for number, (_, words) in enumerate(REFUSED)])
+def test_what_cannot_be_is_refused(do, words):
+    loaded()
     with pytest.raises(ValueError, match=words):
-        HolographicSynthesis(network(), **options)
+        do()
 
 
 def test_a_step_without_gradients_or_output_or_with_sparse_gradients_is_an_error():
@@ -295,3 +284,70 @@ def test_a_step_without_gradients_or_output_or_with_sparse_gradients_is_an_error
     model(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(RuntimeError, match="gradient of 0.weight is sparse"):
         synthesis.step()
+
+
+# On a GPU and split between devices it gives what it gives on the CPU; here also without a GPU.
+
+PUBLISHED = {"mode": "bind", "representation": "flattened"}
+
+
+def stepped(device: str, precision: torch.dtype, options: dict, skipped: int = 3) -> list[torch.Tensor]:
+    """The last gradients of six steps: gradients stay in the same memory in some steps only, one is missing, one is NaN.
+
+    Args:
+        skipped: the step that is skipped for the NaN of step 3.
+    """
+    model = network().to(device, precision)
+    x = torch.randn(6, 5, dtype=F64, generator=torch.Generator().manual_seed(1)) + 0.5
+    synthesis = HolographicSynthesis(model, **{"block_length": 32} | options)
+    for step in range(6):
+        model.zero_grad(set_to_none=step % 3 == 0)
+        model(x.to(device, precision) * (1 + step)).square().sum().backward()
+        if step == 2:
+            model[0].bias.grad = None
+        if step == 3:
+            model[0].weight.grad[0, 0] = torch.nan
+        assert synthesis.step() == (step != skipped)
+    assert (synthesis.steps, synthesis.skipped) == (5, 1)
+    return [parameter.grad.cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("options", "skipped"),
+    [
+        ({"ema": 0.5, "key_ema": 0.5, "decay_warmup": 9}, 4),
+        ({"mode": "shared", "cosine_floor": 0.2, "dtype": "fp16"}, 4),
+        (PUBLISHED | {"block_length": None}, 4),
+        ({"covers": lambda name, _: name.startswith("0")}, 3),
+    ],
+)
+def test_with_a_split_the_thread_finds_nan_unless_a_gradient_is_used_at_once(options, skipped, monkeypatch):
+    """The GPU's way of going about it, on a CPU: the step that would apply the update is skipped, and all else is the same."""
+    options = options | {"split": "cpu"}
+    expected = stepped("cpu", F64, options)
+    monkeypatch.setattr(delayed, "SYNCHRONOUS", ())
+    assert_equal(stepped("cpu", F64, options, skipped=skipped), expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cuda_graph": True},
+        {"cuda_graph": True, "mode": "shared", "cosine_floor": 0.2},
+        {"cuda_graph": True, "transform": "hadamard", "dtype": "bf16", "subsample": 0.5},
+        {"cuda_graph": True, **PUBLISHED, "dtype": "fp16", "block_length": None},
+        {"split": "cpu"},
+        {"split": "cpu", "mode": "shared", "dtype": "fp16"},
+        {"split": "cpu", **PUBLISHED, "dtype": "fp16"},
+    ],
+)
+def test_on_cuda_graphs_and_splits_give_the_same(options, monkeypatch):
+    """As without them, and as on the CPU."""
+    monkeypatch.setitem(updates.MOST, "cuda", 256)
+    plain = {name: value for name, value in options.items() if name != "cuda_graph"}
+    expected = stepped("cpu", torch.float32, plain)
+    skipped = 4 if "split" in options else 3
+    for chosen in (plain, options):
+        assert_close(stepped("cuda", torch.float32, chosen, skipped=skipped), expected, rtol=1e-4, atol=1e-5)
