@@ -326,35 +326,6 @@ def test_a_static_cache_is_refused():
         net(torch.arange(24).view(2, 12), past_key_values=transformers.StaticCache(config=net.config, max_cache_len=16))
 
 
-LAYOUTS = {
-    "channels last": lambda x: x.to(memory_format=torch.channels_last),
-    "transposed": lambda x: x.transpose(2, 3),
-    "expanded": lambda x: x[:1].expand(2, -1, -1, -1),
-    "sliced": lambda x: x.repeat(1, 1, 1, 2)[..., 6:],
-}
-
-
-class Convolutions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.wide, self.point = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
-
-    def forward(self, x):
-        return x + self.point(torch.tanh(self.wide(x)))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_streams_of_any_layout(layout):
-    x = LAYOUTS[layout](torch.randn(2, 8, 6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
-    found = {}
-    for backward in PLAIN:
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Sequential(*(Convolutions() for _ in range(4)))).double()
-        found[backward] = gradients(recompute(net, "0", backward=backward), {"input": x})
-    assert_equal(found["checkpoint"], found["autograd"])
-    assert 0 < relative_error(found["checkpoint8"], found["autograd"]) < 0.02
-
-
 def test_a_compiled_model(compiler):
     model, inputs = stack()
     without_dropout(model)
