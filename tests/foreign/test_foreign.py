@@ -149,7 +149,7 @@ PEFT = [*TINY, "model.adapters={_target_: peft.LoraConfig, r: 4}"]
     [
         ("timm", "timm", TINY, "this model needs"),
         ("transformers", "huggingface", words_of("vit", "image_classification"), "this model needs"),
-        ("peft", "peft", PEFT, "these adapters need"),
+        slow("peft", "peft", PEFT, "these adapters need"),
     ],
 )
 def test_a_missing_library_is_one_line(holotrain, monkeypatch, name, extra, words, what):
@@ -159,6 +159,7 @@ def test_a_missing_library_is_one_line(holotrain, monkeypatch, name, extra, word
     assert err == f"holotrain: model: {what} {name}: pip install 'holotrain[{extra}]'\n"
 
 
+@pytest.mark.slow
 def test_memory_is_saved_without_a_reversible_model(holotrain, trained):
     whole = trained("timm", "image_classification")
     words = [*SHORT, *TINY, "backward=checkpoint", "hydra.run.dir=run"]
@@ -166,21 +167,18 @@ def test_memory_is_saved_without_a_reversible_model(holotrain, trained):
     assert_same_weights(whole / "checkpoints/last.ckpt", Path("run/checkpoints/last.ckpt"))
 
 
-def test_a_checkpoint_of_an_older_version(holotrain, trained):
-    """It has two options more. One that used them is refused, in one line."""
-    path = trained("timm", "image_classification") / "checkpoints/last.ckpt"
-    for reversible in (None, "4bit"):
-        checkpoint = torch.load(path, weights_only=True)
-        entry = checkpoint["holotrain"]
-        for options in (entry["config"]["model"], entry["description"]["arguments"]):
-            options |= {"reversible": reversible, "blocks": None}
-        torch.save(checkpoint, "old.ckpt")
-        if reversible is None:
-            holotrain.done("export", "ckpt_path=old.ckpt", "to=export")
-            package.load("export")
-        else:
-            said = holotrain.refused("test", "ckpt_path=old.ckpt")
-            assert "old.ckpt is damaged, or of another version of holotrain: model.reversible is gone: backward=check" in said
+def test_the_weights_of_a_checkpoint_of_an_older_version_load(holotrain, trained):
+    """Its configuration has two options more, with which it is not continued."""
+    run = trained("gpt2", "causal_lm")
+    checkpoint = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
+    entry = checkpoint["holotrain"]
+    for options in (entry["config"]["model"], entry["description"]["arguments"]):
+        options |= {"reversible": "4bit", "blocks": None}
+    torch.save(checkpoint, "old.ckpt")
+    said = holotrain.refused("test", "ckpt_path=old.ckpt")
+    assert "old.ckpt is damaged, or of another version of holotrain: model.reversible is gone: backward=check" in said
+    assert said.endswith("if its weights are whole, they load as model.pretrained=old.ckpt\n")
+    assert_equal(package.load("old.ckpt").state_dict(), package.load(run / "checkpoints/last.ckpt").state_dict())
 
 
 @pytest.mark.slow

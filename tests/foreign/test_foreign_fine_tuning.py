@@ -37,14 +37,14 @@ def write_pretrained(folder: Path) -> None:
     [
         (CAUSAL, "adamw", 1e-4),
         ([*CAUSAL, "optimizer=muon"], "muon", 1.6e-2),
-        ([*CAUSAL, "optimizer._target_=torch.optim.NAdam"], None, 2e-3),
-        ([*CAUSAL, "model.name=random"], "muon", 1.6e-2),
+        slow([*CAUSAL, "optimizer._target_=torch.optim.NAdam"], None, 2e-3),
+        slow([*CAUSAL, "model.name=random"], "muon", 1.6e-2),
         (["task=causal_lm", "experiment=mine"], "adamw", 1e-4),
-        (["task=causal_lm", "experiment=mine_with_rate"], "adamw", 3e-3),
-        (["task=sequence_classification", "model=roberta_tiny", "model.pretrained=weights"], "adamw", 5e-5),
+        slow(["task=causal_lm", "experiment=mine_with_rate"], "adamw", 3e-3),
+        slow(["task=sequence_classification", "model=roberta_tiny", "model.pretrained=weights"], "adamw", 5e-5),
         (["model=timm", "model.name=resnet10t", "model.download=true"], "adamw", 1e-4),
         (["model=vit_tiny", "model.pretrained=weights", "model.trained=head"], "adamw", 1e-3),
-        (["model=vit_tiny", "model.pretrained=weights", "optimizer=sgd"], "sgd", 0.1),
+        slow(["model=vit_tiny", "model.pretrained=weights", "optimizer=sgd"], "sgd", 0.1),
     ],
 )
 def test_pretrained_weights_are_tuned_gently(tmp_path, monkeypatch, words, name, rate):
@@ -68,8 +68,6 @@ def test_the_first_screen_says_what_is_tuned(holotrain, tmp_path):
     shown = " ".join(out.split())
     assert "weights fine-tuning of network" in shown and "adamw, lr 0.0001" in shown
     assert re.search(r"samples \d+ to train, \d+ to val", shown)
-    status, out, _ = holotrain("fit", *HERE, "ckpt_path=run", "trainer.max_steps=4", "hydra.run.dir=on")
-    assert status == 0 and "fine-tuning" not in out  # the row of the checkpoint says what it starts from
 
 
 @pytest.mark.parametrize("command", [slow("validate"), "test"])
