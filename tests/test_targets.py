@@ -1,6 +1,5 @@
 """Arguments that a class passes on, as ``help`` and ``inspect.signature`` show them."""
 
-import functools
 import inspect
 from dataclasses import dataclass
 
@@ -82,25 +81,6 @@ def test_the_chain_is_shown_without_repetition(framed):
     show_arguments(Bare, last=framed)
     assert names(Bare) == ["height", "width", "frame", "depth"]
     assert inspect.getdoc(Bare) == f"Without arguments of its own.\n\nArgs:\n{picture}\n{own}\n\n{rest}"
-
-
-def test_classes_that_take_anything_keep_their_own_signature(framed):
-    class Anything(framed):
-        """Takes anything."""
-
-        def __init__(self, *given: int, **others: int) -> None:
-            super().__init__(**others)
-
-    class Odd:
-        """Its __init__ is no function."""
-
-        __init__ = functools.partialmethod(Base.__init__, 1)
-
-    Anything.__signature__ = None
-    for cls, chain in ((Anything, None), (Odd, None), (Odd, [Odd, dict])):
-        show_arguments(cls, chain)
-    assert names(Anything) == ["given", "others"] and Anything.__doc__ == "Takes anything."
-    assert names(Odd) == ["width", "depth"]
 
 
 @pytest.mark.parametrize("base", [data.CIFAR10, tasks.ImageClassifier])

@@ -10,7 +10,7 @@ import torch
 from small_trainings import quiet_trainer
 from torch.utils.data import DataLoader
 
-from holotrain.data import BucketBatchSampler, StdlibText, TextFiles, padded_batch
+from holotrain.data import BucketBatchSampler, TextFiles, padded_batch
 from holotrain.data.text.sources import text_files
 from holotrain.data.tokenizers import ByteTokenizer
 from holotrain.errors import UserError
@@ -127,17 +127,6 @@ def test_classified_documents_are_cut_short_and_labelled(folder):
     assert sorted(val.tolist()) == sorted(min(n, 30) + 2 for n in range(1, 61, 5))
     place = torch.cat([batch["index"] for batch in data.predict_dataloader()])
     assert sorted(place.tolist()) == list(range(data.counts["test"]["documents"]))
-
-
-@pytest.mark.slow
-def test_documents_without_a_label_are_left_out_of_a_classification(tmp_path):
-    options = {"layout": "documents", "context": 16, "cache_dir": str(tmp_path), "val_fraction": 0.1, "test_fraction": 0.1}
-    data = StdlibText(classes=4, **options)
-    data.setup()
-    labels = np.asarray(data.part("train").labels)
-    assert data.num_classes == 4 and set(labels.tolist()) == {-1, 0, 1, 2, 3}
-    drawn = torch.cat([batch["labels"] for batch in data.train_dataloader()])
-    assert drawn.bincount().tolist() == np.bincount(labels[labels >= 0]).tolist()
 
 
 def test_widths_are_rounded_up_within_the_budget(folder):

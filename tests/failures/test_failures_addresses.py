@@ -201,26 +201,23 @@ def write_weights(folder: Path) -> None:
     transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, num_labels=10)).save_pretrained(folder)
 
 
-def shard_elsewhere(folder: Path) -> None:
-    index = {"metadata": {}, "weight_map": {"classifier.bias": "../other/model.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+INDEX = {"metadata": {}, "weight_map": {"classifier.bias": "../other/model.safetensors"}}
+ADAPTER = {"base_model_name_or_path": "other", "peft_type": "LORA"}
+ELSEWHERE = {"model.safetensors.index.json": INDEX, "adapter_config.json": ADAPTER, "model.safetensors": None}
 
 
-def adapter_of_another(folder: Path) -> None:
-    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "other", "peft_type": "LORA"}))
-    shutil.copy("other/model.safetensors", folder)
-
-
-def link_to_weights(folder: Path) -> None:
-    (folder / "model.safetensors").symlink_to(Path("other/model.safetensors").absolute())
-
-
-@pytest.mark.parametrize("write", [shard_elsewhere, link_to_weights, adapter_of_another], ids=name_of)
-def test_no_folder_of_weights_leads_elsewhere(holotrain, write):
+@pytest.mark.parametrize(("name", "content"), ELSEWHERE.items())
+def test_no_folder_of_weights_leads_elsewhere(holotrain, name, content):
+    """Not by its index, by an adapter's configuration or by a link."""
     write_weights(Path("other"))
     write_network(Path("network"), VIT)
     write_network(Path("crafted"), VIT)
-    write(Path("crafted"))
+    if content is None:
+        Path("crafted", name).symlink_to(Path("other", name).absolute())
+    else:
+        Path("crafted", name).write_text(json.dumps(content))
+    if content is ADAPTER:
+        shutil.copy("other/model.safetensors", "crafted")
     err = holotrain.refused("fit", *QUICK, *NETWORK, "model.name=crafted")
     assert re.search("which is not in the same folder|a link that leads out|crafted holds an adapter of another model", err)
 

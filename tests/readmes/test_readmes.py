@@ -78,8 +78,11 @@ def first_of(lines: Iterable[Line], count: int, key: Callable[[Line], str]) -> l
 
 
 @pytest.mark.parametrize("readme", READMES)
-def test_links_lead_somewhere(readme):
+def test_links_lead_somewhere_and_blocks_say_what_they_are(readme):
     page = ROOT / readme
+    for block in blocks(page):
+        assert block.kind in KINDS, block.where
+        assert block.kind != "yaml" or isinstance(yaml.safe_load(block.text), dict), block.where
     missing = []
     for link in links(page):
         if re.match(r"[a-z]+:", link):
@@ -113,13 +116,6 @@ def test_each_technique_names_what_computes_and_what_checks_it():
             for name, path in named:
                 content = (page.parent / path).read_text()
                 assert Path(path).stem == name or re.search(rf"(def|class) {name}\b", content), (statement, name)
-
-
-@pytest.mark.parametrize("readme", READMES)
-def test_every_block_says_what_it_is_and_yaml_can_be_read(readme):
-    for block in blocks(ROOT / readme):
-        assert block.kind in KINDS, block.where
-        assert block.kind != "yaml" or isinstance(yaml.safe_load(block.text), dict), block.where
 
 
 # Python
@@ -264,15 +260,6 @@ def test_commands_in_two_processes(line, prepared, tmp_path):
 # Other programs
 
 
-def read_by_pip(words: list[str]) -> None:
-    assert words[1] == "install" and len(words) > 2
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for word in words[2:]:
-        name, extras = re.fullmatch(r"(-e|\.|[\w-]+)(?:\[([\w,-]+)\])?", word).groups()
-        if name in (".", "holotrain"):
-            assert set(extras.split(",") if extras else ()) <= project["optional-dependencies"].keys(), word
-
-
 class Read(Exception):
     """A script has read its arguments."""
 
@@ -302,7 +289,12 @@ def test_commands_of_other_programs_are_read(line, monkeypatch):
     if is_script(line):
         read_by_a_script(words, monkeypatch)
     elif words[0] == "pip":
-        read_by_pip(words)
+        assert words[1] == "install" and len(words) > 2
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        for word in words[2:]:
+            name, extras = re.fullmatch(r"(-e|\.|[\w-]+)(?:\[([\w,-]+)\])?", word).groups()
+            if name in (".", "holotrain"):
+                assert set(extras.split(",") if extras else ()) <= project["optional-dependencies"].keys(), word
     else:
         assert words[0] in ("pytest", "tensorboard"), f"{line.where}: no test knows how to run {line}"
 
