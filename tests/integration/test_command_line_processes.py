@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed
 from compared import assert_close, assert_equal
-from covering import long
+from covering import long, slow
 from data_files import write_letters
 from forked import Forked
 from gloo_pair import by_forks, statuses_of
@@ -53,8 +53,8 @@ def losses(folder: Path, tag: str = "train/loss") -> list[float]:
 
 
 KINDS = {"images": IMAGES, "text": TEXT}
-QUICK = [("images", "ddp", "reversible"), ("text", "fsdp", "pareprop")]
-"""Done by default. Every pair is done in a long test."""
+QUICK, SLOW = ("images", "ddp", "reversible"), ("text", "fsdp", "pareprop")
+"""Every pair is done in a long test."""
 EACH_PAIR = [
     ("images" if number % 2 == 0 or strategy == "pipeline" else "text", strategy, backward)
     for number, (strategy, backward) in enumerate(
@@ -71,6 +71,7 @@ def runs_of(cases: list[tuple[str, str, str]]) -> dict[str, list[str]]:
 SHARDED = "trainer.sharded_checkpoints=true"
 MISTAKEN = {"mistaken": [*TEXT, *SHARED, "trainer=ddp", "data.files=[none/*.txt]"]}
 WORK = {
+    **runs_of([SLOW]),
     "begun": ["-m", *CONTINUED, "trainer=fsdp,tp", "trainer.max_epochs=1", SHARDED],
     "signalled": [*SIGNALLED, "trainer=fsdp"],
     "resumed": ["resume=true"],
@@ -112,7 +113,7 @@ def found_by_two_ranks(tmp_path_factory, name: str, work: dict, expected: list[i
 
 @pytest.fixture(scope="session")
 def quick(tmp_path_factory) -> tuple[Path, list[dict]]:
-    return found_by_two_ranks(tmp_path_factory, "two_ranks", runs_of(QUICK) | MISTAKEN, [0, 0])
+    return found_by_two_ranks(tmp_path_factory, "two_ranks", runs_of([QUICK]) | MISTAKEN, [0, 0])
 
 
 @pytest.fixture(scope="session")
@@ -150,9 +151,9 @@ def assert_losses_of_one_process(holotrain, folder: Path, cases: list, kind: str
         assert found["processes"] == 2 and {path.name for path in job.iterdir()} >= {"config.yaml", "checkpoints"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_losses_are_those_of_one_process(holotrain, quick, kind):
-    assert_losses_of_one_process(holotrain, quick[0], QUICK, kind)
+@pytest.mark.parametrize(("case", "done"), [(QUICK, "quick"), slow(SLOW, "left")])
+def test_losses_are_those_of_one_process(holotrain, request, case, done):
+    assert_losses_of_one_process(holotrain, request.getfixturevalue(done)[0], [case], case[0])
 
 
 @pytest.mark.long
@@ -201,7 +202,7 @@ def whole_on_all(folder: Path, found: list[dict], name: str) -> tuple[int, int]:
 
 def test_processes_of_a_launcher_print_a_mistake_once_and_have_all_parameters_under_ddp(quick):
     folder, found = quick
-    assert found[1]["statuses"] == dict.fromkeys(runs_of(QUICK), 0) | {"mistaken": 2}
+    assert found[1]["statuses"] == dict.fromkeys(runs_of([QUICK]), 0) | {"mistaken": 2}
     (mistake,), (other,) = ((folder / f"errors_{rank}").read_text().splitlines() for rank in (0, 1))
     assert mistake.startswith("holotrain: data.files: ") and not (folder / "did_mistaken").exists()
     assert other.startswith("holotrain: rank 1 failed: rank 0: data.files: ")
