@@ -16,72 +16,57 @@ from holotrain.reversible import ReversibleBlock, ReversibleSequence
 DEPTH, WIDTH = 12, 32
 
 
-class Block(nn.Module):
-    """A residual block with a number that is no parameter."""
+class Branch(nn.Module):
+    """A branch with a number that is no parameter."""
 
     def __init__(self):
         super().__init__()
         self.norm, self.inner, self.outer = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.scale = 1.0
 
-    def branch(self, x):
+    def forward(self, x):
         return self.scale * self.outer(F.gelu(self.inner(self.norm(x))))
 
-    def forward(self, x):
-        return x + self.branch(x)
 
-
-class Unsteady(Block):
+class Unsteady(Branch):
     """One element in a hundred is off by the last bit of bf16, other ones in each run, as with atomic additions."""
 
     source = torch.Generator().manual_seed(0)
 
-    def branch(self, x):
-        update = super().branch(x)
+    def forward(self, x):
+        update = super().forward(x)
         mask = torch.rand(update.shape, generator=self.source) < 0.01
         return update * torch.where(mask, 1 + 2**-7, 1.0)
 
 
-class First(Block):
+class First(Branch):
     """Another result in its first run, as a kernel that is tuned."""
 
     runs = 0
 
-    def branch(self, x):
+    def forward(self, x):
         self.runs += 1
-        return super().branch(x) * (1.01 if self.runs == 1 else 1.0)
+        return super().forward(x) * (1.01 if self.runs == 1 else 1.0)
 
 
-class Adapted(Block):
-    """A block with two adapters, of which one is active."""
+class Adapted(Branch):
+    """With two adapters, of which one is active."""
 
     def __init__(self):
         super().__init__()
         self.adapters, self.active = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)), 0
 
-    def branch(self, x):
-        return self.adapters[self.active](super().branch(x))
-
-
-class Half(nn.Module):
-    """The branch of a block, as f or g."""
-
-    def __init__(self, block):
-        super().__init__()
-        self.block = block
-
     def forward(self, x):
-        return self.block.branch(x)
+        return self.adapters[self.active](super().forward(x))
 
 
-def sequence(block=Block, **options):
+def sequence(branch=Branch, **options):
     torch.manual_seed(0)
-    halves = [Half(block()) for _ in range(2 * DEPTH)]
-    return ReversibleSequence([ReversibleBlock(*halves[at : at + 2]) for at in range(0, 2 * DEPTH, 2)], **options)
+    return ReversibleSequence([ReversibleBlock(branch(), branch()) for _ in range(DEPTH)], **options)
 
 
-def exact(block=Block, **options):
-    return sequence(block, exact=True, **options)
+def exact(branch=Branch, **options):
+    return sequence(branch, exact=True, **options)
 
 
 def forward(net, step, scale=1.0, amp=True, dtype=torch.float32):
@@ -114,7 +99,7 @@ def silent():
 
 def set_scale(net, scale):
     for part in net.modules():
-        if isinstance(part, Block):
+        if isinstance(part, Branch):
             part.scale = scale
 
 
@@ -225,14 +210,14 @@ def test_a_wrong_stream_may_be_an_error():
     assert not net.checks.failed
 
 
-class Off(Block):
+class Off(Branch):
     """Two entries of one recomputation are off, by as much up as down, or one is no number."""
 
     entries, by, recomputed = (0, 1), 2.0**-8, 0
 
-    def branch(self, x):
+    def forward(self, x):
         self.recomputed += 1
-        update = super().branch(x)
+        update = super().forward(x)
         if self.recomputed != 2:
             return update
         off = torch.zeros_like(update).flatten()

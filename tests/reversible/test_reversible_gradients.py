@@ -14,9 +14,11 @@ from covering import chosen, long, paired, pairwise, slow
 from engine_branches import BRANCHES, F64, WIDTH, AttentionBranch, Branch
 from engine_cases import ENGINES, FACTORS, exchange, outcome, relative_error, sequence
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from tracked_memory import TrackedMemory
 
+from holotrain.models.layers.blocks import ResidualBlock, ResidualSequence
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 from holotrain.reversible.context import recomputing
 from holotrain.schedules import OF_REVERSIBLE
@@ -261,3 +263,58 @@ def test_what_is_not_asked_for_is_not_computed(engine):
     assert flops["ours", "nothing"] == forward
     assert flops["ours", "input"] == flops["plain", "input"] + recomputed
     assert flops["ours", "all"] == flops["plain", "all"] + recomputed - left_out
+
+
+# A profiler's trace shows the schedules: which block, what, in which order.
+
+
+def residual(backward):
+    layers = [nn.Linear(WIDTH, WIDTH, dtype=F64) for _ in range(6)]
+    return ResidualSequence(map(ResidualBlock, layers[:3], layers[3:]), backward)
+
+
+def names(run):
+    """In order of their beginnings."""
+    with profile(activities=[ProfilerActivity.CPU]) as watched:
+        run()
+    named = [event for event in watched.events() if event.is_user_annotation]
+    return [event.name for event in sorted(named, key=lambda event: event.time_range.start)]
+
+
+def halves(*blocks):
+    return [f"recompute {i}.{letter}" for i in blocks for letter in "gf"]
+
+
+FORWARD, STREAM = [f"forward {i}" for i in range(3)], torch.ones(2, 3, WIDTH, dtype=F64, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "recomputed"),
+    [
+        *(({"backward": backward}, halves(2, 1, 0)) for backward in ("checkpoint", "reversible", "pareprop")),
+        ({"backward": "reversible", "store": [1]}, halves(2, 0)),
+        ({"backward": "autograd"}, []),
+    ],
+)
+def test_blocks_are_recomputed_from_the_last(options, recomputed):
+    net = sequence(3, **options)
+    assert names(lambda: step(net)) == [*FORWARD, *recomputed]
+
+
+@pytest.mark.parametrize(("backward", "recomputed"), [("autograd", []), ("checkpoint", [2, 1, 0])])
+def test_blocks_of_one_stream_are_recomputed_from_the_last(backward, recomputed):
+    """Also compiled, where the model is whole and not compiled anew for a profiler."""
+    net, compilations = residual(backward), []
+    assert names(lambda: net(STREAM).sum().backward()) == [*FORWARD, *(f"recompute {number}" for number in recomputed)]
+    whole = torch.compile(net, backend=lambda graph, inputs: compilations.append(graph) or graph, fullgraph=True)
+    whole(STREAM).sum().backward()
+    seen = names(lambda: whole(STREAM).sum().backward())
+    assert len(compilations) == 1 and not any(name.startswith("forward") for name in seen)
+
+
+def test_nothing_is_named_where_operations_are_counted():
+    def counted():
+        with FlopCounterMode(display=False):
+            step(sequence(3, backward="reversible"))
+
+    assert not any(name.startswith(("forward", "recompute")) for name in names(counted))
