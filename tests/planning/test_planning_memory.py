@@ -210,15 +210,13 @@ def test_cudas_attention_drops_within_its_kernel():
             assert attended(0.1) == attended(0.0)
 
 
-def first_through_linear(hidden, weight):
-    return nn.functional.linear(hidden, weight).square().mean()
+HEADS = {
+    "first through linear": lambda hidden, weight: nn.functional.linear(hidden, weight).square().mean(),
+    "first through a sum": lambda hidden, weight: (weight.square().sum() + hidden.sum()).square(),
+}
 
 
-def first_through_a_sum(hidden, weight):
-    return (weight.square().sum() + hidden.sum()).square()
-
-
-@pytest.mark.parametrize("head", [first_through_linear, first_through_a_sum])
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_gradients_that_add_up_in_a_leaf_take_what_they_take(head):
     """Whether autograd adds two gradients of one weight up in place depends on how the first was made."""
 

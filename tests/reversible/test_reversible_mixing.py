@@ -372,14 +372,6 @@ def test_what_is_compared_moves_no_generator_and_no_buffer():
     assert counting[0].mlp.mean[0] == T
 
 
-def branches_on_the_length(layers, h):
-    return h * 0.5 if h.shape[1] > 2 * TILE else h
-
-
-def odd(layers, h):
-    return h * 0.5 if h.shape[1] % 2 else h
-
-
 def a_view_of_a_buffer(layers, h):
     layers.mean[:1] += 1
     return h
@@ -402,8 +394,8 @@ def clipped(layers, h):
 
 
 LOOKED_AT = {
-    branches_on_the_length: "it computes with the number of tokens",
-    odd: "it computes with the number of tokens",
+    (lambda layers, h: h * 0.5 if h.shape[1] > 2 * TILE else h): "it computes with the number of tokens",
+    (lambda layers, h: h * 0.5 if h.shape[1] % 2 else h): "it computes with the number of tokens",
     a_view_of_a_buffer: "its forward changes a buffer or its input",
     (lambda layers, h: DividedByItsNorm.apply(h)): "it calls DividedByItsNorm, whose backward is its own",
     clipped: "it registers a hook, which would see the gradients of tiles",

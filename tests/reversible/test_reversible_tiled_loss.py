@@ -106,19 +106,14 @@ def test_loss_and_gradients_are_those_of_the_whole(name):
     assert_same(made(name), 7)
 
 
-def frozen_head(model):
-    model.get_output_embeddings().requires_grad_(False)
+CHANGES = {
+    "frozen head": lambda model: model.get_output_embeddings().requires_grad_(False),
+    "frozen base": lambda model: model.base_model.requires_grad_(False),
+    "a hook": lambda model: model.get_output_embeddings().register_forward_hook(lambda module, given, output: output * 1.5),
+}
 
 
-def frozen_base(model):
-    model.base_model.requires_grad_(False)
-
-
-def with_a_hook_on_the_head(model):
-    model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: output * 1.5)
-
-
-@pytest.mark.parametrize("change", [frozen_head, frozen_base, with_a_hook_on_the_head])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_is_frozen_or_changed_stays_so(change):
     assert_same(made("its own head"), 4, change)
 
