@@ -172,7 +172,8 @@ def test_every_command_takes_an_export(holotrain, trained, tmp_path, kind, task)
         holotrain.done("plan", f"ckpt_path={run}", "memory=8MiB", "hydra.run.dir=plan")
         assert {"autograd", "checkpoint"} <= json.loads(Path("plan/plan.json").read_text())["footprints"].keys()
     holotrain.done("export", "ckpt_path=tuned", "to=once_more")
-    assert_equal(package.load("once_more")(example(task)), package.load(run)(example(task)))
+    given = example(task)
+    assert_equal(package.load("once_more")(given), package.load(run)(given))
 
 
 def lora(layers):

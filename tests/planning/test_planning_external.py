@@ -56,7 +56,7 @@ def step_of(model, name: str, size: int) -> TrainingStep:
     return TrainingStep(model.train(), loss, torch.optim.AdamW(model.parameters()), held={"batch": held})
 
 
-CASES = [("gpt2", 256), *(slow(name, 256) for name in LANGUAGE if name != "gpt2"), *(slow(name, 2) for name in IMAGES)]
+CASES = [*(slow(name, 256) for name in LANGUAGE), *(slow(name, 2) for name in IMAGES)]
 
 
 @pytest.mark.parametrize(("name", "size"), CASES)

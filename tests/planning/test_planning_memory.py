@@ -43,9 +43,9 @@ no_half = pytest.mark.skipif(
     not half_precision_attention_runs(), reason="PyTorch's attention does not run in bf16 with these settings of this CPU"
 )
 
-CASES = [  # each schedule once by default, each family once with the slow ones
+CASES = [  # each schedule and each family once, with the slow ones
     pytest.param("ViT", "checkpoint", True, marks=no_half),
-    ("RevViT", "pareprop", False),
+    slow("RevViT", "pareprop", False),
     ("RevRoBERTa", "reversible", False),
     pytest.param("GPT", "autograd", True, marks=no_half),
     slow("Swin", "autograd", False),
