@@ -142,10 +142,6 @@ def test_a_gpu_has_workspaces_and_rounds_each_storage_up_and_a_cpu_has_a_tenth()
     on_a_cpu = planned_mlp(torch.float32)
     assert on_a_cpu.bound == on_a_cpu.peak + on_a_cpu.peak // 10
     assert planned_mlp(torch.float32).peak < planned_mlp(torch.float32, ALLOCATORS["cuda"]).peak
-    with fake_tensors():
-        exact = simulate_step(training_step("RevViT", "reversible", fake=True))
-        rounded = simulate_step(training_step("RevViT", "reversible", fake=True), ALLOCATORS["cuda"])
-    assert exact.peak < rounded.peak < 1.2 * exact.peak
 
 
 @pytest.mark.parametrize("backward", ["reversible", slow("autograd")])
