@@ -1,5 +1,6 @@
 """Overrides for a run of about a second, and a run that is killed."""
 
+import logging
 import os
 import signal
 import sys
@@ -21,10 +22,12 @@ def run_in(folder: Path, *words: str) -> None:
     """Runs a command in this process, in a folder."""
     from holotrain.cli import main
 
-    said = StringIO()
+    said, log = StringIO(), logging.getLogger()
+    handlers = [*log.handlers]
     here = chdir(folder), patch.dict(os.environ), patch.object(sys, "argv", ["holotrain"])
     with here[0], here[1], here[2], redirect_stderr(said), composed_once():
         status = main(words)
+    log.handlers[:] = handlers  # Hydra's write to a file in the folder, which may go
     assert status == 0, said.getvalue()
 
 

@@ -52,7 +52,7 @@ def test_chats_are_learned_and_a_killed_training_continues_bit_for_bit(holotrain
     import transformers
 
     write_chats(tmp_path)
-    holotrain.done("fit", *CHATS, *MODELS[model], "hydra.run.dir=run")
+    assert holotrain("fit", *CHATS, *MODELS[model], "hydra.run.dir=run")[0] == 0
     assert summary(Path("run"))["metrics"]["val/perplexity"] < 20  # of 280 before
     fit_and_kill(tmp_path, *CHATS, *MODELS[model], "hydra.run.dir=killed")
     holotrain("fit", "resume=true", "hydra.run.dir=killed")

@@ -104,7 +104,7 @@ def test_the_table_does_not_depend_on_the_launcher(holotrain, tmp_path, launcher
     (tmp_path / "elsewhere").mkdir()
     command = ["fit", "-m", *BRIEF, "model.heads=3,2", "seed=1,2"]
     elsewhere = subprocess.run(
-        [sys.executable, "-m", "holotrain", *command, *words], cwd="elsewhere", capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "holotrain", *command, *words], cwd="elsewhere", capture_output=True, text=True, timeout=900
     )
     status, out, _ = holotrain(*command)
     assert elsewhere.returncode == status == 2, elsewhere.stderr
