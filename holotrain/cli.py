@@ -228,10 +228,8 @@ class Launch:
                 from holotrain.commands.multiprocess import run_job  # imports Lightning, which can now be silenced
                 from holotrain.commands.run import Run
                 from holotrain.commands.screen import quieten
-                from holotrain.config.build import check_optimizer
 
                 quieten()
-                check_optimizer(typed)
             command, varied, config_dir = self.arguments.command, self._varied(job.overrides), self.arguments.config_dir
             direction = OmegaConf.select(hydra, "sweeper.direction")  # a word or a member of an Enum; of several results a list
             direction = direction if isinstance(direction, str) else getattr(direction, "name", None)

@@ -16,15 +16,17 @@ UNITS = {"B": 1} | {
 def require_at_least(least: float, **arguments: float | Sequence[float] | None) -> None:
     """
     Args:
-        arguments: numbers, or lists of them, by name. None and words, such as ``"auto"``, stand for no number.
+        arguments: numbers, or lists of them, by name. None and ``"auto"`` stand for no number.
 
     Raises:
-        ValueError: one of them is below ``least``, or not finite.
+        ValueError: one of them is below ``least``, not finite, or another word.
     """
     for name, value in arguments.items():
-        for number in value if isinstance(value, Sequence) else [value]:
-            if number is None or isinstance(number, str):
+        for number in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
+            if number is None or number == "auto":
                 continue
+            if isinstance(number, str):
+                raise ValueError(f"{name}: {number!r} is not a whole number or auto")
             if not math.isfinite(number) or number < least:
                 raise ValueError(f"{name} must be at least {least}, not {number}")
 

@@ -142,6 +142,7 @@ class SynthesisCallback(Monitor):
                 f"a fused {type(trainer.optimizers[0]).__name__} unscales gradients in its step, after the synthesis; "
                 "use fused=False or bf16-mixed"
             )
+        self.synthesis = self.applied_to(pl_module)
         remembers = [name for name in ("momentum", "betas") if trainer.optimizers[0].param_groups[0].get(name)]
         if self.options.mode == "associative" and remembers:
             warnings.warn(
@@ -154,7 +155,6 @@ class SynthesisCallback(Monitor):
                 f"gradient_clip_val={clip} clips the update after the synthesis, not the gradient before it",
                 stacklevel=2,
             )
-        self.synthesis = self.applied_to(pl_module)
         self._clock = Clock(pl_module.device)
         state, self._to_load = self._to_load, {}
         if state:

@@ -24,10 +24,10 @@ from holotrain.commands.memory import choose_memory
 from holotrain.commands.prepare import attention_for, lightning_refusals, prepare, prepared_task
 from holotrain.commands.run import SUMMARY, Run, write_summary
 from holotrain.commands.sweep import check_direction, objective_of
-from holotrain.config.build import build_task, description
-from holotrain.config.build_trainer import build_fit_callbacks, build_loggers, build_trainer, device_name
+from holotrain.config.build import build_callbacks, build_loggers, build_task, build_trainer, description
 from holotrain.config.checkpointed import KEY, run_metadata
 from holotrain.config.command_options import FitConfig
+from holotrain.config.devices import device_name
 from holotrain.config.option_groups import ERROR_DIFFUSION, is_a
 from holotrain.config.structured import key_of, to_container
 from holotrain.errors import UserError
@@ -87,7 +87,7 @@ def train(config: FitConfig, run: Run, data: pl.LightningDataModule, start: Path
     if config.trainer.precision == "64-true":
         task.double()  # Lightning (2.6) does so after it has loaded the checkpoint, whose weights would be rounded
     loggers = build_loggers(config, run.folder, run.folder.parent.name if run.varied else None)
-    callbacks = build_fit_callbacks(config, run.folder, task, data)
+    callbacks = build_callbacks(config, run.folder, task, data)
     monitor = next((each for each in callbacks if isinstance(each, ModelCheckpoint) and each.monitor), None)
     selecting = (str(monitor.monitor), monitor.mode) if monitor else None
     objective = objective_of(config, task, is_tested(config, task, data)) or selecting

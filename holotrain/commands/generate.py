@@ -12,8 +12,8 @@ import torch
 from holotrain.commands.prepare import as_exported, described_model
 from holotrain.commands.run import Run, write_summary
 from holotrain.commands.screen import show
-from holotrain.config.build_trainer import autocast_of, check_device, device_kind
 from holotrain.config.command_options import GenerateConfig
+from holotrain.config.devices import autocast_of, check_device, device_kind
 from holotrain.data.text.answers import Message, chat_to_answer, chat_writer, messages_in
 from holotrain.data.tokenizers import Tokenizer, tokenizer_from_json
 from holotrain.errors import UserError, as_user_error
@@ -40,10 +40,10 @@ def run(config: GenerateConfig, run: Run) -> int:
 
     shown = Shown(tokenizer, asked[0].shown) if config.stream and len(asked) == 1 else None
     generator = torch.Generator(next(model.parameters()).device).manual_seed(config.seed)
-    sampling, compiled = Sampling(config.temperature, config.top_k, config.top_p), bool(config.compile)
-    tokens, began = [], time.monotonic()
-    with autocast_of(config.trainer), as_user_error("generate"):
-        for token in generate(model, starts, config.max_tokens, sampling, ends, generator, compiled=compiled):
+    tokens, began, options = [], time.monotonic(), ("max_tokens", "temperature", "top_k", "top_p")
+    with autocast_of(config.trainer), as_user_error("generate", elsewhere={name: name for name in options}):
+        sampling = Sampling(config.temperature, config.top_k, config.top_p)
+        for token in generate(model, starts, config.max_tokens, sampling, ends, generator, compiled=bool(config.compile)):
             tokens.append(token.cpu())
             if shown is not None:
                 shown.add(int(token[0]))

@@ -16,8 +16,8 @@ from holotrain.commands.planner import NO_OPTION, TILE, budget_of, planner_of, w
 from holotrain.commands.run import Run
 from holotrain.commands.screen import console, runs_of
 from holotrain.config.build import build_model, data_properties
-from holotrain.config.build_trainer import device_kind
 from holotrain.config.command_options import Config, FitConfig, RunConfig
+from holotrain.config.devices import device_kind
 from holotrain.config.option_groups import AUTO, LANGUAGE_MODELS, is_a
 from holotrain.data.text.module import TextDataModule
 from holotrain.errors import UserError

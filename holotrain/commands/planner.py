@@ -13,13 +13,14 @@ from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from holotrain.config.build import build_model, build_task, data_properties, synthesis_of
-from holotrain.config.build_trainer import autocast_of
+from holotrain.callbacks import SynthesisCallback
+from holotrain.config.build import build_model, build_object, build_task, data_properties
 from holotrain.config.command_options import Config, RunConfig
+from holotrain.config.devices import autocast_of
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import AUTO, MASKED_LM, BackwardConfig, is_a, takes
 from holotrain.data.loader import batch_unit, example_batch, first_batch, samples_in
-from holotrain.errors import UserError
+from holotrain.errors import UserError, as_user_error
 from holotrain.models.block_schedules import listed_blocks, sequences, set_backward
 from holotrain.models.layers.blocks import ResidualSequence
 from holotrain.numeric import parse_bytes
@@ -147,7 +148,8 @@ def _hologram(
     chosen: ObjectConfig, task: pl.LightningModule, on_gpu: bool
 ) -> tuple[list[Tensor], Callable[[], list[Tensor]] | None]:
     """What synthesis holds on the device, and the copies that it makes of the gradients."""
-    synthesis = synthesis_of(chosen, task)
+    with as_user_error("synthesis"):
+        synthesis = build_object("synthesis", chosen, SynthesisCallback).applied_to(task, on_device=False)
     split = synthesis.options.split == "cpu"
 
     def copied() -> list[Tensor]:  # on a GPU, and on a CPU with a split, synthesis works on a copy of all gradients

@@ -24,8 +24,8 @@ from holotrain.commands.memory import smallest_batch
 from holotrain.commands.run import Run
 from holotrain.config import checkpointed
 from holotrain.config.build import build_data, build_task, class_names, train_part
-from holotrain.config.build_trainer import check_device, check_division, check_training_device
 from holotrain.config.command_options import Config, FitConfig, RunConfig
+from holotrain.config.devices import check_device, check_division, check_training_device
 from holotrain.config.objects import PYTHON_OBJECT
 from holotrain.config.option_groups import HUGGING_FACE, TEXT, is_a
 from holotrain.config.structured import to_container
@@ -304,15 +304,20 @@ def attention_for(data: pl.LightningDataModule | None, texts: bool = False) -> A
 def lightning_refusals(command: str) -> Generator[None]:
     """
     Raises:
-        UserError: Lightning refuses to begin: a LightningModule or data of others have no step or loader for this command, or
-            a fraction of the batches is less than one batch. Or a part of a checkpoint cannot be restored.
+        UserError: Lightning, a task or a callback of ours refuses to begin: a LightningModule or data of others have no step or
+            loader for this command, a fraction of the batches is less than one batch, a synthesis covers nothing. Or a part of
+            a checkpoint cannot be restored.
     """
     try:
         yield
     except MisconfigurationException as error:
         raise UserError(f"{command}: {first_line(error)}") from error
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        if not _comes_from_a_checkpoint(error):
+        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+        names = [(frame.f_globals.get("__name__", ""), frame.f_code.co_name.lstrip("_")) for frame in frames]
+        if isinstance(error, ValueError) and _begins(names):
+            raise UserError(f"{command}: {first_line(error)}") from error
+        if not _comes_from_a_checkpoint(names):
             raise
         said = f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)
         raise UserError(f"ckpt_path: the checkpoint is damaged, or of another training: {said}") from error
@@ -325,9 +330,13 @@ READERS = ("holotrain", "lightning", "random", "torch.cuda.random", "torch.optim
 """Where an error of these parts is raised. Those of a user's own hooks, and of other processes, are raised elsewhere."""
 
 
-def _comes_from_a_checkpoint(error: Exception) -> bool:
+def _begins(names: list[tuple[str, str]]) -> bool:
+    """Whether an error, by the modules and functions that it passed, is a refusal of a task or callback of ours to begin."""
+    begun = any(is_of(module, ["holotrain"]) and name in ("configure_optimizers", "on_fit_start") for module, name in names)
+    return begun and is_of(names[-1][0], ["holotrain"])
+
+
+def _comes_from_a_checkpoint(names: list[tuple[str, str]]) -> bool:
     """Whether an error arose while a part of a checkpoint was restored, and not in a user's code or another process."""
-    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    names = [(frame.f_globals.get("__name__", ""), frame.f_code.co_name.lstrip("_")) for frame in frames]
     restores = any(module in RESTORING and name.startswith("restore") for module, name in names)
     return restores and is_of(names[-1][0], READERS)

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from holotrain.config.build_trainer import device_name
 from holotrain.config.checkpointed import COMMAND_LINE_ONLY
 from holotrain.config.command_line import readable
 from holotrain.config.command_options import FitConfig, RunConfig
+from holotrain.config.devices import device_name
 from holotrain.config.objects import PYTHON_OBJECT
 from holotrain.config.option_groups import EARLY_STOPPING, is_a
 from holotrain.config.signatures import read_fields

@@ -17,8 +17,8 @@ from rich.table import Table
 from torch import nn
 
 from holotrain.commands.run import SUMMARY, Run, Summary
-from holotrain.config.build_trainer import device_name, model_parallel_size
 from holotrain.config.command_options import RunConfig
+from holotrain.config.devices import device_name, model_parallel_size
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import loads_weights
 from holotrain.data.images import ImageDataModule

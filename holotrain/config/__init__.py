@@ -8,6 +8,6 @@ command_options  the options of each command, and which of several groups go tog
 structured       a whole configuration: composed by Hydra, with all defaults, checked, as dataclasses
 checkpointed     what a checkpoint says of its run, checked, and which classes it may name
 start            from words, and the checkpoint that they name, to a checked configuration; the jobs of a sweep
-build            builds data, models, tasks, optimizers, schedules and syntheses
-build_trainer    builds trainers, strategies, callbacks and loggers, and checks the device
+build            what a run needs, in this order: data, model, task, trainer, callbacks, loggers
+devices          the device of a run and its processes, checked, and when its trainer validates and logs
 """

@@ -1,26 +1,44 @@
-"""Builds data, model, task, optimizer and synthesis from a configuration."""
+"""What a run is built from, in the order in which it needs it: data, model, task, trainer, callbacks, loggers."""
 
 import copy
 import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ProgressBar, WeightAveraging
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from holotrain.callbacks import SynthesisCallback
+from holotrain.callbacks import BestCheckpoint, ConfusionMatrix, SynthesisCallback
+from holotrain.callbacks.interrupt import SaveOnSignal
+from holotrain.callbacks.shown import EpochLog
+from holotrain.callbacks.throughput import peak_flops, training_flops
+from holotrain.callbacks.trace import TraceProfiler
+from holotrain.checkpoints.distributed import CheckpointFiles
+from holotrain.checkpoints.exact_resume import ExactResume
+from holotrain.checkpoints.saving import last_checkpoint
 from holotrain.config import option_groups as groups
-from holotrain.config.command_options import FitConfig, PlanConfig, RunConfig
-from holotrain.config.objects import ObjectConfig
-from holotrain.config.option_groups import default_backward, is_a, schema_of, takes
-from holotrain.config.signatures import REQUIRED, signature
+from holotrain.config.command_options import RunConfig
+from holotrain.config.devices import build_strategy, device_name, validation_and_logging
+from holotrain.config.objects import ObjectConfig, full_name
+from holotrain.config.option_groups import BackwardConfig, default_backward, is_a, schema_of, takes
+from holotrain.config.signatures import signature
 from holotrain.data.text.module import TextDataModule
 from holotrain.data.tokenizers import tokenizer_from_json
-from holotrain.errors import UserError, as_user_error
+from holotrain.errors import UserError, as_user_error, check_choice
+from holotrain.folders import LAST_CHECKPOINT
 from holotrain.models.adapters import PEFT, add_peft, train_head_alone
 from holotrain.models.block_schedules import compile_blocks, schedule_blocks, set_backward, set_tile
 from holotrain.models.checkpoint_files import read_weights
@@ -28,26 +46,22 @@ from holotrain.models.external import ExternalModel
 from holotrain.models.pretrained import load_pretrained
 from holotrain.models.quantised import quantise
 from holotrain.models.saved import allocated
-from holotrain.numeric import bits_in, require_at_least
+from holotrain.numeric import bits_in
 from holotrain.optimizers.stepping import InBackward
+from holotrain.parallel.rank import ProcessRank
+from holotrain.reversible.context import has_no_data
 from holotrain.reversible.sequence import checks_in
-from holotrain.schedules import ON_MISMATCH
-from holotrain.synthesis import HolographicSynthesis
-from holotrain.targets import TARGET, instantiate, needed
+from holotrain.targets import TARGET, first_line, instantiate, needed
 from holotrain.tasks.optimizer_functions import decay_groups
+from holotrain.tasks.task import monitored_by
 
 
 def build_object(where: str, config: ObjectConfig, kind: type, *positional: Any, **context: Any) -> Any:
-    """Calls what is configured, with what the program knows of those parameters that the configuration leaves open. All objects
-    of a configuration are made here.
+    """Calls what is configured, and raises a UserError if it refuses a value or makes something else than a ``kind``.
 
     Args:
         where: the group, or a name in it, such as ``callbacks.memory``.
-        kind: the class that the object must have.
-        context: values of parameters, used where the class or function has such a parameter.
-
-    Raises:
-        UserError: it cannot be imported or called, refuses a value, or makes something else.
+        context: values of parameters that the configuration leaves open, used where the class has such a parameter.
     """
     if config.object is not None:
         return _on_default_device(config.object)
@@ -64,13 +78,12 @@ def build_object(where: str, config: ObjectConfig, kind: type, *positional: Any,
 
 def _on_default_device(value: Any) -> Any:
     """The object; while torch's default device is ``meta``, a copy of it that has shapes but no data."""
-    if torch.get_default_device().type != "meta" or not isinstance(value, torch.nn.Module):
+    if torch.get_default_device().type != "meta" or not isinstance(value, nn.Module):
         return value
     memo: dict[int, Any] = {id(getattr(value, "_trainer", None)): None}  # a copy belongs to no trainer
-    for tensor in value.buffers():
-        memo[id(tensor)] = torch.empty_like(tensor, device="meta")
-    for weight in value.parameters():
-        memo[id(weight)] = torch.nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
+    for tensor in [*value.buffers(), *value.parameters()]:
+        empty = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     return copy.deepcopy(value, memo)
 
 
@@ -104,10 +117,53 @@ def with_data_properties(group: str, chosen: ObjectConfig, facts: dict[str, Any]
     for name, value in facts.items():
         if takes(chosen, name) and arguments.setdefault(name, value) != value:
             raise UserError(f"{group}.{name}: {arguments[name]} does not fit the data, which have {value}; leave it out")
-    for name, option in schema_of(group).options(chosen.target).items():
-        if option.default is REQUIRED and name not in arguments:
-            raise UserError(f"{group}.{name}: the data do not tell it; give {group}.{name}=...")
     return arguments
+
+
+def description(config: RunConfig, data: pl.LightningDataModule) -> dict[str, Any]:
+    """What is needed to use the model (without one, the task) without its data, in plain containers."""
+    facts = data_properties(data)
+    if config.model is None:
+        target, arguments = config.task.target, with_data_properties("task", config.task, facts)
+    else:
+        target, arguments = config.model.target, model_arguments(config, facts)
+    found: dict[str, Any] = {"target": target, "arguments": arguments, "facts": facts}
+    if isinstance(data, TextDataModule):
+        found["tokenizer"] = data.tokenizer.to_json()
+    if statistics := getattr(data, "statistics", None):  # mean and deviation of the channels of images
+        found["statistics"] = [list(numbers) for numbers in statistics]
+    if (classes := class_names(config, data)) is not None:
+        found["class_names"] = classes
+    return found
+
+
+def class_names(config: RunConfig, data: pl.LightningDataModule) -> list[str] | None:
+    """The names of the classes; None if the task is not a classification, or the data do not tell them."""
+    names = getattr(data, "class_names", None) if is_a(config.task, groups.CLASSIFIER) else None
+    return None if names is None else list(names)
+
+
+def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
+    """The model, without pretrained weights and adapters; ``facts``: from :func:`data_properties`."""
+    chosen, backward = config.model, config.backward
+    assert chosen is not None
+    with as_user_error("model"), allocated():
+        model = build_object("model", replace(chosen, arguments=model_arguments(config, facts)), nn.Module)
+    if isinstance(model, pl.LightningModule):  # whose steps and optimizer would not be used
+        raise UserError(
+            f"model.{TARGET}: {chosen.target} is a LightningModule, which is a task; give task.{TARGET}={chosen.target}"
+        )
+    with as_user_error("backward.blocks ([] chooses them again)" if backward.blocks else f"backward={backward.kind}"):
+        if backward.blocks:
+            schedule_blocks(model, backward.blocks)
+        elif not takes(chosen, "backward") and backward.kind not in (None, groups.AUTO):
+            if backward.exact:
+                raise ValueError(f"{chosen.name} takes no option exact")
+            set_backward(model, backward.kind, backward.store, backward.keep)
+    if backward.tile is not None and not takes(chosen, "tile"):
+        with as_user_error("backward.tile"):
+            set_tile(model, backward.tile)
+    return model
 
 
 def model_arguments(config: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
@@ -124,49 +180,48 @@ def model_arguments(config: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
-    """The model, without pretrained weights and adapters; ``facts``: from :func:`data_properties`."""
-    assert config.model is not None
-    backward = config.backward
-    with as_user_error("model"), allocated():
-        chosen = replace(config.model, arguments=model_arguments(config, facts))
-        model = build_object("model", chosen, nn.Module)
-    if isinstance(model, pl.LightningModule):  # whose steps and optimizer would not be used
-        target = config.model.target
-        raise UserError(f"model.{TARGET}: {target} is a LightningModule, which is a task; give task.{TARGET}={target}")
-    try:
-        if backward.blocks:
-            schedule_blocks(model, backward.blocks)
-        elif not takes(config.model, "backward") and backward.kind not in (None, groups.AUTO):
-            if backward.exact:
-                raise ValueError(f"{config.model.name} takes no option exact")
-            set_backward(model, backward.kind, backward.store, backward.keep)
-        if backward.tile is not None and not takes(config.model, "tile"):
-            with as_user_error("backward.tile"):
-                set_tile(model, backward.tile)
-    except ValueError as error:
-        if backward.blocks:
-            raise UserError(f"backward.blocks: {error}; use backward.blocks=[] to choose them again") from error
-        raise UserError(f"backward={backward.kind}: {error}") from error
-    return model
+def prepare_weights(model: nn.Module, config: ObjectConfig, read: bool) -> None:
+    """Loads pretrained weights (unless ``read`` is False, since a checkpoint is loaded instead), adds adapters and freezes
+    parameters, in place. Reports which weights were used."""
+    if read and isinstance(model, ExternalModel):
+        with as_user_error("model"):
+            report = model.start_from(config.pretrained)
+    else:
+        with as_user_error("model.pretrained"):
+            report = load_pretrained(model, read_weights(config.pretrained)) if read and config.pretrained else None
+    if report:
+        print(report, file=sys.stderr)
+    with as_user_error("model", groups.MODEL_OPTIONS), allocated():
+        train_part(model, config.trained, config.adapters, config.quantised)
+
+
+def train_part(
+    model: nn.Module, trained: str = "all", adapters: int | dict[str, Any] = 0, quantised: str | None = None
+) -> None:
+    """Adds layers of peft, freezes what is not trained and quantises it, in place, as the options of the model say. Raises a
+    ValueError if the model has no layer that peft is to stand beside, or nothing to train or to quantise."""
+    if adapters:
+        needed(*PEFT)  # before `instantiate` imports it by name, which names no extra
+        add_peft(model, instantiate(adapters))
+    elif trained == "head":
+        train_head_alone(model)
+    if quantised is not None:
+        quantise(model, bits_in(quantised))
 
 
 def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = False) -> pl.LightningModule:
-    """The LightningModule with its model.
-
-    Args:
-        begin: load the pretrained weights of the configuration, if any; False if a checkpoint is loaded instead.
-    """
+    """The LightningModule with its model; ``begin``: with the pretrained weights, if any, since no checkpoint is loaded."""
     described = description(config, data)
     classes = described["facts"].get("classes", 0)
     if is_a(config.task, groups.SEQUENCE_CLASSIFIER) and is_a(config.data, groups.TEXT) and classes < 2:
-        raise UserError(f"data.label: the texts have {classes} classes; at least 2 are needed")
+        raise UserError(f"data.label: the texts have {classes} classes; give the field or column of the class, or folder")
     if config.model is None:
         return task_of(None, config, described)
     model = build_model(config, described["facts"])
     prepare_weights(model, config.model, begin)
     if config.compile:
-        compile_blocks(model, mode=None if config.compile is True else config.compile)
+        with as_user_error("compile"):
+            compile_blocks(model, mode=None if config.compile is True else config.compile)
     return task_of(model, config, described)
 
 
@@ -184,151 +239,208 @@ def task_of(model: nn.Module | None, config: RunConfig, described: dict[str, Any
             context["mask_id"] = tokenizer.mask_id
     chosen = replace(config.task, arguments=with_data_properties("task", config.task, described["facts"]))
     task = build_object("task", chosen, pl.LightningModule, **context)
-    if config.backward.on_mismatch != ON_MISMATCH[0]:
-        for checks in checks_in(task):
-            checks.on_mismatch = config.backward.on_mismatch
+    for checks in checks_in(task):
+        checks.on_mismatch = config.backward.on_mismatch
     return task
 
 
 def make_optimizer(chosen: ObjectConfig, clip_value: float | None, model: nn.Module) -> Optimizer:
-    """The optimizer of a model.
-
-    A function or class that takes ``model`` is given the model. One that takes ``params``, as torch's do, is given the two
-    groups of :func:`~holotrain.tasks.optimizer_functions.decay_groups`: norms, biases and positions have no weight decay.
+    """The optimizer of a model: of a function or class that takes ``model``, or ``params``, as torch's do: those are the groups
+    of :func:`~holotrain.tasks.optimizer_functions.decay_groups`.
 
     Args:
         clip_value: to what an optimizer that steps in the backward clips the entries of gradients; of others the trainer does.
     """
     arguments = {name: value for name, value in chosen.arguments.items() if name != groups.IN_BACKWARD}
-    with as_user_error("optimizer", ["lr", "weight_decay"]):
-        if isinstance(rate := arguments.get("lr"), int | float):
-            require_at_least(0, lr=rate)  # torch's message names no option
+    with as_user_error("optimizer", arguments):
         of = model if takes(chosen, "model") else decay_groups(model, arguments.get("weight_decay", 0.0))
     optimizer = build_object("optimizer", replace(chosen, arguments=arguments), Optimizer, of)
     if not chosen.arguments.get(groups.IN_BACKWARD, False):
         return optimizer
     with as_user_error(f"optimizer.{groups.IN_BACKWARD}"):
+        if not any(map(has_no_data, model.parameters())):  # of a plan
+            _require_steps_alone(partial(make_optimizer, chosen.with_arguments(in_backward=False), None))
         return InBackward(optimizer, clip_value)
 
 
-def make_scheduler(chosen: ObjectConfig, epochs: int | None, optimizer: Optimizer, steps: int) -> LRScheduler | dict[str, Any]:
-    """The schedule of an optimizer; with Lightning's options for it, if it does not advance after every optimizer step.
+def _require_steps_alone(make: Callable[[nn.Module], Optimizer]) -> None:
+    """Raises a ValueError if an optimizer does not step each parameter as it would alone. It is tried with a small model."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), suppress(RuntimeError):  # InBackward found a common state
+        torch.manual_seed(0)
+        usual = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        alone = copy.deepcopy(usual)
+        optimizers = make(usual), InBackward(make(alone))
+        for _ in range(2):
+            for size, (one, other) in enumerate(zip(usual.parameters(), alone.parameters(), strict=True), 1):
+                one.grad = torch.randn_like(one) * 10.0**size
+                other.grad = one.grad.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+        if all(map(torch.equal, usual.parameters(), alone.parameters())):
+            return
+    raise ValueError("this optimizer steps all parameters together; set it to false")
 
-    Args:
-        epochs: of the training.
-        steps: optimizer steps of the training. Those, or the epochs, are passed as ``steps`` or ``total_steps``, where the
-            function or class takes it.
-    """
-    options = {name: chosen.arguments.get(name) for name in groups.SCHEDULER_OPTIONS}
-    own = {name: value for name, value in chosen.arguments.items() if name not in options}
+
+def make_scheduler(chosen: ObjectConfig, epochs: int | None, optimizer: Optimizer, steps: int) -> LRScheduler | dict[str, Any]:
+    """The schedule of an optimizer; with Lightning's options for it, if it does not advance after every optimizer step. The
+    length of the training, in optimizer steps or epochs, is passed as ``steps`` or ``total_steps``."""
+    own = {name: value for name, value in chosen.arguments.items() if name not in groups.SCHEDULER_OPTIONS}
+    interval, monitor = (chosen.arguments.get(name) for name in ("interval", "monitor"))
     plateau = is_a(chosen, groups.PLATEAU)
-    by_epoch = options["interval"] == "epoch" or (plateau and options["interval"] is None)
+    by_epoch = interval == "epoch" or (plateau and interval is None)
     length = epochs if by_epoch and epochs and epochs > 0 else steps
-    scheduler = build_object(
-        "scheduler", replace(chosen, arguments=own), LRScheduler, optimizer, steps=length, total_steps=length
-    )
-    if options["monitor"] is not None and not plateau:
-        raise UserError(f"scheduler.monitor: {chosen.name} follows no metric; leave it out")
+    chosen = replace(chosen, arguments=own)
+    scheduler = build_object("scheduler", chosen, LRScheduler, optimizer, steps=length, total_steps=length)
     if not by_epoch and not plateau:
         return scheduler
-    monitor = {} if options["monitor"] is None else {"monitor": options["monitor"]}
-    return {"scheduler": scheduler, "interval": "epoch" if by_epoch else "step", **monitor}
+    found = {"scheduler": scheduler, "interval": "epoch" if by_epoch else "step"}
+    return found if monitor is None else found | {"monitor": monitor}
 
 
-def check_optimizer(config: RunConfig) -> None:
-    """Makes the optimizer and the schedule of a small model, so that a wrong value is refused before data are read."""
-    if config.optimizer is None or not isinstance(config, FitConfig | PlanConfig):  # the others need no optimizer
-        return
-    optimizer = make_optimizer(config.optimizer, None, nn.Linear(1, 1))
-    if config.steps_in_backward and not _steps_parameters_alone(config.optimizer):
-        raise UserError(f"optimizer.in_backward: {config.optimizer.name} steps all parameters together; set it to false")
-    if config.scheduler is not None:
-        make_scheduler(config.scheduler, config.trainer.max_epochs, optimizer, 10)
-
-
-def _steps_parameters_alone(chosen: ObjectConfig) -> bool:
-    """Whether a small model becomes the same in the usual steps and in steps of one parameter after another."""
-
-    def trained(in_backward: bool) -> list[Tensor]:
-        with torch.device("cpu"):
-            model = nn.Sequential(*(nn.utils.skip_init(nn.Linear, 2, 2) for _ in range(2)))  # draws no random numbers
-            for parameter in model.parameters():
-                parameter.data.copy_(torch.linspace(-1, 2, parameter.numel()).view_as(parameter))
-            optimizer = make_optimizer(chosen.with_arguments(in_backward=in_backward), None, model)
-            for number in range(2):
-                for size, parameter in enumerate(model.parameters(), 1):
-                    parameter.grad = (number + 1) * 10.0**size * parameter.detach().cos()
-                optimizer.step()
-        return [parameter.detach() for parameter in model.parameters()]
-
+def build_trainer(
+    config: ObjectConfig,
+    folder: Path,
+    callbacks: list[pl.Callback],
+    logger: object,
+    batches: int | None = None,
+    profiler: str | None = None,
+    process: ProcessRank | None = None,
+) -> pl.Trainer:
+    """A trainer that writes its files to ``folder``; ``batches``: in an epoch of the training, if it is one."""
+    own = {name: value for name, value in config.arguments.items() if name not in groups.TRAINER_OPTIONS}
+    plugins = own.pop("plugins") or []
+    with as_user_error("trainer.plugins"):
+        plugins = [*instantiate(plugins if isinstance(plugins, list) else [plugins]), CheckpointFiles()]
+    own |= {"plugins": plugins, "strategy": build_strategy(config, process), "devices": 1, "num_nodes": 1}
+    own |= {"default_root_dir": folder, "callbacks": callbacks, "logger": logger}
+    own["enable_progress_bar"] = any(isinstance(callback, ProgressBar) for callback in callbacks)
+    if process is not None:
+        own |= {"devices": process.local_size, "num_nodes": process.nodes}
+        plugins.append(TorchElasticEnvironment())
+        if config.precision == "64-true":  # Lightning's ModelParallelStrategy only accepts it as a plugin
+            own["precision"] = None
+            plugins.append(DoublePrecision())
+    if profiler == "trace":
+        own["profiler"] = TraceProfiler(folder)
+    elif profiler is not None:
+        kind = {"simple": SimpleProfiler, "advanced": AdvancedProfiler}[profiler]
+        own["profiler"] = kind(dirpath=folder, filename="profile")
+    if process is not None and not process.is_main:
+        own["profiler"] = None
+    if batches is not None:
+        own |= validation_and_logging(config, batches)
     try:
-        return all(map(torch.equal, trained(True), trained(False)))
-    except RuntimeError:  # a state of all parameters, which InBackward found
-        return False
+        return instantiate({TARGET: config.target}, **own)
+    except (MisconfigurationException, ValueError, OverflowError) as error:  # the last of max_time
+        raise UserError(f"trainer: {first_line(error)}") from error
 
 
-def description(config: RunConfig, data: pl.LightningDataModule) -> dict[str, Any]:
-    """What is needed to use the model without its data, in plain containers.
+def build_callbacks(
+    config: RunConfig, folder: Path, task: pl.LightningModule, data: pl.LightningDataModule
+) -> list[pl.Callback]:
+    """The callbacks of a training: those of the configuration, and those that no training goes without.
 
-    The class and arguments of the model (without a model, of the task), what the data tell, the tokenizer of text, the classes
-    of a classification, and the mean and deviation of the channels of images.
+    They act in this order. An average of the weights leaves the model when its validation ends, so it comes after all that look
+    at the validation. A synthesis rewrites gradients, so it comes after all that measure them. Lightning moves those that save
+    checkpoints to the end, in this order, so that last.ckpt holds the state of all others.
     """
-    facts = data_properties(data)
-    trained = config.task if config.model is None else config.model
-    arguments = with_data_properties("task", config.task, facts) if config.model is None else model_arguments(config, facts)
-    found: dict[str, Any] = {"target": trained.target, "arguments": arguments, "facts": facts}
+    callbacks: list[pl.Callback] = []
+    for name, chosen in config.callbacks.items():
+        follows_training = (getattr(chosen, "monitor", None) or "").startswith("train/")
+        if config.trainer.limit_val_batches == 0 and takes(chosen, "monitor") and not follows_training:
+            continue  # there is no metric of a validation
+        context = _callback_context(name, chosen, config, folder, task, data)
+        callbacks.append(build_object(f"callbacks.{name}", chosen, pl.Callback, **context))
+    if config.trainer.enable_progress_bar is False:
+        callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar | EpochLog)]
+    callbacks.sort(key=lambda callback: isinstance(callback, WeightAveraging))
+    synthesis = [] if config.synthesis is None else [build_object("synthesis", config.synthesis, SynthesisCallback)]
+    last = folder / LAST_CHECKPOINT
+    periods = [callback.last_every_n_steps for callback in callbacks if isinstance(callback, BestCheckpoint)]
+    lasts = [last_checkpoint(last, period) for period in (None, *filter(None, periods))]
+    return [ExactResume(config.seed), *callbacks, *synthesis, *lasts, SaveOnSignal(last)]
+
+
+def build_matrices(config: RunConfig) -> list[ConfusionMatrix]:
+    """The confusion matrices among the configured callbacks, for an evaluation."""
+    chosen = [each for each in config.callbacks.values() if is_a(each, full_name(ConfusionMatrix))]
+    return [build_object("callbacks", each, ConfusionMatrix) for each in chosen]
+
+
+def _callback_context(
+    name: str, chosen: ObjectConfig, config: RunConfig, folder: Path, task: pl.LightningModule, data: pl.LightningDataModule
+) -> dict[str, Any]:
+    """What the program knows of a callback's parameters. What takes time is computed only for a callback that has it."""
+    context: dict[str, Any] = {"dirpath": folder / LAST_CHECKPOINT.parent}
     if isinstance(data, TextDataModule):
-        found["tokenizer"] = data.tokenizer.to_json()
-    if statistics := getattr(data, "statistics", None):
-        found["statistics"] = [list(numbers) for numbers in statistics]
-    if (classes := class_names(config, data)) is not None:
-        found["class_names"] = classes
-    return found
+        context["count_tokens"] = tokens_of
+    if takes(chosen, "monitor"):
+        monitored = monitored_by(task)
+        monitor = chosen.arguments.get("monitor") or next(iter(monitored), None)
+        if monitor and monitored and not monitor.startswith("train/"):
+            check_choice(f"callbacks.{name}.monitor", monitor, monitored)
+        given = {"monitor": monitor, "mode": monitored.get(monitor)}
+        context |= {option: value for option, value in given.items() if value is not None}
+    if takes(chosen, "peak_flops"):
+        found = peak_flops(device_name(config.trainer.accelerator), config.trainer.precision)
+        context["peak_flops"] = chosen.arguments.get("peak_flops") or found
+        if context["peak_flops"] is not None and takes(chosen, "model_flops_per_sample"):  # only MFU and HFU need them
+            context |= _flops(config, data)
+    return context
 
 
-def class_names(config: RunConfig, data: pl.LightningDataModule) -> list[str] | None:
-    """The names of the classes; None if the task is not a classification, or the data do not tell them."""
-    names = getattr(data, "class_names", None) if is_a(config.task, groups.CLASSIFIER) else None
-    return None if names is None else list(names)
+def _flops(config: RunConfig, data: pl.LightningDataModule) -> dict[str, int]:
+    """FLOPs of a sample with and without recomputation; nothing where the shape of samples varies or is not known."""
+    text, image_shape = data if isinstance(data, TextDataModule) else None, getattr(data, "image_shape", ())
+    if config.model is None or (not image_shape if text is None else text.layout != "packed"):
+        return {}
+    with torch.device("meta"):
+        sample = torch.empty(1, *image_shape) if text is None else torch.zeros(1, text.context, dtype=torch.long)
+        stored = build_model(replace(config, backward=BackwardConfig("autograd")), data_properties(data))
+        model = build_model(config, data_properties(data))
+    stored_flops, flops = training_flops(stored, (sample,)), training_flops(model, (sample,))
+    return {"model_flops_per_sample": stored_flops, "hardware_flops_per_sample": flops}
 
 
-def synthesis_callback(chosen: ObjectConfig) -> SynthesisCallback:
-    return build_object("synthesis", chosen, SynthesisCallback)
+def tokens_of(batch: dict[str, Tensor]) -> Tensor:
+    """Number of training tokens in a batch, without padding; on the batch's device, to avoid a synchronization."""
+    return batch["lengths"].sum() if "lengths" in batch else torch.tensor(batch["tokens"][:, 1:].numel())
 
 
-def synthesis_of(chosen: ObjectConfig, task: nn.Module) -> HolographicSynthesis:
-    """The synthesis of a task, which need not be on its device yet."""
-    callback = synthesis_callback(chosen)
-    with as_user_error("synthesis", schema_of("synthesis").options(chosen.target)):
-        return callback.applied_to(task, on_device=False)
+def build_loggers(config: RunConfig, folder: Path, sweep: str | None = None) -> list[Logger]:
+    """Those of the group ``logger``; ``folder``: that of the run; ``sweep``: name of the sweep that the run is a job of."""
+    run = (config.name or folder.name) if sweep is None else f"{config.name or sweep}/{folder.name}"
+    loggers = []
+    for name, chosen in config.logger.items():
+        context = _logger_context(name, chosen, folder, run, config.tags)
+        loggers.append(build_object(f"logger.{name}", chosen, Logger, group=sweep, **context))
+        _count_steps_done(loggers[-1])
+    return loggers
 
 
-def prepare_weights(model: nn.Module, config: ObjectConfig, read: bool) -> None:
-    """Loads pretrained weights (unless ``read`` is False, since a checkpoint is loaded instead), adds adapters and freezes
-    parameters, in place. Reports which weights were used."""
-    if isinstance(model, ExternalModel):
-        with as_user_error("model"):
-            if read and (report := model.start_from(config.pretrained)):
-                print(report, file=sys.stderr)
-    elif read and config.pretrained:
-        with as_user_error("model.pretrained"):
-            print(load_pretrained(model, read_weights(config.pretrained)), file=sys.stderr)
-    with as_user_error("model"), allocated():
-        train_part(model, config.trained, config.adapters, config.quantised)
+def _logger_context(name: str, chosen: ObjectConfig, folder: Path, run: str, tags: Sequence[str]) -> dict[str, Any]:
+    """What the program knows of a logger's parameters."""
+    parameters = signature(chosen.target).options
+    context: dict[str, Any] = {"save_dir": folder, "run_name": run}
+    context["name"] = run if "project" in parameters else name  # of a run in a project, or of a subfolder
+    if "tracking_uri" in parameters and chosen.arguments.get("tracking_uri") is None:
+        store = (folder / "mlflow").resolve()
+        store.mkdir(parents=True, exist_ok=True)
+        context["tracking_uri"] = f"sqlite:///{store / 'mlflow.db'}"  # MLflow 3 refuses a folder of files
+        context["artifact_location"] = (store / "artifacts").as_uri()
+    if tags and "tags" in parameters:
+        context["tags"] = dict.fromkeys(tags, "true") if "dict" in parameters["tags"].type.lower() else [*tags]
+    return context
 
 
-def train_part(
-    model: nn.Module, trained: str = "all", adapters: int | dict[str, Any] = 0, quantised: str | None = None
-) -> None:
-    """Adds layers of peft, freezes what is not trained and quantises it, in place, as the options of the model say.
+def _count_steps_done(logger: Logger) -> None:
+    """The logger counts as the screen does: steps that were done, and epochs from 1. Lightning (2.6) gives it what the n-th
+    step has measured at n - 1, with an epoch that counts from 0."""
+    log = logger.log_metrics
 
-    Raises:
-        ValueError: the model has no layer that peft is to stand beside, or nothing to train or to quantise.
-    """
-    if isinstance(adapters, dict):
-        needed(*PEFT)  # before `instantiate` imports it by name, which names no extra
-        add_peft(model, instantiate(adapters))
-    elif trained == "head":
-        train_head_alone(model)
-    if quantised is not None:
-        quantise(model, bits_in(quantised))
+    def log_metrics(metrics: dict[str, float], step: int | None = None) -> None:
+        if "epoch" in metrics and step is not None:
+            metrics, step = metrics | {"epoch": metrics["epoch"] + 1}, step + 1
+        log(metrics, step)
+
+    logger.log_metrics = log_metrics

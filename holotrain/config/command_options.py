@@ -11,19 +11,11 @@ from typing import Any, Literal, Self, TypeVar, cast
 
 from holotrain.config import option_groups as groups
 from holotrain.config.objects import ObjectConfig
-from holotrain.config.option_groups import (
-    BackwardConfig,
-    is_a,
-    loads_weights,
-    model_options,
-    reversible,
-    takes,
-    trainer_options,
-)
+from holotrain.config.option_groups import BackwardConfig, is_a, loads_weights, takes
 from holotrain.config.signatures import Option, signature
-from holotrain.errors import UserError, as_user_error, check_choice
+from holotrain.errors import UserError, as_user_error, check_choice, refuse
 from holotrain.numeric import parse_bytes, require_at_least, require_within
-from holotrain.schedules import PLAIN
+from holotrain.schedules import AUTO, PLAIN
 
 
 class Composed:
@@ -54,49 +46,39 @@ class RunConfig(Composed):
 
     seed: int = 0
     """random seed of weights, batches, augmentation and dropout"""
-
     compile: bool | Literal["max-autotune-no-cudagraphs"] = False
     """compile each block with torch.compile; max-autotune-no-cudagraphs: it measures more kernels, which takes minutes"""
-
     memory: str | None = None
     """memory budget, such as 16GiB, of plan, backward=auto and batch_size=auto; null: the free memory of the device"""
-
     output_dir: str = "runs"
     """folder in which runs are saved"""
-
     name: str | None = None
     """name of the run in tables, reports and loggers; it decides no folder"""
-
     tags: Sequence[str] = ()
     """words that describe the run, shown with its name, such as [baseline,long]"""
-
     ckpt_path: str | None = None
     """checkpoint to start from, with its configuration, which overrides change: a file, the folder of a run, best or last"""
-
     trust: str | Sequence[str] | None = None
     """package, or list of packages, whose classes a checkpoint may name; holotrain's and torch's optimizers are trusted"""
 
     def __post_init__(self) -> None:
         with as_user_error("trainer", self.trainer.arguments):
             check_trainer(self.trainer)
-        if self.model is not None:
-            with as_user_error("model", groups.MODEL_OPTIONS):
-                model_options(**{name: self.model.arguments[name] for name in groups.MODEL_OPTIONS})
-                if is_a(self.model, groups.HUGGING_FACE):  # with its config.json, a checkpoint needs no other file
-                    from holotrain.models.huggingface_files import network_of
+        if self.model is not None and is_a(self.model, groups.HUGGING_FACE):  # with its config.json, a checkpoint needs no file
+            from holotrain.models.huggingface_files import network_of
 
-                    name, network, download = (self.model.arguments[name] for name in ("name", "config", "download"))
-                    with as_user_error("model.name"):
-                        self.model = self.model.with_arguments(config=network_of(name, network, download))
+            name, network, download = (self.model.arguments[name] for name in ("name", "config", "download"))
+            with as_user_error("model.name"):
+                self.model = self.model.with_arguments(config=network_of(name, network, download))
         require_within(0, 2**32, seed=self.seed)
         if isinstance(self.compile, str):
             check_choice("compile", self.compile, ["max-autotune-no-cudagraphs"])
         for option, texts in (("name", [self.name or "-"]), ("tags", self.tags)):
             if wrong := [text for text in texts if not text.isprintable() or not text.strip()]:
                 raise UserError(f"{option}: {wrong[0]!r} is not one line of text")
-        if self.memory is not None:
-            with as_user_error("memory"):
-                parse_bytes(self.memory)
+        with as_user_error("memory"):
+            parse_bytes(self.memory or "1B")
+        check_task(self)
         check_groups(self)
 
     @property
@@ -118,7 +100,7 @@ class RunConfig(Composed):
 
     @property
     def batch_is_open(self) -> bool:
-        return self.batch_option[1] == groups.AUTO
+        return self.batch_option[1] == AUTO
 
     @property
     def steps_in_backward(self) -> bool:
@@ -154,11 +136,6 @@ class ModelConfig(CheckpointConfig):
     quantised: Literal["8bit", "4bit"] | None = None
     """store the weights in few bits (torchao), 8bit or 4bit: less memory and smaller files, but slower on a CPU"""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.trainer.strategy != "single":
-            raise UserError(f"trainer={self.trainer.strategy}: {self.command} runs in one process; use trainer=default")
-
 
 @dataclass
 class FitConfig(RunConfig):
@@ -166,13 +143,10 @@ class FitConfig(RunConfig):
 
     resume: bool = False
     """continue the latest run (with -m: sweep) in output_dir from its last checkpoint"""
-
     test: bool = True
     """test the best checkpoint after training"""
-
     objective: str | None = None
     """what a sweep optimises, such as test/accuracy or step_seconds; null: the metric that selects the best checkpoint"""
-
     profiler: Literal["simple", "advanced", "trace"] | None = None
     """simple, advanced: write fit-profile.txt; trace: trace.json.gz (for ui.perfetto.dev) and a table of operators"""
 
@@ -195,17 +169,17 @@ class PredictConfig(ModelConfig):
 
     images: str | None = None
     """image file or folder of images to classify; null: the test set"""
-
     texts: str | None = None
     """text file or folder of text files to classify or (causal_lm) to score; null: the test set"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        learned = "texts" if is_a(self.data, groups.TEXT) else "images" if is_a(self.data, groups.IMAGES) else None
+        other = {"texts": self.images, "images": self.texts}.get(learned or "")
         if is_a(self.task, groups.MASKED_LM):
             raise UserError("predict: MaskedLM predicts nothing; use a checkpoint of sequence_classification or causal_lm")
-        for name, of, other in (("images", groups.TEXT, "texts"), ("texts", groups.IMAGES, "images")):
-            if getattr(self, name) is not None and is_a(self.data, of):
-                raise UserError(f"{name}: the checkpoint learned from {other}; give {other}=...")
+        if other is not None:
+            raise UserError(f"predict: the checkpoint learned from {learned}; give {learned}=...")
 
 
 @dataclass
@@ -214,25 +188,18 @@ class GenerateConfig(ModelConfig):
 
     prompt: str | None = None
     """text to continue"""
-
     prompts: str | None = None
     """file of prompts: one per line, or .jsonl with a field named prompt, or messages (a chat)"""
-
     chat: bool | None = None
     """a prompt is the message of a user, which the assistant answers; null: if the model learned chats (data.messages)"""
-
     max_tokens: int = 256
     """number of tokens to generate"""
-
     temperature: float = 0.8
     """sampling temperature; 0: always the most likely token"""
-
     top_k: int | None = None
     """sample from the k most likely tokens; null: from all"""
-
     top_p: float | None = None
     """sample from the most likely tokens whose probabilities sum to this; null: from all"""
-
     stream: bool = True
     """print the text of a single prompt while it is generated"""
 
@@ -240,13 +207,8 @@ class GenerateConfig(ModelConfig):
         super().__post_init__()
         if not is_a(self.task, groups.CAUSAL_LM):
             raise UserError(f"generate: needs a checkpoint of causal_lm; this one is of {self.task.name}")
-        if self.prompt is None and self.prompts is None:
-            raise UserError('generate needs prompt="..." or prompts=FILE')
-        if self.prompt is not None and self.prompts is not None:
-            raise UserError("generate: give either prompt= or prompts=, not both")
-        require_at_least(1, max_tokens=self.max_tokens, top_k=self.top_k)
-        require_at_least(0, temperature=self.temperature)
-        require_within(1e-9, 1, closed=True, top_p=1 if self.top_p is None else self.top_p)
+        if (self.prompt is None) == (self.prompts is None):
+            raise UserError('generate: give prompt="..." or prompts=FILE, not both')
 
 
 @dataclass
@@ -263,14 +225,8 @@ class PlanConfig(RunConfig):
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """cuda or cpu; auto: cpu with trainer.accelerator=cpu, else cuda, even if this machine has no GPU"""
-
     json: str | None = None
     """another file for the content of plan.json; -: print it to standard output instead of the table"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.trainer.strategy in ("fsdp", "tp", "pipeline"):
-            raise UserError(f"trainer={self.trainer.strategy}: plan runs in one process; use trainer=default")
 
 
 COMMANDS: dict[str, type[RunConfig]] = {
@@ -290,192 +246,140 @@ def options_of(schema: type) -> dict[str, Option]:
     return signature(f"{schema.__module__}.{schema.__qualname__}").options
 
 
-def check_groups(config: RunConfig) -> None:
-    """Raises a UserError if options of several groups exclude each other."""
-    _check_task(config)
-    _check_error_diffusion(config)
-    _check_backward(config)
-    _check_batch(config)
-    _check_strategy(config)
-    _check_in_backward(config)
-    _check_callbacks(config)
-
-
-SEARCHES = {
-    "lightning.pytorch.callbacks.batch_size_finder.BatchSizeFinder": "data.batch_size=auto plans the largest batch",
-    "lightning.pytorch.callbacks.lr_finder.LearningRateFinder": "-m sweep=learning_rate tries several rates",
-}
-"""Callbacks of Lightning that run trainings of their own before a training, and what does the same here."""
-
-
-def _check_callbacks(config: RunConfig) -> None:
-    for name, each in config.callbacks.items():
-        for target, instead in SEARCHES.items():
-            if is_a(each, target):
-                raise UserError(f"callbacks.{name}: {each.name} does not work here; {instead}")
-
-
-def _check_task(config: RunConfig) -> None:
+def check_task(config: RunConfig) -> None:
+    """Raises a UserError if the data or the model are none for the task, as far as all are ours."""
     task, model, data = config.task, config.model, config.data
-    if is_a(task, groups.SEQUENCE_CLASSIFIER) and getattr(data, "label", "given") is None:
-        raise UserError("data.label: give the field or column of the class as data.label=..., or data.label=folder")
-    if getattr(model, "trained", "all") == "head" and is_a(task, groups.CAUSAL_LM, groups.MASKED_LM):
-        raise UserError(f"model.trained=head: {task.name} shares its head with the embedding; use trained=all, or LoRA")
     ours = next((each for each in groups.COMPATIBLE if is_a(task, each)), None)
     if ours is None:
         return
     models, of = groups.COMPATIBLE[ours]
     if is_a(data, groups.IMAGES, groups.TEXT) and not is_a(data, of):
         kind = "images" if of == groups.IMAGES else "text"
-        others = _options(each for each in groups.COMPATIBLE if is_a(data, groups.COMPATIBLE[each][1]))
-        raise UserError(f"data: {task.name} learns from {kind}, which {data.name} does not have; use other data, or {others}")
-    trainers = [each for each, (classes, _) in groups.COMPATIBLE.items() if is_a(model, *classes)]
-    if model is not None and trainers and not is_a(model, *models):
+        tasks = [each for each, (_, other) in groups.COMPATIBLE.items() if is_a(data, other)]
+        raise UserError(
+            f"data: {task.name} learns from {kind}, which {data.name} does not have; use other data, or {_words(tasks)}"
+        )
+    tasks = [each for each, (classes, _) in groups.COMPATIBLE.items() if is_a(model, *classes)]
+    if model is not None and tasks and not is_a(model, *models):
         names = " or ".join(target.rpartition(".")[2] for target in models)
-        raise UserError(f"model: {task.name} trains {names}, not {model.name}; use another model, or {_options(trainers)}")
+        raise UserError(f"model: {task.name} trains {names}, not {model.name}; use another model, or {_words(tasks)}")
 
 
-def _options(tasks: Iterable[str]) -> str:
+def _words(tasks: Iterable[str]) -> str:
     return " or ".join(f"task={groups.TASK_OPTIONS[each]}" for each in tasks)
 
 
-def _check_error_diffusion(config: RunConfig) -> None:
-    if not is_a(config.task, groups.ERROR_DIFFUSION) or config.model is None:
-        return
-    layers = "an error diffusion network has no"
-    if config.backward.kind not in (None, PLAIN[0]):
-        raise UserError(f"backward={config.backward.kind}: {layers} blocks to recompute; use backward={PLAIN[0]}")
-    if config.synthesis is not None:
-        raise UserError(f"synthesis: {layers} Linear layers, which it needs; use synthesis=none")
-    if config.compile:
-        raise UserError(f"compile: {layers} blocks; on a GPU use backward.cuda_graph=true")
-    if getattr(config.optimizer, "target", None) == groups.MUON:
-        raise UserError(f"optimizer=muon: {layers} blocks, which it needs; use error_diffusion, sgd or adamw")
-    if config.task.clamp_signs and config.model.rule == "kaneko":
-        raise UserError("task.clamp_signs: model.rule=kaneko never changes a sign; use rule article or backpropagation")
-
-
-def _check_batch(config: RunConfig) -> None:
-    option, size = config.batch_option
-    for name in ("batch_size", "max_tokens"):
-        if isinstance(value := getattr(config.data, name, None), str) and value != groups.AUTO:
-            raise UserError(f"data.{name}: {value!r} is not a whole number or auto")
-    for other in ("batch_size", "max_tokens"):
-        if f"data.{other}" != option and getattr(config.data, other, None) == groups.AUTO:
-            raise UserError(f"data.{other}=auto: {option} sets the batch size here; give {option}=auto")
-    if size == groups.AUTO and config.backward.open:
-        raise UserError(f"{option}=auto: cannot be combined with backward=auto; set one of the two")
-    if config.trainer.overfit_batches and getattr(config.data, "streaming", False):
-        raise UserError("trainer.overfit_batches: a stream has no batch twice; set data.streaming=false")
-
-
-def _check_strategy(config: RunConfig) -> None:
-    strategy = config.trainer.strategy
-    if strategy == "single":
-        return
-    if config.backward.cuda_graph or getattr(config.synthesis, "cuda_graph", False):
-        option = "backward" if config.backward.cuda_graph else "synthesis"
-        raise UserError(f"{option}.cuda_graph: CUDA graphs do not work with trainer={strategy}; set it to false")
-    if strategy == "ddp":
-        return
-    if is_a(config.task, groups.ERROR_DIFFUSION):
-        raise UserError(f"trainer={strategy}: error diffusion networks have no blocks to shard; use trainer=ddp")
-    parts = f"trainer={strategy} {'divides' if strategy == 'pipeline' else 'shards'} them"
-    # What works under FSDP2, but not where layers are divided, too.
-    whole = getattr(config.synthesis, "mode", None) == "bind" or getattr(config.synthesis, "block_length", None) == 0
-    if config.synthesis is not None and (strategy != "fsdp" or whole):
-        also = ", or synthesis=shared or associative with a block length under trainer=fsdp"
-        raise UserError(f"synthesis: needs whole gradients, and {parts}; use trainer=ddp{also}")
-    if getattr(config.synthesis, "split", "none") != "none":
-        raise UserError(f"synthesis.split: needs whole gradients, and {parts}; use split=none")
-    if getattr(config.optimizer, "target", None) == groups.LOW_BIT:
-        name = f"adamw_{getattr(config.optimizer, 'bits', 8)}"
-        raise UserError(f"optimizer={name}: needs whole parameters, and {parts}; use trainer=ddp, or optimizer=adafactor")
-    if strategy in ("tp", "pipeline") and getattr(config.model, "adapters", 0):
-        raise UserError(f"model.adapters: trainer={strategy} does not support adapters; use trainer=fsdp or ddp")
-    if strategy in ("tp", "pipeline") and getattr(config.model, "quantised", None):
-        raise UserError(f"model.quantised: trainer={strategy} does not support it; use trainer=fsdp or ddp")
-    trained = getattr(config.model, "trained", "all")
-    if strategy == "pipeline" and trained != "all":
-        raise UserError(f"model.trained={trained}: a stage of trainer=pipeline would train nothing; use trainer=fsdp or ddp")
-    batch, count = getattr(config.data, "batch_size", None), config.trainer.microbatches
-    if count and isinstance(batch, int) and batch % count:
-        raise UserError(f"trainer.microbatches={count}: data.batch_size={batch} is not a multiple of it")
-    if config.average is not None:
-        raise UserError(f"callbacks.{config.average}: needs whole weights, and {parts}; use trainer=ddp")
-    if config.backward.open or config.batch_is_open:
-        raise UserError(f"auto: planning needs whole parameters, and {parts}; set backward and the batch size yourself")
-
-
-def _check_backward(config: RunConfig) -> None:
-    backward, model, rebuilds = config.backward, config.model, reversible(config.model)
-    if takes(model, "backward"):
-        ours = model.target.startswith("holotrain.")  # of models of others it is known when they are built
-        if ours and not rebuilds and backward.kind not in (None, *PLAIN, groups.AUTO):
-            raise UserError(
-                f"backward={backward.kind}: {model.name} is not reversible; use backward={PLAIN[0]} or model=rev_..."
-            )
-        for name in [name for name in backward.engine() if name != "tile" and not takes(model, name)]:
-            why = "is not reversible" if ours else f"has no argument {name}"
-            raise UserError(f"backward.{name}: {model.name} {why}; remove the option")
-    if config.compile and any("+" in schedule for schedule in backward.blocks):
-        raise UserError("backward.blocks: compiled blocks cannot keep results; remove what follows + or use compile=false")
-    if config.compile and backward.keep:
-        raise UserError("backward.keep: compiled blocks cannot keep results; use compile=false")
-    checkpointed, trainer = backward.kind in (*PLAIN[1:], groups.AUTO) and not rebuilds, config.trainer
-    refused = {
-        "cannot capture the checkpointing of a plain model; use backward=autograd": checkpointed,
-        "no support for accumulation; use trainer.accumulate_grad_batches=1": trainer.accumulate_grad_batches > 1,
-        "no gradient scaling of 16-mixed; use trainer.precision=bf16-mixed": trainer.precision == "16-mixed",
-        f"batches of {config.task.name} vary in shape": is_a(config.task, groups.MASKED_LM, groups.SEQUENCE_CLASSIFIER),
-    }
-    for reason in [reason for reason, found in refused.items() if found and backward.cuda_graph]:
-        raise UserError(f"backward.cuda_graph: {reason}")
-
-
-def _check_in_backward(config: RunConfig) -> None:
-    if not config.steps_in_backward:
-        return
-    from holotrain.optimizers.stepping import refuse_in_backward  # imports torch
-
-    trainer = config.trainer
-    by_norm = "trainer.gradient_clip_val by norm (use null, or trainer.gradient_clip_algorithm=value)"
-    with as_user_error(f"optimizer.{groups.IN_BACKWARD}"):
-        refuse_in_backward(
-            {
-                f"trainer={trainer.strategy}": trainer.strategy != "single",
-                "trainer.accumulate_grad_batches above 1": trainer.accumulate_grad_batches > 1,
-                by_norm: bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value",
-                "trainer.precision=16-mixed": trainer.precision == "16-mixed",
-                "a synthesis": config.synthesis is not None,
-                "backward.cuda_graph=true": config.backward.cuda_graph,
-                config.task.name: is_a(config.task, groups.ERROR_DIFFUSION),
-            }
-        )
-
-
 def check_trainer(trainer: ObjectConfig) -> None:
-    """Raises a ValueError if a value is out of range, or options exclude each other."""
+    """Raises a UserError or a ValueError for options that Lightning would take, but not as they are meant."""
     if not is_a(trainer, groups.TRAINER):
         raise ValueError(f"{trainer.target} is not Lightning's Trainer")
-    trainer_options(**{name: trainer.arguments[name] for name in groups.TRAINER_OPTIONS})
-    if trainer.strategy in ("fsdp", "tp", "pipeline") and trainer.precision == "16-mixed":
-        raise ValueError(f"precision=16-mixed: trainer={trainer.strategy} has no gradient scaling; use bf16-mixed")
-    if trainer.strategy == "pipeline" and trainer.accumulate_grad_batches > 1:
-        raise ValueError("accumulate_grad_batches: a pipeline accumulates over parts of a batch; set trainer.microbatches")
-    if trainer.max_epochs not in (None, -1):
-        require_at_least(1, max_epochs=trainer.max_epochs)
-    elif trainer.max_steps < 1 and trainer.max_time is None:
-        raise ValueError("max_epochs=-1: needs a limit; set trainer.max_steps or trainer.max_time")
-    if trainer.max_steps == 0:
-        raise ValueError("max_steps: must be above 0; for no limit, use trainer.max_steps=-1")
-    least = {"max_steps": -1, "num_sanity_val_steps": -1, "accumulate_grad_batches": 1, "check_val_every_n_epoch": 1}
-    for name, smallest in (least | {"log_every_n_steps": 0, "gradient_clip_val": 0}).items():
-        require_at_least(smallest, **{name: getattr(trainer, name)})
-    if type(trainer.val_check_interval) not in (int, float, type(None)):
-        text = "give a whole number of batches or a fraction in [0, 1]"
-        raise ValueError(f"val_check_interval: {trainer.val_check_interval!r} is not valid; {text}")
-    if trainer.limit_train_batches == 0:
-        raise ValueError("limit_train_batches: must be above 0; to evaluate without training, use validate or test")
-    if trainer.val_check_interval == 0:
-        raise ValueError("val_check_interval: must be above 0; to skip validation, set trainer.limit_val_batches=0")
+    counts = ("devices", "num_nodes", "tensor_parallel", "overlap", "timeout", "microbatches", "nccl_max_ctas")
+    for name in (*counts, "accumulate_grad_batches", "check_val_every_n_epoch"):
+        require_at_least(1, **{name: getattr(trainer, name)})
+    require_at_least(2, pipeline_stages=trainer.pipeline_stages)
+    require_at_least(0, gradient_clip_val=trainer.gradient_clip_val)
+    usual = signature("holotrain.config.option_groups.trainer_options").options
+    for name, strategies in groups.OF_STRATEGIES.items():
+        if trainer.strategy not in strategies and getattr(trainer, name) != usual[name].default:
+            raise ValueError(f"{name}: needs trainer={' or '.join(strategies)}")
+    interval, limits = trainer.val_check_interval, (trainer.max_epochs, trainer.max_steps)
+    no_limit = limits[0] in (None, -1) and limits[1] < 0 and trainer.max_time is None
+    processes, is_no_interval = max(trainer.num_nodes or 1, 1 if trainer.devices == AUTO else trainer.devices), interval == 0
+    is_no_interval |= type(interval) not in (int, float, type(None))
+    refuse(
+        {
+            "trainer.devices: trainer=default uses one process; for several, use trainer=ddp, fsdp, tp or pipeline": (
+                trainer.strategy == "single" and processes > 1
+            ),
+            "trainer.signals: needs trainer.overlap": trainer.signals and trainer.overlap is None,
+            "trainer.max_epochs=-1: needs a limit; set trainer.max_steps or trainer.max_time": no_limit,
+            "trainer.max_epochs, max_steps and limit_train_batches: with 0 nothing is trained; use validate or test": (
+                0 in (*limits, trainer.limit_train_batches)
+            ),
+            f"trainer.val_check_interval: {interval!r} is no number of batches and no fraction above 0": is_no_interval,
+        }
+    )
+
+
+_ACCUMULATION, _SCALING = "trainer.accumulate_grad_batches above 1", "trainer.precision=16-mixed"
+_SHARDED = (_SCALING, "task=error_diffusion", "an average of the weights", "backward=auto", "an automatic batch size", "plan")
+_DIVIDED = (*_SHARDED, "model.adapters", "model.quantised", "a synthesis")
+EXCLUSIVE = {
+    "optimizer.in_backward": (
+        *("several processes", _ACCUMULATION, "trainer.gradient_clip_val by norm", _SCALING, "a synthesis"),
+        *("backward.cuda_graph", "task=error_diffusion"),
+    ),
+    "backward.cuda_graph": (
+        *("several processes", _ACCUMULATION, _SCALING),
+        *("batches that vary in shape", "checkpointing of a plain model"),
+    ),
+    "synthesis.cuda_graph": ("several processes",),
+    "task=error_diffusion": ("recomputation", "a synthesis", "compile", "optimizer=muon"),
+    "trainer=fsdp": _SHARDED,
+    "trainer=tp": _DIVIDED,
+    "trainer=pipeline": (*_DIVIDED, "model.trained=head", _ACCUMULATION),
+    "compile": ("backward.keep or results to keep in backward.blocks",),
+    "backward=auto": ("an automatic batch size",),
+    "model.trained=head": ("model.adapters",),
+    "scheduler.monitor": ("a schedule that follows no metric",),
+    "trainer.overfit_batches": ("data.streaming",),
+}
+"""What does not go together, though no class says so: a result would be wrong, or an option without effect."""
+
+SEARCHES = (
+    "lightning.pytorch.callbacks.batch_size_finder.BatchSizeFinder",
+    "lightning.pytorch.callbacks.lr_finder.LearningRateFinder",
+)
+"""Callbacks of Lightning that run trainings of their own before a training."""
+
+
+def check_groups(config: RunConfig) -> None:
+    """Raises a UserError if options of several groups exclude each other."""
+    for name, each in config.callbacks.items():
+        if is_a(each, *SEARCHES):
+            raise UserError(
+                f"callbacks.{name}: {each.name} does not work here; see -m sweep=learning_rate, data.batch_size=auto"
+            )
+    option, _ = config.batch_option
+    for other in ("data.batch_size", "data.max_tokens"):
+        if other != option and getattr(config.data, other.removeprefix("data."), None) == AUTO:
+            raise UserError(f"{other}=auto: {option} sets the batch size here; give {option}=auto")
+    used = in_use(config)
+    for one, others in EXCLUSIVE.items():
+        for other in others:
+            if used[one] and used[other]:
+                raise UserError(f"{one}: does not go together with {other}")
+
+
+def in_use(config: RunConfig) -> dict[str, object]:
+    """The options of :data:`EXCLUSIVE`, and whether they are in use."""
+    task, backward, synthesis, trainer = config.task, config.backward, config.synthesis, config.trainer
+    return {
+        "task=error_diffusion": is_a(task, groups.ERROR_DIFFUSION),
+        "batches that vary in shape": is_a(task, groups.MASKED_LM, groups.SEQUENCE_CLASSIFIER),
+        "data.streaming": getattr(config.data, "streaming", False),
+        "an automatic batch size": config.batch_is_open,
+        "model.trained=head": getattr(config.model, "trained", "all") == "head",
+        "model.adapters": getattr(config.model, "adapters", 0),
+        "model.quantised": getattr(config.model, "quantised", None),
+        "backward=auto": backward.open,
+        "backward.cuda_graph": backward.cuda_graph,
+        "backward.keep or results to keep in backward.blocks": backward.keep or any("+" in each for each in backward.blocks),
+        "recomputation": backward.kind not in (None, PLAIN[0]),
+        "checkpointing of a plain model": backward.kind in (*PLAIN[1:], AUTO) and not takes(config.model, "store"),
+        "a synthesis": synthesis is not None,
+        "synthesis.cuda_graph": getattr(synthesis, "cuda_graph", False),
+        "optimizer=muon": getattr(config.optimizer, "target", None) == groups.MUON,
+        "optimizer.in_backward": config.steps_in_backward,
+        "scheduler.monitor": getattr(config.scheduler, "monitor", None),
+        "a schedule that follows no metric": not is_a(config.scheduler, groups.PLATEAU),
+        "an average of the weights": config.average,
+        "several processes": trainer.strategy != "single",
+        **{f"trainer={name}": trainer.strategy == name for name in ("fsdp", "tp", "pipeline")},
+        _SCALING: trainer.precision == "16-mixed",
+        _ACCUMULATION: trainer.accumulate_grad_batches > 1,
+        "trainer.gradient_clip_val by norm": trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value",
+        "trainer.overfit_batches": trainer.overfit_batches,
+        "compile": config.compile,
+        "plan": isinstance(config, PlanConfig),
+    }

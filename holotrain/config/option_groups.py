@@ -10,12 +10,10 @@ from typing import Any, Literal, TypeGuard, TypeVar
 
 from holotrain.config.objects import GroupSchema, ObjectConfig
 from holotrain.config.signatures import Signature, signature
-from holotrain.errors import UserError, check_choice
-from holotrain.numeric import require_at_least, require_within
-from holotrain.schedules import AUTO, ON_MISMATCH, OPTIONS, PLAIN, REBUILDING, SCHEDULES
+from holotrain.errors import check_choice, refuse
+from holotrain.numeric import require_at_least
+from holotrain.schedules import AUTO, OPTIONS, PLAIN, REBUILDING
 from holotrain.targets import TARGET
-
-REBUILD = f"use backward={' or '.join(REBUILDING)}"
 
 
 @dataclass
@@ -24,56 +22,35 @@ class BackwardConfig:
 
     kind: str | None = None
     """one of SCHEDULES; auto: choose to fit memory=; null: as the model's class has it"""
-
     blocks: Sequence[str] = ()
     """schedules for backward=auto, one per block, such as [pareprop+attention, autograd] (+: keep outputs); []: choose"""
-
     store: int | Sequence[int] = 0
     """blocks that store their activations: a number (the last n blocks) or a list of indices"""
-
     exact: bool | int = False
     """recompute activations bit for bit on a fixed-point grid; true: choose its step from the first batch; k: step 2^-k"""
-
     keep: Sequence[str] = ()
     """results to store instead of recomputing: [attention], [matmul] (with it), or operators such as aten.mm.default"""
-
     tile: int | None = None
     """tokens at a time that layers take which work token by token, such as MLPs; null: all tokens at once"""
-
     inexact: bool = False
     """backward=auto may also choose inexact schedules"""
-
-    on_mismatch: str = "store"
+    on_mismatch: Literal["store", "error"] = "store"
     """what follows if activations are rebuilt wrongly: store: a warning, and block inputs are stored from then on; error"""
-
     cuda_graph: bool = False
     """capture forward and backward as a CUDA graph; faster for small models, whose kernel launches dominate (GPU only)"""
 
     def __post_init__(self) -> None:
-        if self.kind is not None:
-            check_choice("backward.kind", self.kind, OPTIONS)
-        stored = [self.store] if isinstance(self.store, int) else self.store
-        require_at_least(0, store=stored)
-        if not isinstance(self.exact, bool):
-            require_within(1, 52, closed=True, exact=self.exact)
+        check_choice("backward.kind", self.kind or AUTO, OPTIONS)
         require_at_least(1, tile=self.tile)
-        if self.tile is not None and self.kind == "autograd":
-            raise UserError("backward.tile: backward=autograd stores every tile; use another backward, such as checkpoint")
-        check_choice("backward.on_mismatch", self.on_mismatch, ON_MISMATCH)
-        if self.on_mismatch != ON_MISMATCH[0] and self.kind in PLAIN:
-            raise UserError(f"backward.on_mismatch: backward={self.kind} rebuilds nothing; {REBUILD}")
-        if stored != [0] and self.kind == "autograd":
-            raise UserError(f"backward.store: backward=autograd already stores every block; {REBUILD}")
-        if self.blocks and self.kind != AUTO:
-            raise UserError("backward.blocks: needs backward=auto")
-        for schedule in self.blocks:
-            check_choice("backward.blocks", schedule.partition("+")[0], SCHEDULES)
-        if self.inexact and self.kind != AUTO:
-            raise UserError("backward.inexact: needs backward=auto")
-        if self.kind == AUTO and (stored != [0] or self.keep):
-            raise UserError("backward=auto: it chooses what to store; remove backward.store and backward.keep")
-        if self.keep and self.kind not in REBUILDING:
-            raise UserError(f"backward.keep: not supported by backward={self.kind}; {REBUILD}")
+        auto, can_keep = self.kind == AUTO, self.kind in REBUILDING
+        refuse(
+            {
+                "backward.blocks and backward.inexact: need backward=auto": (self.blocks or self.inexact) and not auto,
+                "backward=auto: it chooses what to store; leave out backward.store": auto and self.store not in (0, [], ()),
+                f"backward.keep: needs backward={' or '.join(REBUILDING)}": self.keep and not can_keep,
+                "backward.tile: backward=autograd stores every tile": self.tile and self.kind == PLAIN[0],
+            }
+        )
 
     @property
     def name(self) -> str:
@@ -107,7 +84,6 @@ HUGGING_FACE = "holotrain.models.huggingface.HuggingFace"
 ADAMW = "holotrain.tasks.optimizer_functions.adamw"
 MUON = "holotrain.tasks.optimizer_functions.muon"
 LOW_BIT = "holotrain.tasks.optimizer_functions.adamw_low_bit"
-LOW_BIT_OPTIONS = ("adamw_8bit", "adamw_4bit", "adamw_fp8")
 
 EARLY_STOPPING = "lightning.pytorch.callbacks.early_stopping.EarlyStopping"
 PLATEAU = "torch.optim.lr_scheduler.ReduceLROnPlateau"
@@ -129,13 +105,8 @@ COMPATIBLE = {
 LANGUAGE_MODELS = COMPATIBLE[CAUSAL_LM][0]
 """Causal ones. They read sequences of any length, or up to the attribute ``longest``."""
 
-TASK_OPTIONS = {
-    ERROR_DIFFUSION: "error_diffusion",
-    IMAGE_CLASSIFIER: "image_classification",
-    SEQUENCE_CLASSIFIER: "sequence_classification",
-    CAUSAL_LM: "causal_lm",
-    MASKED_LM: "masked_lm",
-}
+_NAMES = ("error_diffusion", "image_classification", "sequence_classification", "causal_lm", "masked_lm")
+TASK_OPTIONS = dict(zip(COMPATIBLE, _NAMES, strict=True))
 """The option of each of our tasks, which also names the head of a Hugging Face model."""
 
 
@@ -160,21 +131,11 @@ def default_backward(model: ObjectConfig | str | None) -> str | None:
     return option.default if option and isinstance(option.default, str) else None
 
 
-def reversible(model: ObjectConfig | None) -> bool:
-    """Whether this is one of our models that can recompute activations from their outputs."""
-    return takes(model, "store")
-
-
 def _signature(config: ObjectConfig | str) -> Signature:
     return signature(config if isinstance(config, str) else config.target)
 
 
-RATES = {
-    IMAGE_CLASSIFIER: 1e-4,
-    SEQUENCE_CLASSIFIER: 5e-5,
-    CAUSAL_LM: 1e-4,
-    MASKED_LM: 1e-4,
-}
+RATES = {IMAGE_CLASSIFIER: 1e-4, SEQUENCE_CLASSIFIER: 5e-5, CAUSAL_LM: 1e-4, MASKED_LM: 1e-4}
 """AdamW's peak learning rate, where pretrained weights are trained, by task."""
 
 
@@ -195,21 +156,17 @@ def loads_weights(model: Mapping[str, Any] | None) -> bool:
         return download
 
 
-def trains_all(model: Mapping[str, Any]) -> bool:
-    """Whether all weights are trained, not only a head or adapters."""
-    return model.get("trained", "all") == "all" and not isinstance(model.get("adapters"), Mapping)
-
-
 def optimizer_for(optimizer: dict[str, Any], task: str, model: Mapping[str, Any] | None) -> dict[str, Any]:
     """The options of an optimizer, with those that depend on the weights that the training starts from.
 
     ``optimizer=auto`` is AdamW for pretrained weights, and Muon for random ones. Unless a rate is given, AdamW has a smaller
     one for pretrained weights; a head or adapters alone, which are new, keep its usual one.
     """
-    is_fine_tuning = loads_weights(model)
+    is_fine_tuning, model = loads_weights(model), model or {}
     if optimizer.get(TARGET) == AUTO:
         optimizer = {**optimizer, TARGET: ADAMW if is_fine_tuning else MUON}
-    if not is_fine_tuning or not trains_all(model or {}) or optimizer.get(TARGET) not in (ADAMW, LOW_BIT):
+    in_part = model.get("trained") == "head" or isinstance(model.get("adapters"), Mapping)
+    if not is_fine_tuning or in_part or optimizer.get(TARGET) not in (ADAMW, LOW_BIT):
         return optimizer
     rates = [rate for kind, rate in RATES.items() if is_a(task, kind)]
     return {"lr": rates[0], **optimizer} if rates else optimizer
@@ -249,24 +206,11 @@ def model_options(
     """How the training of a model begins.
 
     Args:
-        pretrained: initial weights: a local file or folder, of holotrain or, for a model of timm or Hugging Face, of its
-            library; null: random
+        pretrained: initial weights: a file or folder of holotrain, or of the library of the model; null: random
         trained: what to train: all, or head (only the classifier), with the rest frozen
-        adapters: a configuration of peft, such as {_target_: peft.LoraConfig, r: 8, target_modules: [query_key_value]}, which
-            trains its layers and the head; 0: none
-        quantised: store the weights that are not trained in few bits (torchao), 8bit or 4bit, as QLoRA does; null: as they are
+        adapters: layers of peft to train, such as {_target_: peft.LoraConfig, r: 8, target_modules: [query_key_value]}; 0: none
+        quantised: store the weights that are not trained in 8bit or 4bit (torchao), as QLoRA does; null: as they are
     """
-    if isinstance(adapters, dict):
-        if TARGET not in adapters:
-            raise UserError(f"model.adapters: give model.adapters.{TARGET}=peft.LoraConfig, too")
-        if trained == "head":
-            raise UserError("model.trained=head: the layers of model.adapters would not be trained; leave it out")
-    elif adapters:
-        raise UserError(f"model.adapters={adapters}: these are gone; give model.adapters.{TARGET}=peft.LoraConfig")
-    if quantised is not None and trained == "all" and not isinstance(adapters, dict):
-        raise UserError(
-            f"model.quantised: few bits cannot be trained; give model.adapters.{TARGET}=peft.LoraConfig, or model.trained, too"
-        )
 
 
 MODEL_OPTIONS = tuple(inspect.signature(model_options).parameters)
@@ -298,20 +242,15 @@ def trainer_options(
 
     Args:
         accelerator: cpu, gpu (NVIDIA or Apple), mps (Apple) or auto (the GPU, if there is one)
-        precision: of the computation: 32-true, 64-true, bf16-mixed, 16-mixed, or auto: bf16-mixed on an NVIDIA GPU that
-            computes in bfloat16, else 32-true
-        float32_matmul_precision: of products and convolutions of float32 on a GPU: highest, high (TF32) or medium (TF32, or
-            less), as torch.set_float32_matmul_precision names them
+        precision: 32-true, 64-true, bf16-mixed, 16-mixed, or auto: bf16-mixed on a GPU that computes in it, else 32-true
+        float32_matmul_precision: products of float32 on a GPU: highest, high (TF32) or medium (TF32, or less), as in torch
         gradient_clip_algorithm: what gradient_clip_val bounds: the norm of all gradients or each value; null: norm
-        strategy: single (one process), ddp (data parallel), fsdp (FSDP2, sharded parameters), tp (tensor parallel) or
-            pipeline (each process has some of the blocks)
+        strategy: single (process), ddp, fsdp (FSDP2), tp (tensor parallel) or pipeline (each process has some of the blocks)
         devices: processes on this machine, one per GPU; auto: one for each GPU, or as many as torchrun started
         num_nodes: number of machines; start the command on each with torchrun; null: as many as were started
         tensor_parallel: tp: processes per tensor parallel group; FSDP2 runs across the groups; null: all
-        overlap: tp: row groups per all-reduce, overlapped with computation; auto: measure the best; null: no overlap (torch's
-            layers)
-        signals: tp with overlap: one kernel signals each finished group, instead of one kernel per group (NVIDIA GPUs,
-            bf16-mixed)
+        overlap: tp: row groups per all-reduce, overlapped with computation; auto: the best; null: no overlap (torch's layers)
+        signals: tp with overlap: one kernel signals each finished group (NVIDIA GPUs, bf16-mixed)
         pipeline_stages: pipeline: processes that share a model; null: all
         pipeline_schedule: pipeline: 1f1b (each backward begins as soon as it can) or gpipe (all forwards, then all backwards)
         microbatches: pipeline: parts of a batch that pass through the stages one after another; null: two for each stage
@@ -322,31 +261,15 @@ def trainer_options(
         sharded_checkpoints: fsdp, tp: save a checkpoint as a folder with one part per process, instead of one file
         timeout: seconds after which a collective fails that another process does not join
     """
-    for name, value in {"devices": devices, "overlap": overlap}.items():
-        if isinstance(value, str) and value != AUTO:
-            raise ValueError(f"{name}: {value!r} is not a whole number or auto")
-    counts = {"devices": devices, "num_nodes": num_nodes, "tensor_parallel": tensor_parallel, "overlap": overlap}
-    require_at_least(1, timeout=timeout, microbatches=microbatches, nccl_max_ctas=nccl_max_ctas, **counts)
-    require_at_least(2, pipeline_stages=pipeline_stages)
-    alone, several = strategy == "single", "use trainer=ddp, fsdp, tp or pipeline"
-    in_parts = sharded_checkpoints and strategy not in ("fsdp", "tp")
-    mistakes = {
-        f"devices: trainer=default uses one process; for several, {several}": alone and devices not in (1, "auto"),
-        f"num_nodes: needs several processes; {several}": alone and (num_nodes or 1) > 1,
-        f"nccl_max_ctas: needs several processes; {several}": alone and nccl_max_ctas,
-        f"nccl_high_priority: needs several processes; {several}": alone and nccl_high_priority,
-        f"compression={compression}: needs trainer=ddp": strategy != "ddp" and compression != "none",
-        "tensor_parallel: needs trainer=tp": strategy != "tp" and tensor_parallel,
-        "overlap: needs trainer=tp": strategy != "tp" and overlap != "auto",
-        "signals: needs trainer=tp and trainer.overlap": signals and (strategy != "tp" or overlap is None),
-        "pipeline_stages: needs trainer=pipeline": strategy != "pipeline" and pipeline_stages,
-        "pipeline_schedule: needs trainer=pipeline": strategy != "pipeline" and pipeline_schedule != "1f1b",
-        "microbatches: needs trainer=pipeline": strategy != "pipeline" and microbatches,
-        "sharded_checkpoints=true: needs trainer=fsdp or trainer=tp": in_parts,
-    }
-    for text in [text for text, holds in mistakes.items() if holds]:
-        raise ValueError(text)
 
+
+OF_STRATEGIES = {
+    **dict.fromkeys(("tensor_parallel", "overlap", "signals"), ("tp",)),
+    **dict.fromkeys(("pipeline_stages", "pipeline_schedule", "microbatches"), ("pipeline",)),
+    **{"sharded_checkpoints": ("fsdp", "tp"), "compression": ("ddp",)},
+    **dict.fromkeys(("nccl_max_ctas", "nccl_high_priority"), ("ddp", "fsdp", "tp", "pipeline")),
+}
+"""Options of :func:`trainer_options` that other strategies would pass over."""
 
 PASSED_ON = ("accelerator", "precision", "gradient_clip_algorithm")
 """Options of :func:`trainer_options` that are passed on to Lightning."""
@@ -356,7 +279,6 @@ TRAINER_OPTIONS = tuple(name for name in inspect.signature(trainer_options).para
 
 PROCESS_OPTIONS = tuple(name for name in TRAINER_OPTIONS if name not in ("float32_matmul_precision", "backend", "timeout"))
 """Options about several processes. A training continues with the same ones; the other commands default to one process."""
-
 
 DATA_PROPERTIES = ("image_size", "channels", "classes", "num_classes", "vocab", "vocab_size", "context", "pad_id")
 """Parameters of models and tasks that the data module tells, if it can."""
@@ -381,10 +303,7 @@ OF_THE_TASK = ("model", "optimizer", "scheduler")
 
 NAMED_GROUPS = {
     "callbacks": GroupSchema(
-        (
-            *("dirpath", "count_samples", "count_tokens"),
-            *("model_flops_per_sample", "hardware_flops_per_sample"),
-        ),
+        ("dirpath", "count_samples", "count_tokens", "model_flops_per_sample", "hardware_flops_per_sample"),
         null_if_known=("monitor", "mode", "peak_flops"),
     ),
     "logger": GroupSchema(

@@ -217,9 +217,6 @@ def compose(command: str = "fit", overrides: Collection[str] = (), config_dir: s
         with open_dict(composition):
             del composition["hydra"]
         config = start.structured(composition, words, chosen)
-    from holotrain.config.build import check_optimizer  # imports torch
-
-    check_optimizer(config)
     config.folder = arguments.value("hydra.run.dir")
     if config.folder is None and arguments.resume:
         config.folder = run_folder(command, config.output_dir, True)

@@ -104,9 +104,10 @@ def generate(
         the next token of every prompt, (B,), an ordinary tensor that the caller may change. Ends when all texts have ended.
 
     Raises:
-        ValueError: an empty prompt, one that fills the context, or a compiled model of another library (all at the call); the
-            model gives NaN (at that token).
+        ValueError: no token to add, an empty prompt, one that fills the context, or a compiled model of another library (all at
+            the call); the model gives NaN (at that token).
     """
+    require_at_least(1, max_tokens=max_tokens)
     context = cast(int, model.context)
     if compiled and hasattr(model, "reader"):
         raise ValueError(f"a {type(model).__name__} is not compiled; use compile=false")

@@ -78,8 +78,8 @@ class ReversibleSequence(nn.Module):
         self.keep = keep
         self.tile = tile
         self._exact = exact
-        if not isinstance(exact, int) or exact < 0:
-            raise ValueError(f"exact must be False, True or a number of bits, not {exact!r}")
+        if not isinstance(exact, int) or not 0 <= exact <= 52:
+            raise ValueError(f"exact must be False, True or a number of bits up to 52, not {exact!r}")
         self.grid = None if exact is False else FixedPointGrid(None if exact is True else exact)
         self.checks = RebuildChecks(f"{type(self).__name__} of {counted(len(self.blocks), 'block')}", on_mismatch)
 

@@ -141,6 +141,8 @@ class ErrorDiffusionClassifier(ImageClassifier):
 
     def __init__(self, model: ImageErrorDiffusion, classes: int, clamp_signs: bool = False, **options: Any) -> None:
         super().__init__(model, classes, **options)
+        if clamp_signs and model.rule == "kaneko":
+            raise ValueError("clamp_signs: rule=kaneko never changes a sign; use article or backpropagation")
         self.clamp_signs = clamp_signs
         self.classes = classes
 

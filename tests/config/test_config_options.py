@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from covering import slow
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,18 +20,11 @@ from omegaconf import OmegaConf
 
 import holotrain
 from holotrain.callbacks import BestCheckpoint, ThroughputMonitor
-from holotrain.config import option_groups
-from holotrain.config.build import build_data, build_task, check_optimizer
-from holotrain.config.build_trainer import (
-    build_fit_callbacks,
-    build_trainer,
-    check_device,
-    check_training_device,
-    validation_and_logging,
-)
+from holotrain.config.build import build_callbacks, build_data, build_task, build_trainer
 from holotrain.config.command_line import quoted, readable
+from holotrain.config.devices import check_device, check_training_device, validation_and_logging
 from holotrain.config.objects import ObjectConfig
-from holotrain.config.option_groups import SEQUENCE_CLASSIFIER, is_a
+from holotrain.config.option_groups import COMPATIBLE, SEQUENCE_CLASSIFIER, is_a
 from holotrain.config.signatures import REQUIRED, UNKNOWN, signature, structured_config, to_plain
 from holotrain.config.structured import (
     composed,
@@ -55,35 +47,33 @@ from holotrain.parallel.rank import ProcessRank
 from holotrain.targets import targets
 
 GROUPS = option_names()
-IMAGENET = ["data.root=images", "trainer.accelerator=cpu"]
+IMAGENET = "data.root=images trainer.accelerator=cpu"
 NEEDS = {
-    ("data", "imagefolder"): IMAGENET,
-    ("experiment", "imagenet_rev_vit_small"): IMAGENET,
-    ("experiment", "error_diffusion_published"): ["task=error_diffusion"],
-    ("experiment", "error_diffusion_article"): ["data.classes=[0,1,2]"],  # its two classes share one output
-    ("data", "text_stdlib"): ["task=causal_lm"],
-    ("data", "text_files"): ["task=masked_lm", "data.files=texts/*.txt"],
-    ("data", "hub"): ["task=masked_lm", "data.name=texts/*.txt", "data.val_fraction=0.3", "data.test_fraction=0.3"],
-    ("data", "hub_images"): ["data.name=images", "data.image_size=32", "model=rev_vit_tiny"],
+    "data=imagefolder": IMAGENET,
+    "data=text_stdlib": "task=causal_lm",
+    "data=text_files": "task=masked_lm data.files=texts/*.txt",
+    "data=hub": "task=masked_lm data.name=texts/*.txt data.val_fraction=0.3 data.test_fraction=0.3",
+    "data=hub_images": "data.name=images data.image_size=32 model=rev_vit_tiny",
+    "experiment=imagenet_rev_vit_small": IMAGENET,
+    "experiment=error_diffusion_published": "task=error_diffusion",
+    "experiment=error_diffusion_article": "data.classes=[0,1,2]",  # its two classes share one output
+    "model=error_diffusion": "task=error_diffusion",
+    "model=timm": "model.name=vit_tiny_patch16_224 data=fake",
+    "model=huggingface": "data=fake model.name=vit model.config.model_type=vit model.config.hidden_size=32 "
+    "model.config.num_attention_heads=2 model.config.num_hidden_layers=1",
 }
+"""What an option does not go without; the models of each family below."""
 
 
-def needs(group, option):
-    """What an option does not go without."""
-    if group != "model":
-        return NEEDS.get((group, option), [])
-    if option == "error_diffusion":
-        return ["task=error_diffusion"]
-    if option == "timm":
-        return ["model.name=vit_tiny_patch16_224", "data=fake"]
-    if option == "huggingface":
-        network = "{model_type: vit, hidden_size: 32, num_attention_heads: 2, num_hidden_layers: 1}"
-        return ["model.name=vit", f"model.config={network}", "data=fake"]
-    family, _, size = option.removeprefix("rev_").partition("_")
+def needs(option):
+    group, _, name = option.partition("=")
+    if option in NEEDS or group != "model":
+        return NEEDS.get(option, "")
+    family, _, size = name.removeprefix("rev_").partition("_")
     if family in ("gpt", "roberta"):
-        return ["task=causal_lm" if family == "gpt" else "task=masked_lm"]
+        return "task=causal_lm" if family == "gpt" else "task=masked_lm"
     pixels = 32 if size in ("nano", "tiny") and (family, size) != ("swin", "tiny") else 224
-    return ["data=fake", f"data.image_size={pixels}"]
+    return f"data=fake data.image_size={pixels}"
 
 
 @cache
@@ -92,14 +82,26 @@ def chosen(command, *choices):
     return composed(command, list(choices))
 
 
-def configuration(command, *overrides):
+def configuration(words="", command="fit"):
     """Composed by Hydra for the options of groups, once for each choice of them; values are laid over as Hydra lays them."""
-    choices = [word for word in overrides if word.partition("=")[0] in GROUPS]
+    words = words.split()
+    choices = [word for word in words if word.partition("=")[0] in GROUPS]
     config = copy.deepcopy(chosen(command, *choices))
-    for override in OverridesParser.create().parse_overrides([word for word in overrides if word not in choices]):
-        OmegaConf.update(config, override.key_or_group, override.value())
-    plain = without_replaced_options(OmegaConf.to_container(config, resolve=True), overrides)
+    for override in OverridesParser.create().parse_overrides([word for word in words if word not in choices]):
+        OmegaConf.update(config, override.key_or_group, override.value(), force_add=True)
+    plain = without_replaced_options(OmegaConf.to_container(config, resolve=True), words)
     return structured(command, plain)
+
+
+def built(config, folder):
+    """The data, the task with its optimizer and schedule, and the callbacks of a training."""
+    task = build_task(config, data := build_data(config))
+    optimizer = task.make_optimizer(task.model)
+    return data, task, optimizer, task.make_scheduler(optimizer, 70), build_callbacks(config, folder, task, data)
+
+
+def callbacks_of(words, folder):
+    return built(configuration(words), folder)[-1]
 
 
 @pytest.fixture
@@ -110,12 +112,10 @@ def images(tmp_path, monkeypatch):
     (tmp_path / "texts").mkdir()
     for number in range(30):
         (tmp_path / "texts" / f"{number}.txt").write_text(f"some words {number}\n\nand more {number}\n")
-
     monkeypatch.chdir(tmp_path)
-    for part in ("train", "val"):
-        for name in ("cat", "dog"):
-            (tmp_path / "images" / part / name).mkdir(parents=True)
-            Image.new("RGB", (40, 30)).save(tmp_path / "images" / part / name / "0.png")
+    for part in ("train/cat", "train/dog", "val/cat", "val/dog"):
+        (tmp_path / "images" / part).mkdir(parents=True)
+        Image.new("RGB", (40, 30)).save(tmp_path / "images" / part / "0.png")
 
 
 def is_slow(group, option):
@@ -123,12 +123,12 @@ def is_slow(group, option):
     return group == "experiment" or (group == "model" and option.endswith(("_small", "_base", "_medium", "_large")))
 
 
-@pytest.mark.parametrize(
-    ("group", "option"),
-    [pytest.param(g, o, marks=[pytest.mark.slow] * is_slow(g, o)) for g, options in GROUPS.items() for o in options],
-)
-def test_every_option_builds(group, option, images, tokens):
-    config = configuration("fit", f"{group}={option}", *needs(group, option))
+OPTIONS = [(is_slow(group, name), f"{group}={name}") for group, names in GROUPS.items() for name in names]
+
+
+@pytest.mark.parametrize("option", [pytest.param(each, marks=[pytest.mark.slow] * apart) for apart, each in OPTIONS])
+def test_every_option_builds(option, images, tokens):
+    config = configuration(f"{option} {needs(option)}")
     data = build_data(config)
     if isinstance(data, TextDataModule):
         data.cache = tokens
@@ -144,7 +144,7 @@ def test_every_option_builds(group, option, images, tokens):
     with torch.device("meta"):
         task = build_task(config, data)
     assert task.model(sample.to("meta")).shape == shape
-    if config.trainer.accelerator == "cpu" or torch.cuda.is_available() or option != "gpu":
+    if config.trainer.accelerator == "cpu" or torch.cuda.is_available() or option != "trainer=gpu":
         check_device(config.trainer)
 
 
@@ -161,16 +161,12 @@ def test_a_users_model_begins_from_one_of_ours(tmp_path):
     assert (model.target, model.dim, model.heads) == ("holotrain.models.RevViT", 384, 3)
 
 
-def test_options_reach_what_they_describe():
-    config = configuration(
-        "fit", "optimizer=sgd", "optimizer.momentum=0.5", "optimizer.lr=0.25", "task.label_smoothing=0.1",
-        "model.drop_path=0.2", "data.batch_size=5", "seed=3", "data.augment=false", "model.mlp_ratio=2", "backward=checkpoint",
-    )  # fmt: skip
-    data = build_data(config)
-    task = build_task(config, data)
-    optimizer = task.make_optimizer(task.model)
+def test_options_reach_what_they_describe(tmp_path):
+    words = "optimizer=sgd optimizer.momentum=0.5 optimizer.lr=0.25 task.label_smoothing=0.1 model.drop_path=0.2 seed=3 "
+    words += "data.batch_size=5 data.augment=false model.mlp_ratio=2 backward=checkpoint"
+    data, task, optimizer, *_ = built(configuration(words), tmp_path)
     assert isinstance(optimizer, torch.optim.SGD)
-    assert (optimizer.param_groups[0]["momentum"], optimizer.param_groups[0]["lr"]) == (0.5, 0.25)
+    assert (optimizer.defaults["momentum"], optimizer.defaults["lr"]) == (0.5, 0.25)
     assert task.label_smoothing == 0.1 and task.model.blocks.backward == "checkpoint"
     assert task.model.blocks.blocks[-1].g.drop_path.probability == 0.2
     assert task.model.blocks.blocks[0].g.widen.out_features == 2 * 96
@@ -180,15 +176,15 @@ def test_options_reach_what_they_describe():
 @pytest.mark.parametrize(
     ("cuda", "words", "precision"),
     [
-        (None, [], "bf16-mixed"),
-        (True, [], "bf16-mixed"),
-        (False, [], "32-true"),
-        (True, ["device=cpu"], "32-true"),
-        (None, ["trainer.accelerator=cpu", "device=cuda"], "bf16-mixed"),
-        (True, ["trainer.accelerator=cpu"], "32-true"),
-        (True, ["trainer.precision=16-mixed"], "16-mixed"),
-        (True, ["task=error_diffusion"], "32-true"),
-        (None, ["trainer=gpu"], "bf16-mixed"),
+        (None, "", "bf16-mixed"),
+        (True, "", "bf16-mixed"),
+        (False, "", "32-true"),
+        (True, "device=cpu", "32-true"),
+        (None, "trainer.accelerator=cpu device=cuda", "bf16-mixed"),
+        (True, "trainer.accelerator=cpu", "32-true"),
+        (True, "trainer.precision=16-mixed", "16-mixed"),
+        (True, "task=error_diffusion", "32-true"),
+        (None, "trainer=gpu", "bf16-mixed"),
     ],
 )
 def test_the_precision_is_that_of_the_device(monkeypatch, cuda, words, precision):
@@ -196,9 +192,9 @@ def test_the_precision_is_that_of_the_device(monkeypatch, cuda, words, precision
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda is not None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: cuda)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    assert holotrain.compose("plan", words).trainer.precision == precision
+    assert configuration(words, "plan").trainer.precision == precision
     if cuda is None and not words:
-        assert holotrain.compose("fit").trainer.precision == "32-true"
+        assert configuration().trainer.precision == "32-true"
 
 
 @pytest.mark.parametrize(("compiler", "device", "refused"), [("", "gpu", True), ("gcc", "gpu", False), ("", "cpu", False)])
@@ -208,43 +204,48 @@ def test_optimizers_of_few_bits_need_a_compiler_on_a_gpu(monkeypatch, tmp_path, 
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    config = configuration("fit", "optimizer=adamw_8bit", f"trainer.accelerator={device}", "trainer.precision=32-true")
+    config = configuration(f"optimizer=adamw_8bit trainer.accelerator={device} trainer.precision=32-true")
     with pytest.raises(UserError, match="needs a C compiler") if refused else nullcontext():
         check_training_device(config)
 
 
-def test_optimizers_and_schedules_of_torch():
-    config = configuration(
-        "fit", "optimizer._target_=torch.optim.NAdam", "optimizer.lr=0.01", "optimizer.weight_decay=0.1",
-        "scheduler._target_=torch.optim.lr_scheduler.OneCycleLR", "scheduler.max_lr=0.02",
-    )  # fmt: skip
-    task = build_task(config, build_data(config))
-    optimizer = task.make_optimizer(task.model)
+def test_optimizers_and_schedules_of_torch(tmp_path):
+    words = "optimizer._target_=torch.optim.NAdam optimizer.lr=0.01 optimizer.weight_decay=0.1 "
+    words += "scheduler._target_=torch.optim.lr_scheduler.OneCycleLR scheduler.max_lr=0.02"
+    _, task, optimizer, schedule, _ = built(configuration(words), tmp_path)
     assert type(optimizer) is torch.optim.NAdam
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(task.model.parameters()))
-    schedule = task.make_scheduler(optimizer, 70)
     assert type(schedule) is torch.optim.lr_scheduler.OneCycleLR and schedule.total_steps == 70
 
 
-TOGETHER = """
+OWN = """
+import math
 import torch
+from lightning.pytorch import Callback
 
 class Together(torch.optim.SGD):
     def step(self, closure=None):
         torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
         return super().step(closure)
+
+class Bounded(Callback):
+    def __init__(self, most: float = float("inf"), least: float = -math.inf, worst: float = 1e999):
+        self.bounds = most, least, worst
 """
 
 
-def test_steps_in_the_backward_are_for_optimizers_that_step_parameters_alone(tmp_path, monkeypatch):
-    (tmp_path / "together.py").write_text(TOGETHER)
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "of_config.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
-    on = ["optimizer.in_backward=true", "trainer.gradient_clip_algorithm=value", "trainer.gradient_clip_val=0.01"]
-    task = build_task(config := configuration("fit", *on), build_data(config))
-    assert type(task.make_optimizer(task.model)) is InBackward
-    with pytest.raises(UserError, match=r"optimizer.in_backward: Together steps all parameters together"):
-        check_optimizer(configuration("fit", *on, "optimizer._target_=together.Together", "optimizer.lr=0.1"))
+
+
+IN_BACKWARD = "optimizer.in_backward=true trainer.gradient_clip_algorithm=value trainer.gradient_clip_val=0.01"
+
+
+def test_steps_in_the_backward(tmp_path):
+    assert type(built(configuration(IN_BACKWARD), tmp_path)[2]) is InBackward
 
 
 TRAINER = inspect.signature(pl.Trainer).parameters
@@ -259,87 +260,67 @@ def written(value):
 def test_every_argument_of_lightnings_trainer_is_an_option():
     values = {name: parameter.default for name, parameter in TRAINER.items() if name not in ELSEWHERE}
     values |= {"strategy": "ddp", "devices": 1, "precision": "bf16-mixed", "max_epochs": 3}
-    config = configuration("fit", *(f"trainer.{name}={written(value)}" for name, value in values.items()))
+    config = configuration(" ".join(f"trainer.{name}={written(value)}" for name, value in values.items()))
     assert {name: getattr(config.trainer, name) for name in values} == values
 
 
 def test_arguments_of_the_trainer_reach_it(tmp_path):
-    config = configuration(
-        "fit", "trainer.accelerator=cpu", "trainer.fast_dev_run=3", "trainer.min_steps=2", "trainer.enable_progress_bar=false",
-        "trainer.reload_dataloaders_every_n_epochs=2", "trainer.gradient_clip_val=0.5", "trainer.profiler=simple",
-        "trainer.plugins=[{_target_: lightning.pytorch.plugins.environments.LightningEnvironment}]",
-    )  # fmt: skip
-    trainer = build_trainer(config.trainer, tmp_path, built(tmp_path, config), False)
+    words = "trainer.accelerator=cpu trainer.fast_dev_run=3 trainer.min_steps=2 trainer.enable_progress_bar=false "
+    words += "trainer.reload_dataloaders_every_n_epochs=2 trainer.gradient_clip_val=0.5 trainer.profiler=simple "
+    words += "trainer.plugins=[{_target_:lightning.pytorch.plugins.environments.LightningEnvironment}]"
+    trainer = build_trainer(configuration(words).trainer, tmp_path, callbacks_of(words, tmp_path), False)
     assert (trainer.fast_dev_run, trainer.min_steps, trainer.gradient_clip_val) == (3, 2, 0.5)
     assert trainer.progress_bar_callback is None and type(trainer.profiler).__name__ == "SimpleProfiler"
     assert type(trainer._accelerator_connector.cluster_environment).__name__ == "LightningEnvironment"
 
 
-def built(folder, config):
-    data = build_data(config)
-    return build_fit_callbacks(config, folder, build_task(config, data), data)
-
-
-BOUNDED = """
-import math
-from lightning.pytorch import Callback
-
-class Bounded(Callback):
-    def __init__(self, most: float = float("inf"), least: float = -math.inf, worst: float = 1e999):
-        self.bounds = most, least, worst
-"""
-
-
-def test_an_infinite_default_may_be_given_too(tmp_path, monkeypatch):
-    (tmp_path / "of_bounds.py").write_text(BOUNDED)
-    monkeypatch.syspath_prepend(tmp_path)
-    mine = "callbacks.mine._target_=of_bounds.Bounded"
-    given = configuration("fit", mine, "callbacks.mine.most=inf", "callbacks.mine.least=-inf", "callbacks.mine.worst=inf")
-    assert given == configuration("fit", mine) == structured("fit", to_container(given))
-    (made,) = [callback for callback in built(tmp_path, given) if hasattr(callback, "bounds")]
+def test_an_infinite_default_may_be_given_too(tmp_path, own):
+    mine = "callbacks.mine._target_=of_config.Bounded"
+    given = configuration(f"{mine} callbacks.mine.most=inf callbacks.mine.least=-inf callbacks.mine.worst=inf")
+    assert given == configuration(mine) == structured("fit", to_container(given))
+    (made,) = [callback for callback in built(given, tmp_path)[-1] if hasattr(callback, "bounds")]
     assert made.bounds == (math.inf, -math.inf, math.inf)
 
 
-WRONG = [
-    ("trainer.val_check_interval=true", "trainer.val_check_interval: True is not valid; give a whole number"),
-    ("backward=pareprop backward.store=-1", "backward: store must be at least 0, not -1"),
-    ("backward=autograd backward.store=2", "backward=autograd already stores every block"),
-    ("backward.exact=some", "backward.exact: Value 'some' of type 'str' is incompatible with"),
-    ("backward.cuda_graph=true trainer.precision=16-mixed", "use trainer.precision=bf16-mixed"),
-    ("task=causal_lm model=rev_vit_tiny", "not RevViT; use another model, or task=image_classification"),
-    ("task=masked_lm data=digits", "data: MaskedLM learns from text, which Digits does not have; use other data, or"),
-    ("task=causal_lm model.trained=head", "model.trained=head: CausalLM shares its head with the embedding"),
-    ("model=swin_tiny model.depths=[]", "model: depths and heads need one number"),
-    ("task=masked_lm backward.cuda_graph=true", "backward.cuda_graph: batches of MaskedLM vary in shape"),
-    ("optimizer.betas=[0.9]", "optimizer: holotrain.tasks.optimizer_functions.adamw: tuple index out of range"),
-    ("optimizer=adafactor optimizer.eps=[null,-1]", "optimizer: epsilon2 should be >= 0 but is: -1.0"),
-    ("scheduler.warmup=1", "scheduler.warmup: must be in [0, 1), not 1.0"),
-    ("callbacks.mine._target_=torch.nn.ReLU", "callbacks.mine: torch.nn.ReLU is not a Callback; calling it gives a ReLU"),
-    ("synthesis=shared synthesis.block_length=100000000", "synthesis.block_length=100000000: it is longer"),
-]
+WRONG = {
+    # by one option alone, or with its class
+    "trainer.val_check_interval=true": "trainer.val_check_interval: True is no number of batches and no fraction above 0",
+    "trainer.check_val_every_n_epoch=0": "trainer.check_val_every_n_epoch: must be at least 1, not 0",
+    "trainer.max_steps=0": "trainer.max_epochs, max_steps and limit_train_batches: with 0 nothing is trained",
+    "trainer.devices=two": "trainer.devices: 'two' is not a whole number or auto",
+    "trainer.compression=bf16": "trainer.compression: needs trainer=ddp",
+    "trainer=tp trainer.overlap=null trainer.signals=true": "trainer.signals: needs trainer.overlap",
+    "data.batch_size=many": "data.batch_size: 'many' is not a whole number or auto",
+    "backward=pareprop backward.store=-1": "backward.store: must be a number of blocks up to 6 or indices below 6, not -1",
+    "backward.exact=some": "backward.exact: Value 'some' of type 'str' is incompatible with",
+    "backward.exact=60": "backward.exact: must be False, True or a number of bits up to 52, not 60",
+    "backward.kind=parreprop": "backward.kind: 'parreprop' is not one of",
+    "backward=checkpoint backward.keep=[attention]": "backward.keep: needs backward=reversible or pareprop",
+    "backward=auto backward.store=1": "backward=auto: it chooses what to store",
+    "model=vit_tiny backward=reversible": "model: a model that is not reversible takes backward autograd, checkpoint",
+    "model=swin_tiny model.depths=[]": "model: depths and heads need one number",
+    "optimizer.lr=-1": "optimizer: Invalid learning rate: -1",
+    "optimizer.betas=[0.9]": "optimizer: holotrain.tasks.optimizer_functions.adamw: tuple index out of range",
+    "optimizer=adafactor optimizer.eps=[null,-1]": "optimizer: epsilon2 should be >= 0 but is: -1.0",
+    f"{IN_BACKWARD} optimizer._target_=of_config.Together optimizer.lr=0.1": "optimizer.in_backward: this optimizer steps all",
+    "scheduler.warmup=1": "scheduler.warmup: must be in [0, 1), not 1.0",
+    "callbacks.mine._target_=torch.nn.ReLU": "callbacks.mine: torch.nn.ReLU is not a Callback; calling it gives a ReLU",
+    "callbacks.checkpoint.monitor=val/acuracy": "callbacks.checkpoint.monitor: 'val/acuracy' is not one of",
+    # several together
+    "task=causal_lm model=rev_vit_tiny": "not RevViT; use another model, or task=image_classification",
+    "task=masked_lm data=digits": "data: MaskedLM learns from text, which Digits does not have; use other data, or",
+    "task=masked_lm data.batch_size=auto": "data.batch_size=auto: data.max_tokens sets the batch size here",
+    "backward.cuda_graph=true trainer.precision=16-mixed": "backward.cuda_graph: does not go together with trainer.precision",
+    "task=masked_lm backward.cuda_graph=true": "backward.cuda_graph: does not go together with batches that vary in shape",
+    "compile=true backward.keep=[attention]": "compile: does not go together with backward.keep",
+}
 
 
-@pytest.mark.parametrize(("overrides", "words"), WRONG)
-def test_a_wrong_value_is_named(overrides, words, tmp_path):
+@pytest.mark.parametrize("words", WRONG)
+def test_a_wrong_value_is_named(words, tmp_path, own):
     with pytest.raises(UserError) as error:
-        config = configuration("fit", *overrides.split())
-        check_optimizer(config)
-        built(tmp_path, config)
-    assert words in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("bits", ["8bit", slow("4bit"), slow("fp8")])
-def test_the_name_of_an_optimizer_says_its_bits(bits, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for option in ("adamw_8bit", "adamw_4bit"):
-        config = holotrain.compose("fit", [f"optimizer={option}", f"optimizer.bits={bits}"])
-        assert (config.optimizer.bits, config.choices["optimizer"]) == (bits, f"adamw_{bits}")
-    Path("mine/optimizer").mkdir(parents=True)
-    Path("mine/optimizer/adamw_mine.yaml").write_text("defaults: [adamw_8bit]\n")
-    config = holotrain.compose("fit", ["optimizer=adamw_mine", f"optimizer.bits={bits}"], config_dir="mine")
-    assert (config.optimizer.bits, config.choices["optimizer"]) == (bits, "adamw_mine")
-    named = ["optimizer._target_=holotrain.tasks.optimizer_functions.adamw_low_bit", f"optimizer.bits={bits}"]
-    assert holotrain.compose("fit", named).optimizer.bits == bits
+        built(configuration(words), tmp_path)
+    assert WRONG[words] in str(error.value) and "\n" not in str(error.value)
 
 
 def one(made, kind):
@@ -347,45 +328,42 @@ def one(made, kind):
 
 
 def test_callbacks_are_given_what_the_program_knows(tmp_path):
-    words = ["callbacks=early_stopping", "callbacks.throughput.peak_flops=1e12", "callbacks.checkpoint.every_n_train_steps=7"]
-    made = built(tmp_path, configuration("fit", *words))
+    stopping, given = (
+        "callbacks=early_stopping",
+        "callbacks.throughput.peak_flops=1e12 callbacks.checkpoint.every_n_train_steps=7",
+    )
+    made = callbacks_of(f"{stopping} {given}", tmp_path)
     best, stop, speed = one(made, BestCheckpoint), one(made, EarlyStopping), one(made, ThroughputMonitor)
     assert (best.monitor, best.mode, Path(best.dirpath)) == ("val/accuracy", "max", tmp_path / "checkpoints")
     assert (stop.monitor, stop.mode, stop.patience) == ("val/accuracy", "max", 5)
     assert speed.peak_flops == 1e12 and speed.hardware_flops_per_sample > speed.model_flops_per_sample > 0
     assert [c._every_n_train_steps for c in made if isinstance(c, ModelCheckpoint)] == [0, 0, 7]
-    made = built(tmp_path, configuration("fit", "callbacks=early_stopping", "callbacks.early_stopping.monitor=val/loss"))
+    made = callbacks_of(f"{stopping} callbacks.early_stopping.monitor=val/loss", tmp_path)
     stop, speed = one(made, EarlyStopping), one(made, ThroughputMonitor)
     assert (stop.monitor, stop.mode, speed.model_flops_per_sample) == ("val/loss", "min", None)
-
-
-def test_callbacks_that_follow_a_metric_need_a_validation(tmp_path):
-    made = built(tmp_path, configuration("fit", "callbacks=early_stopping", "trainer.limit_val_batches=0"))
+    # without a validation those that follow a metric of it are left out
+    made = callbacks_of(f"{stopping} trainer.limit_val_batches=0", tmp_path)
     assert not any(isinstance(callback, EarlyStopping | BestCheckpoint) for callback in made)
-    words = ["callbacks.early_stopping.monitor=train/loss", "trainer.limit_val_batches=0"]
-    made = built(tmp_path, configuration("fit", "callbacks=early_stopping", *words))
+    made = callbacks_of(f"{stopping} trainer.limit_val_batches=0 callbacks.early_stopping.monitor=train/loss", tmp_path)
     assert one(made, EarlyStopping).mode == "min"
 
 
 def test_a_module_that_names_no_metric_has_no_best_checkpoint(tmp_path):
-    class Module(pl.LightningModule):
-        """A user's."""
+    def best_of(words):
+        config = configuration(words)
+        made = one(build_callbacks(config, tmp_path, pl.LightningModule(), build_data(config)), BestCheckpoint)
+        return made.monitor, made.mode, made.save_top_k
 
-    config = configuration("fit", "callbacks=early_stopping")
-    with pytest.raises(UserError, match="callbacks.early_stopping.monitor: a value is needed"):
-        build_fit_callbacks(config, tmp_path, Module(), build_data(config))
-    config = configuration("fit")
-    best = one(build_fit_callbacks(config, tmp_path, Module(), build_data(config)), BestCheckpoint)
-    assert (best.monitor, best.save_top_k) == (None, 0)
-    config = configuration("fit", "callbacks.checkpoint.monitor=mine", "callbacks.checkpoint.mode=max")
-    best = one(build_fit_callbacks(config, tmp_path, Module(), build_data(config)), BestCheckpoint)
-    assert (best.monitor, best.mode, best.save_top_k) == ("mine", "max", 1)
+    with pytest.raises(UserError, match=r"callbacks.early_stopping: .* argument: 'monitor'"):
+        best_of("callbacks=early_stopping")
+    assert best_of("")[::2] == (None, 0)
+    assert best_of("callbacks.checkpoint.monitor=mine callbacks.checkpoint.mode=max") == ("mine", "max", 1)
 
 
 def test_the_order_of_callbacks(tmp_path):
     """What looks at a validation comes before an average, and what measures gradients before a synthesis."""
-    more = "callbacks.more._target_=holotrain.callbacks.DriftMonitor"
-    names = [type(each).__name__ for each in built(tmp_path, configuration("fit", "callbacks=ema", "synthesis=shared", more))]
+    words = "callbacks=ema synthesis=shared callbacks.more._target_=holotrain.callbacks.DriftMonitor"
+    names = [type(each).__name__ for each in callbacks_of(words, tmp_path)]
     assert names[0] == "ExactResume" and names[-1] == "SaveOnSignal"
     assert names.count("DriftMonitor") == 2
     assert names.index("Samples") < names.index("WeightAverage") < names.index("SynthesisCallback")
@@ -422,16 +400,17 @@ def test_a_message_that_begins_with_an_option_is_about_it(text, expected):
     ],
 )
 def test_what_the_machine_cannot_do_is_refused(words, said):
+    config = configuration(words)
     with pytest.raises(UserError, match=said):
-        check_training_device(configuration("fit", *words.split()))
+        check_device(config.trainer)
+        check_training_device(config)
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a build of torch with NCCL")
 def test_nccl_takes_the_sms_and_the_priority_that_it_is_given():
     process = ProcessRank(0, 2, 0, 2)
-    assert group_options(configuration("fit", "trainer=tp").trainer, process, "cpu")["pg_options"] is None
-    words = ["trainer.nccl_max_ctas=2", "trainer.nccl_high_priority=true", "trainer.timeout=60"]
-    given = configuration("fit", "trainer=tp", *words)
+    assert group_options(configuration("trainer=tp").trainer, process, "cpu")["pg_options"] is None
+    given = configuration("trainer=tp trainer.nccl_max_ctas=2 trainer.nccl_high_priority=true trainer.timeout=60")
     options = group_options(given.trainer, process, "cpu")["pg_options"]
     assert (options.config.min_ctas, options.config.max_ctas, options.is_high_priority_stream) == (1, 2, True)
     assert options._timeout.total_seconds() == 60
@@ -445,10 +424,9 @@ def test_an_override_is_read_as_the_text_that_was_quoted(text):
 
 FILES = [path for group in ("data", "task") for path in Path(config_folder(), group).glob("*.yaml")]
 NODES = [*models().values(), *(OmegaConf.to_container(OmegaConf.load(path)) for path in FILES)]
-CONSTRUCTORS = sorted({target for node in NODES for _, target in targets(node)})
 
 
-@pytest.mark.parametrize("target", CONSTRUCTORS)
+@pytest.mark.parametrize("target", sorted({target for node in NODES for _, target in targets(node)}))
 def test_every_option_has_a_type_a_default_and_a_meaning(target):
     found = signature(target)
     assert not found.takes_others
@@ -458,15 +436,11 @@ def test_every_option_has_a_type_a_default_and_a_meaning(target):
     assert to_plain(structured_config({name: found.options[name] for name in defaults})) == defaults
 
 
-@pytest.mark.parametrize(
-    "target",
-    sorted(
-        {*option_groups.COMPATIBLE, *(name for models, data in option_groups.COMPATIBLE.values() for name in (*models, data))}
-    ),
-)
-def test_classes_that_options_depend_on_are_where_they_are_said_to_be(target):
+def test_classes_that_options_depend_on_are_where_they_are_said_to_be():
     """A name of yesterday would make every check of it pass in silence."""
-    assert target in signature(target).bases
+    for task, (models_of_it, data) in COMPATIBLE.items():
+        for target in (task, *models_of_it, data):
+            assert target in signature(target).bases
 
 
 @pytest.mark.parametrize(
@@ -484,11 +458,6 @@ def test_values_are_taken_as_they_are_meant(target, option, given, taken):
     schema = structured_config({option: signature(target).options[option]})
     found = to_plain(OmegaConf.merge(schema, {option: given}))[option]
     assert found == taken and type(found) is type(taken)
-
-
-def trainer_of(**options) -> ObjectConfig:
-    plain = {"_target_": "lightning.pytorch.Trainer", "max_epochs": 16, **options}
-    return ObjectConfig(plain["_target_"], to_plain(OmegaConf.merge(group_config("trainer", plain), plain)))
 
 
 @pytest.mark.parametrize(
@@ -510,31 +479,17 @@ def trainer_of(**options) -> ObjectConfig:
         ({"val_check_interval": 400, "max_epochs": 2, "limit_train_batches": 0.5}, 10, (1.0, 1)),
         ({"max_epochs": -1, "max_time": "00:01:00:00"}, 10, (1.0, 1)),
         ({"val_check_interval": 400, "max_epochs": 20, "overfit_batches": 1}, 10, (1.0, 1)),
+        ({"max_steps": 8, "log_every_n_steps": 20}, 100, 8),
+        ({"max_steps": 80, "log_every_n_steps": 20}, 100, 20),
+        ({"max_steps": 8, "log_every_n_steps": 0}, 100, 0),
     ],
 )
-def test_a_training_is_validated_before_it_ends(options, batches, expected):
-    found = validation_and_logging(trainer_of(**options), batches)
-    assert (found["val_check_interval"], found["check_val_every_n_epoch"]) == expected
-
-
-def test_a_short_training_is_logged():
-    assert validation_and_logging(trainer_of(max_steps=8, log_every_n_steps=20), 100)["log_every_n_steps"] == 8
-    assert validation_and_logging(trainer_of(max_steps=80, log_every_n_steps=20), 100)["log_every_n_steps"] == 20
-    assert validation_and_logging(trainer_of(max_steps=8, log_every_n_steps=0), 100)["log_every_n_steps"] == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("model.depth=1,two seed=1,2", "job 2 (model.depth=two seed=1): model.depth: Value 'two' of type"),
-        ("data.batch_size=8,auto backward=reversible,auto", "job 3 (data.batch_size=auto backward=auto): data.batch_size=auto"),
-        ("seed=1,2 optimizer.lrr=1", "job 0 (seed=1): optimizer.lrr: there is no such option. Did you mean 'lr'?"),
-    ],
-)
-def test_the_job_and_its_values_are_named_before_any_job_starts(holotrain, words, said):
-    status, out, err = holotrain("fit", "-m", *words.split())
-    assert (status, out) == (2, "") and err.startswith(f"holotrain: {said}") and err.count("\n") == 1
-    assert not Path("runs").exists()
+def test_a_training_is_validated_and_logged_before_it_ends(options, batches, expected):
+    plain = {"_target_": "lightning.pytorch.Trainer", "max_epochs": 16, **options}
+    trainer = ObjectConfig(plain["_target_"], to_plain(OmegaConf.merge(group_config("trainer", plain), plain)))
+    found = validation_and_logging(trainer, batches)
+    asked = (found["val_check_interval"], found["check_val_every_n_epoch"])
+    assert (asked if isinstance(expected, tuple) else found["log_every_n_steps"]) == expected
 
 
 def test_a_sweep_without_a_job_is_not_resumed(tmp_path):

@@ -37,7 +37,6 @@ TABLES = {
         ("fit callbacks.find._target_=lightning.pytorch.callbacks.LearningRateFinder", "sweep=learning_rate"),
         ("fit scheduler.monitor=val/loss", "monitor"),
         # types and ranges
-        ("fit optimizer.lr=nan", "lr"),
         ("fit memory=lots", "memory: 'lots' is not an amount of memory; write a number and its unit"),
         ("fit model.dim=4611686018427387904", "do not fit into memory"),
         ("fit task=causal_lm trainer.max_steps=-1", "trainer.max_steps"),
@@ -49,7 +48,7 @@ TABLES = {
         ("fit data.val_fraction=0", "data: no image is left for val; raise data.val_fraction, or set"),
         ("fit output_dir=/proc/nothing", "cannot write to /proc/nothing"),
         ("fit output_dir=a\udcffb", "is not text in UTF-8"),
-        ("predict ckpt_path=run texts=text.ckpt", "texts: the checkpoint learned from images; give images=..."),
+        ("predict ckpt_path=run texts=text.ckpt", "predict: the checkpoint learned from images; give images=..."),
         ("init full", "full exists already"),
     ],
     "fit trainer.accelerator=cpu": [
@@ -57,9 +56,9 @@ TABLES = {
         ("task=error_diffusion task.clamp_signs=true", "clamp_signs"),
         ("trainer.devices=2", "trainer=default uses one process"),
         ("trainer=ddp trainer.num_nodes=2", "start it with torchrun"),
-        ("trainer=fsdp synthesis=bind", "synthesis"),
+        ("trainer=pipeline synthesis=bind", "synthesis"),
         ("backward=auto backward.store=2", "backward=auto"),
-        ("trainer=tp callbacks=ema", "callbacks.ema"),
+        ("trainer=tp callbacks=ema", "average"),
     ],
 }
 """What is typed after ``holotrain``, by what it begins with, and what the answer must say."""
@@ -118,6 +117,12 @@ def test_names_in_brackets_and_interpolations_mean_what_they_say(holotrain):
 
 QUICK = [*SMALL, "trainer.max_epochs=1", "callbacks.progress=null", "test=false"]
 ROOT = Path(__file__).parents[2]
+
+
+def test_what_is_found_when_the_training_begins_is_one_line_too(holotrain):
+    assert holotrain.refused("fit", *QUICK, "optimizer.lr=nan") == "holotrain: optimizer: Invalid learning rate: nan\n"
+    said = holotrain.refused("fit", *QUICK, "synthesis=shared", "synthesis.cover=[nothing]", "trainer.gradient_clip_val=null")
+    assert said.startswith("holotrain: fit: cover: 'nothing' matches no parameter; names look like ")
 
 
 def test_a_command_that_prints_ends_quietly_when_its_reader_has_left(tmp_path):

@@ -116,8 +116,8 @@ def test_images_of_another_size_and_number_of_classes(tmp_path, capsys):
         slow([*TINY, "task=causal_lm", *TEXT], "model: CausalLM trains GPT or HuggingFace, not Timm"),
         ([*TINY, "model.reversible=4bit"], "model.reversible is gone: backward=checkpoint8 "),
         ([*TINY, "backward=reversible"], "Timm has no reversible blocks; only autograd, checkpoint, checkpoint8, offload"),
-        slow([*TINY, "model.adapters=64"], "model.adapters=64: these are gone; give model.adapters._target_=peft.LoraConfig"),
-        slow([*TINY, "model.quantised=4bit"], "model.quantised: few bits cannot be trained; give model.adapters._target_="),
+        slow([*TINY, "model.adapters=64"], "model.adapters: a int is no configuration of peft, such as peft.LoraConfig"),
+        slow([*TINY, "model.quantised=4bit"], "model: this Timm has no frozen Linear layer or embedding to quantise"),
         (["model=huggingface", "model.name=someone/something"], "model.download=true downloads one from the Hub"),
         slow(
             ["model=huggingface", "model.name=vit", "task=causal_lm", *TEXT],

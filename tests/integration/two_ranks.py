@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from holotrain.checkpoints.exact_resume import ExactResume
 from holotrain.cli import main
-from holotrain.config import build_trainer
+from holotrain.config import build
 
 RANK = int(sys.argv[1])
 
@@ -88,7 +88,7 @@ def variables(name: str) -> dict[str, str]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    build_trainer.ExactResume = Witness
+    build.ExactResume = Witness
     work, results = json.loads(sys.argv[2]), Path(sys.argv[3])
     found_here = {"statuses": {}, "seen": Witness.seen}
     told: set[str] = set()

@@ -94,7 +94,7 @@ class TextDataModule(LoadingModule):
         require_at_least(1, pad_to_multiple_of=pad_to_multiple_of)
         if context % pad_to_multiple_of:
             raise ValueError(f"pad_to_multiple_of must divide context, but {pad_to_multiple_of} does not divide {context}")
-        require_at_least(1, batch_size=batch_size)
+        require_at_least(1, batch_size=batch_size, max_tokens=max_tokens)
         if layout == "packed":
             max_tokens = None  # blocks have one length
         elif max_tokens is not None and max_tokens < context:
