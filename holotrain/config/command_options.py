@@ -4,7 +4,7 @@ The string below a field is its help text, and ``__post_init__`` checks what a t
 that ``--help`` is fast.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast
@@ -253,20 +253,14 @@ def check_task(config: RunConfig) -> None:
     if ours is None:
         return
     models, of = groups.COMPATIBLE[ours]
-    if is_a(data, groups.IMAGES, groups.TEXT) and not is_a(data, of):
-        kind = "images" if of == groups.IMAGES else "text"
-        tasks = [each for each, (_, other) in groups.COMPATIBLE.items() if is_a(data, other)]
-        raise UserError(
-            f"data: {task.name} learns from {kind}, which {data.name} does not have; use other data, or {_words(tasks)}"
-        )
-    tasks = [each for each, (classes, _) in groups.COMPATIBLE.items() if is_a(model, *classes)]
+    tasks = [f"task={groups.TASK_OPTIONS[each]}" for each, (_, other) in groups.COMPATIBLE.items() if is_a(data, other)]
+    if tasks and not is_a(data, of):
+        kind, other = "images" if of == groups.IMAGES else "text", " or ".join(tasks)
+        raise UserError(f"data: {task.name} learns from {kind}, which {data.name} does not have; use other data, or {other}")
+    tasks = [f"task={groups.TASK_OPTIONS[each]}" for each, (some, _) in groups.COMPATIBLE.items() if is_a(model, *some)]
     if model is not None and tasks and not is_a(model, *models):
-        names = " or ".join(target.rpartition(".")[2] for target in models)
-        raise UserError(f"model: {task.name} trains {names}, not {model.name}; use another model, or {_words(tasks)}")
-
-
-def _words(tasks: Iterable[str]) -> str:
-    return " or ".join(f"task={groups.TASK_OPTIONS[each]}" for each in tasks)
+        names, other = " or ".join(target.rpartition(".")[2] for target in models), " or ".join(tasks)
+        raise UserError(f"model: {task.name} trains {names}, not {model.name}; use another model, or {other}")
 
 
 def check_trainer(trainer: ObjectConfig) -> None:
@@ -282,21 +276,19 @@ def check_trainer(trainer: ObjectConfig) -> None:
     for name, strategies in groups.OF_STRATEGIES.items():
         if trainer.strategy not in strategies and getattr(trainer, name) != usual[name].default:
             raise ValueError(f"{name}: needs trainer={' or '.join(strategies)}")
-    interval, limits = trainer.val_check_interval, (trainer.max_epochs, trainer.max_steps)
-    no_limit = limits[0] in (None, -1) and limits[1] < 0 and trainer.max_time is None
-    processes, is_no_interval = max(trainer.num_nodes or 1, 1 if trainer.devices == AUTO else trainer.devices), interval == 0
-    is_no_interval |= type(interval) not in (int, float, type(None))
+    interval, limits = trainer.val_check_interval, (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches)
+    has_no_limit = trainer.max_epochs in (None, -1) and trainer.max_steps < 0 and trainer.max_time is None
+    several = trainer.devices not in (1, AUTO) or trainer.num_nodes not in (1, None)
+    is_interval = interval is None or (type(interval) in (int, float) and interval != 0)
     refuse(
         {
             "trainer.devices: trainer=default uses one process; for several, use trainer=ddp, fsdp, tp or pipeline": (
-                trainer.strategy == "single" and processes > 1
+                several and trainer.strategy == "single"
             ),
             "trainer.signals: needs trainer.overlap": trainer.signals and trainer.overlap is None,
-            "trainer.max_epochs=-1: needs a limit; set trainer.max_steps or trainer.max_time": no_limit,
-            "trainer.max_epochs, max_steps and limit_train_batches: with 0 nothing is trained; use validate or test": (
-                0 in (*limits, trainer.limit_train_batches)
-            ),
-            f"trainer.val_check_interval: {interval!r} is no number of batches and no fraction above 0": is_no_interval,
+            "trainer.max_epochs=-1: needs a limit; set trainer.max_steps or trainer.max_time": has_no_limit,
+            "trainer.max_epochs, max_steps and limit_train_batches: with 0 nothing is trained; use validate": 0 in limits,
+            f"trainer.val_check_interval: {interval!r} is no number of batches and no fraction above 0": not is_interval,
         }
     )
 
