@@ -19,10 +19,6 @@ class UserError(Exception):
         return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in super().__str__())
 
 
-class MachineFailure(UserError):
-    """Not a mistake, but as short: the machine failed. The same run may go well when it is started again."""
-
-
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """`` Did you mean 'x'?`` with the nearest choice, or an empty string."""
     choices = list(choices)
