@@ -304,9 +304,8 @@ def attention_for(data: pl.LightningDataModule | None, texts: bool = False) -> A
 def lightning_refusals(command: str) -> Generator[None]:
     """
     Raises:
-        UserError: Lightning, a task or a callback of ours refuses to begin: a LightningModule or data of others have no step or
-            loader for this command, a fraction of the batches is less than one batch, a synthesis covers nothing. Or a part of
-            a checkpoint cannot be restored.
+        UserError: Lightning, or a callback of ours, refuses to begin (a LightningModule has no step for this command, a
+            synthesis covers nothing), or a part of a checkpoint cannot be restored.
     """
     try:
         yield
@@ -315,9 +314,11 @@ def lightning_refusals(command: str) -> Generator[None]:
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         frames = [frame for frame, _ in walk_tb(error.__traceback__)]
         names = [(frame.f_globals.get("__name__", ""), frame.f_code.co_name.lstrip("_")) for frame in frames]
-        if isinstance(error, ValueError) and _begins(names):
+        begins = not {"configure_optimizers", "on_fit_start"}.isdisjoint(name for _, name in names)
+        if isinstance(error, ValueError) and begins and is_of(names[-1][0], ["holotrain"]):
             raise UserError(f"{command}: {first_line(error)}") from error
-        if not _comes_from_a_checkpoint(names):
+        restores = any(module in RESTORING and name.startswith("restore") for module, name in names)
+        if not restores or not is_of(names[-1][0], READERS):
             raise
         said = f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)
         raise UserError(f"ckpt_path: the checkpoint is damaged, or of another training: {said}") from error
@@ -328,15 +329,3 @@ RESTORING = (checkpoint_connector.__name__, ExactResume.__module__)
 
 READERS = ("holotrain", "lightning", "random", "torch.cuda.random", "torch.optim", "torch.random")
 """Where an error of these parts is raised. Those of a user's own hooks, and of other processes, are raised elsewhere."""
-
-
-def _begins(names: list[tuple[str, str]]) -> bool:
-    """Whether an error, by the modules and functions that it passed, is a refusal of a task or callback of ours to begin."""
-    begun = any(is_of(module, ["holotrain"]) and name in ("configure_optimizers", "on_fit_start") for module, name in names)
-    return begun and is_of(names[-1][0], ["holotrain"])
-
-
-def _comes_from_a_checkpoint(names: list[tuple[str, str]]) -> bool:
-    """Whether an error arose while a part of a checkpoint was restored, and not in a user's code or another process."""
-    restores = any(module in RESTORING and name.startswith("restore") for module, name in names)
-    return restores and is_of(names[-1][0], READERS)

@@ -23,9 +23,6 @@ from holotrain.folders import write_table
 from holotrain.numeric import counted
 from holotrain.tasks.task import monitored_by
 
-MODES = {"max": "maximize", "min": "minimize"}
-"""Directions of Optuna, by the mode of a metric."""
-
 ALWAYS = ("job", "status", "name", "tags", "step_peak_bytes", "error")
 """Columns that are shown even if they are the same in all jobs."""
 
@@ -52,9 +49,9 @@ def check_direction(objective: tuple[str, str] | None, direction: str | None) ->
         return
     if objective is None:
         raise UserError("the sweeper needs a validation metric: use callbacks.checkpoint and trainer.limit_val_batches=1.0")
-    metric, mode = objective
-    if direction != MODES[mode]:
-        raise UserError(f"hydra.sweeper.direction={direction}: use {MODES[mode]}, the better values of {metric}")
+    metric, better = objective[0], "maximize" if objective[1] == "max" else "minimize"
+    if direction != better:
+        raise UserError(f"hydra.sweeper.direction={direction}: use {better}, the better values of {metric}")
 
 
 def best(folder: Path) -> float | None:
