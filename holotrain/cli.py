@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from holotrain.parallel.processes import Processes
 
 log = logging.getLogger("holotrain")
+
+CLOCKS_DIFFER = 2.0
+"""Seconds by which the clock of a machine that runs jobs of a sweep may be behind."""
 
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 """Variables that set up PyTorch's allocator for GPUs."""
@@ -155,25 +159,25 @@ class Launch:
         """Lets Hydra run the jobs of a sweep, and shows their table."""
         from holotrain.commands.screen import quieten
 
-        folder = prepare_sweep(self.arguments)
+        folder, began = prepare_sweep(self.arguments), time.time() - CLOCKS_DIFFER
         quieten()
         sys.argv.append(f"hydra.sweep.dir={quoted(str(folder))}")
         try:
             with explaining(self.arguments):
                 launch()
-            if not read_jobs(folder):
+            if not read_jobs(folder, began):
                 raise UserError("-m: the sweep has no job, because one of its options has no value; range(0) has none")
         except Exception as error:  # of the sweeper or the launcher
             explained = isinstance(error, UserError)  # as if an option of the command line were wrong
-            if (explained or isinstance(error, OSError)) and not read_jobs(folder):
+            if (explained or isinstance(error, OSError)) and not read_jobs(folder, began):
                 raise
             cause = cast("Exception", error.__context__) if explained else error
             print(f"holotrain: the sweep ended: {first_line(cause)}", file=sys.stderr)
             self.statuses.append(2 if explained else 1)
         finally:
-            jobs = read_jobs(folder)
-            if not jobs:
-                (folder / "multirun.yaml").unlink(missing_ok=True)
+            jobs = read_jobs(folder, began)
+            if folder.is_dir() and [path.name for path in folder.iterdir()] == ["multirun.yaml"]:
+                (folder / "multirun.yaml").unlink()
             with suppress(OSError):  # such as: it is not empty
                 folder.rmdir()
             if jobs:

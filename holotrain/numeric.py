@@ -26,7 +26,7 @@ def require_at_least(least: float, **arguments: float | Sequence[float] | None) 
             if number is None or number == "auto":
                 continue
             if isinstance(number, str):
-                raise ValueError(f"{name}: {number!r} is not a whole number or auto")
+                raise ValueError(f"{name}: {number!r} is not a number or auto")
             if not math.isfinite(number) or number < least:
                 raise ValueError(f"{name} must be at least {least}, not {number}")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import yaml
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -98,13 +98,13 @@ def train(config: FitConfig, run: Run, data: pl.LightningDataModule, start: Path
     if config.steps_in_backward:  # and clips there; Lightning would look for gradients after it
         options = options.with_arguments(gradient_clip_val=None)
     batches = len(data.train_dataloader())
+    if run.is_main:  # not before: an optimizer may be refused until then
+        callbacks.append(LambdaCallback(on_train_start=lambda *_: write_options(outcome)))
     trainer = build_trainer(options, run.folder, [*callbacks, measured], loggers, batches, config.profiler, run.process)
     outcome = Outcome(config, run, data, task, trainer, loggers, measured, objective or (None, None))
 
     screen.show_start(config, run, model_of(task), start, data)
     with finished_if_it_fails(loggers):
-        if run.is_main:
-            write_options(outcome)
         try:
             with lightning_refusals("fit"), as_out_of_memory(), attention_for(data):
                 trainer.fit(task, datamodule=data, ckpt_path=start, weights_only=True)

@@ -227,7 +227,7 @@ def described_model(
     Raises:
         UserError: it cannot be read, or names a class that is not trusted.
     """
-    metadata = checkpointed.metadata(path, to_build=True)
+    metadata = checkpointed.metadata(path, to_build=trust is not None)
     description = metadata["description"]
     vouched = checked_names(description) if trust is None else ()
     if checkpointed.is_exported(path):
@@ -240,8 +240,8 @@ def described_model(
         )
     trained = metadata["config"]["model"]  # None: the task has no model
     for _, target in targets((trained or {}).get("adapters")):
-        if trust is not None and not is_defined_in(str(target), ["peft", *trust]):
-            raise UserError(f"ckpt_path: {path} names {target!r} as model.adapters, which is no configuration of peft")
+        if trust is not None and target != checkpointed.ADAPTERS and not is_defined_in(str(target), trust):
+            raise UserError(f"ckpt_path: {path} names {target!r} as model.adapters; only {checkpointed.ADAPTERS} is trusted")
     prefix, weights = "" if trained is None else "model.", checkpointed.weights(path)
     weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
     if model is None:
@@ -250,7 +250,7 @@ def described_model(
             options = trained or {}
             quantised = options.get("quantised")  # a model is frozen only where it is quantised
             with saved.allocated():
-                train_part(model, options["trained"] if quantised else "all", options.get("adapters", 0), quantised)
+                train_part(model, options.get("trained", "all") if quantised else "all", options.get("adapters", 0), quantised)
         except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise UserError(f"ckpt_path: {path} describes no model that can be built: {first_line(error)}") from error
     with _of_the_same_model(path):

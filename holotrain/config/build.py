@@ -34,7 +34,7 @@ from holotrain.config.command_options import RunConfig
 from holotrain.config.devices import build_strategy, device_name, validation_and_logging
 from holotrain.config.objects import ObjectConfig, full_name
 from holotrain.config.option_groups import BackwardConfig, default_backward, is_a, schema_of, takes
-from holotrain.config.signatures import signature
+from holotrain.config.signatures import REQUIRED, signature
 from holotrain.data.text.module import TextDataModule
 from holotrain.data.tokenizers import tokenizer_from_json
 from holotrain.errors import UserError, as_user_error, check_choice
@@ -51,6 +51,7 @@ from holotrain.optimizers.stepping import InBackward
 from holotrain.parallel.rank import ProcessRank
 from holotrain.reversible.context import has_no_data
 from holotrain.reversible.sequence import checks_in
+from holotrain.schedules import ON_MISMATCH
 from holotrain.targets import TARGET, first_line, instantiate, needed
 from holotrain.tasks.optimizer_functions import decay_groups
 from holotrain.tasks.task import monitored_by
@@ -117,6 +118,9 @@ def with_data_properties(group: str, chosen: ObjectConfig, facts: dict[str, Any]
     for name, value in facts.items():
         if takes(chosen, name) and arguments.setdefault(name, value) != value:
             raise UserError(f"{group}.{name}: {arguments[name]} does not fit the data, which have {value}; leave it out")
+    for name, option in schema_of(group).options(chosen.target).items():
+        if option.default is REQUIRED and name not in arguments:
+            raise UserError(f"{group}.{name}: the data do not tell it; give {group}.{name}=...")
     return arguments
 
 
@@ -176,6 +180,8 @@ def model_arguments(config: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
     if takes(config.model, "backward"):
         kind = default_backward(config.model) if backward.kind in (None, groups.AUTO) else backward.kind
         engine = {name: value for name, value in backward.engine().items() if name != "tile" or takes(config.model, name)}
+        for name in [name for name in engine if not takes(config.model, name)]:
+            raise UserError(f"backward.{name}: {config.model.name} has no such option, as what is not reversible; leave it out")
         arguments |= ({} if kind is None else {"backward": kind}) | engine
     return arguments
 
@@ -239,8 +245,9 @@ def task_of(model: nn.Module | None, config: RunConfig, described: dict[str, Any
             context["mask_id"] = tokenizer.mask_id
     chosen = replace(config.task, arguments=with_data_properties("task", config.task, described["facts"]))
     task = build_object("task", chosen, pl.LightningModule, **context)
-    for checks in checks_in(task):
-        checks.on_mismatch = config.backward.on_mismatch
+    if config.backward.on_mismatch != ON_MISMATCH[0]:  # a model of a user's own may have it otherwise
+        for checks in checks_in(task):
+            checks.on_mismatch = config.backward.on_mismatch
     return task
 
 
@@ -363,8 +370,8 @@ def build_callbacks(
 
 def build_matrices(config: RunConfig) -> list[ConfusionMatrix]:
     """The confusion matrices among the configured callbacks, for an evaluation."""
-    chosen = [each for each in config.callbacks.values() if is_a(each, full_name(ConfusionMatrix))]
-    return [build_object("callbacks", each, ConfusionMatrix) for each in chosen]
+    chosen = [(name, each) for name, each in config.callbacks.items() if is_a(each, full_name(ConfusionMatrix))]
+    return [build_object(f"callbacks.{name}", each, ConfusionMatrix) for name, each in chosen]
 
 
 def _callback_context(

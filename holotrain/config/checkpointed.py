@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 from yaml import YAMLError
 
+from holotrain import __version__
 from holotrain.config.command_options import RunConfig
 from holotrain.config.objects import PYTHON_OBJECT
 from holotrain.config.option_groups import GROUPS
@@ -37,6 +38,9 @@ COMMAND_LINE_ONLY = (
 )
 """Options that decide what is run, what is written, and where: a file does not set them."""
 
+ADAPTERS = "peft.LoraConfig"
+"""The one class of adapters that a file may name."""
+
 DESCRIPTION = {
     **{"target": "str", "arguments": "dict", "facts": "dict[str, int | float | str | None]"},
     **{"tokenizer": "str", "statistics": "tuple[list[float], list[float]]", "class_names": "list[str]"},
@@ -47,7 +51,7 @@ DESCRIPTION = {
 def run_metadata(config: RunConfig, choices: dict[str, str], description: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint keeps of a run, in plain containers: the option of each group is for display, and the description, of
     the trained model, is that of ``holotrain.config.build.description``."""
-    return {"config": _kept(config), "choices": choices, "description": description}
+    return {"config": _kept(config), "choices": choices, "description": description, "version": __version__}
 
 
 def _kept(config: RunConfig) -> dict[str, Any]:
@@ -72,13 +76,14 @@ def load(path: Path, to_build: bool = False) -> dict[str, Any]:
         checkpoint = read_config(path) if is_exported(path) else checkpoint_files.load(path)
     if not isinstance(checkpoint, dict) or KEY not in checkpoint:
         raise UserError(f"ckpt_path: {path} was not written by the command line: it holds no configuration of a run")
+    held: Any = checkpoint[KEY]
     try:
-        return checkpoint | {KEY: _checked(**checkpoint[KEY], to_build=to_build)}
+        return checkpoint | {KEY: _checked(held["config"], held["choices"], held["description"], to_build)}
     except (UserError, ValueError, LookupError, TypeError, AttributeError) as error:  # the last three of what lacks a part
-        also = "" if to_build else f"; if its weights are whole, they load as model.pretrained={path}"
-        raise UserError(
-            f"ckpt_path: {path} is damaged, or of another version of holotrain: {first_line(error)}{also}"
-        ) from error
+        version = held.get("version", "an earlier one") if isinstance(held, dict) else "unknown"
+        why = f"damaged, or of another version of holotrain ({version}): {first_line(error)}"
+        also = f"; resume it with that version, or load its weights with model.pretrained={path}"
+        raise UserError(f"ckpt_path: {path} is {why}{'' if to_build else also}") from error
 
 
 def metadata(path: Path, to_build: bool = False) -> dict[str, Any]:
@@ -103,9 +108,10 @@ def is_exported(path: Path) -> bool:
 def _checked(config: dict[str, Any], choices: dict[str, str], description: dict[str, Any], to_build: bool) -> dict[str, Any]:
     """What :func:`run_metadata` returned, less what a file must not decide. Raises an error of any kind if it is not that."""
     json.dumps([config, description["arguments"]])  # a TypeError of what is no plain value
-    if not isinstance(config["model"], dict | None):
-        raise ValueError("its model is no mapping")
-    if not to_build:
+    if to_build:
+        options = {name: value for name, value in (config["model"] or {}).items() if name in ("trained", "quantised")}
+        typed_fields(options, dict.fromkeys(options, "Literal['all', 'head', '8bit', '4bit'] | None"))
+    else:
         config = _kept(structured("fit", {name: value for name, value in config.items() if name not in NEVER_KEPT}))
     for group, _, name in (option.partition(".") for option in COMMAND_LINE_ONLY):
         if (config.get(group) or {}).pop(name, None) is not None and name == "download":
@@ -159,7 +165,7 @@ def require_trusted(
 def _named(words: Iterable[str], config_dir: str | None) -> set[tuple[str, str]]:
     """The classes that a file may name, each with its place in a configuration: those of the command line, of ``conf`` and of
     the user's folder."""
-    named = {("model.adapters", "peft.LoraConfig"), *(("model", node[TARGET]) for node in models().values())}
+    named = {("model.adapters", ADAPTERS), *(("model", node[TARGET]) for node in models().values())}
     for key, _, value in (word.lstrip("+").partition("=") for word in words):
         if key.endswith(f".{TARGET}"):
             named.add((key.removesuffix(f".{TARGET}"), value))

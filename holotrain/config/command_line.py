@@ -90,8 +90,10 @@ class _Flags(argparse.ArgumentParser):
         self.add_argument("--info", "-i", choices=("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"))
 
     def error(self, message: str) -> NoReturn:
-        about = message.replace("unrecognized arguments", "there is no flag")
-        raise UserError(f"{about}; options are written key=value, such as trainer.max_epochs=3")
+        unknown = message.replace("unrecognized arguments", "there is no flag")
+        raise UserError(
+            message if unknown == message else f"{unknown}; options are written key=value, such as trainer.max_epochs=3"
+        )
 
 
 def parse(argv: list[str]) -> Arguments:
@@ -114,8 +116,10 @@ def parse(argv: list[str]) -> Arguments:
     arguments.config_dir, arguments.shows = found.config_dir, found.cfg or found.info
     with explaining(arguments):
         arguments.parsed = OverridesParser.create().parse_overrides(overrides)
-    if not (arguments.multirun or arguments.help or arguments.shows) and arguments.value("sweep") not in (None, "null"):
-        raise UserError(f"sweep={arguments.value('sweep')}: it is about a sweep; add -m to run one")
+    if not (arguments.multirun or arguments.help or arguments.shows):
+        for word in found.overrides:
+            if re.match(r"[+]*(sweep=|hydra[./](sweep|sweeper|launcher)\b)", word) and not word.endswith("=null"):
+                raise UserError(f"{word}: it is about a sweep; add -m to run one")
     return arguments
 
 

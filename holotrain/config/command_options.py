@@ -76,8 +76,9 @@ class RunConfig(Composed):
         for option, texts in (("name", [self.name or "-"]), ("tags", self.tags)):
             if wrong := [text for text in texts if not text.isprintable() or not text.strip()]:
                 raise UserError(f"{option}: {wrong[0]!r} is not one line of text")
-        with as_user_error("memory"):
-            parse_bytes(self.memory or "1B")
+        if self.memory is not None:
+            with as_user_error("memory"):
+                parse_bytes(self.memory)
         check_task(self)
         check_groups(self)
 
@@ -294,29 +295,41 @@ def check_trainer(trainer: ObjectConfig) -> None:
 
 
 _ACCUMULATION, _SCALING = "trainer.accumulate_grad_batches above 1", "trainer.precision=16-mixed"
-_SHARDED = (_SCALING, "task=error_diffusion", "an average of the weights", "backward=auto", "an automatic batch size", "plan")
-_DIVIDED = (*_SHARDED, "model.adapters", "model.quantised", "a synthesis")
+_SHARDED = (
+    *(f"{_SCALING}; use bf16-mixed", "task=error_diffusion; use trainer=ddp", "an average of the weights; use trainer=ddp"),
+    *("backward=auto; choose it yourself", "an automatic batch size; give a number", "plan; use trainer=default"),
+    "a command of one process; use trainer=default",
+)
+_DIVIDED = (*_SHARDED, *(f"{each}; use trainer=fsdp or ddp" for each in ("model.adapters", "model.quantised", "a synthesis")))
 EXCLUSIVE = {
     "optimizer.in_backward": (
-        *("several processes", _ACCUMULATION, "trainer.gradient_clip_val by norm", _SCALING, "a synthesis"),
-        *("backward.cuda_graph", "task=error_diffusion"),
+        *("several processes; use trainer=default", _ACCUMULATION, f"{_SCALING}; use bf16-mixed", "a synthesis"),
+        *("trainer.gradient_clip_val by norm; use trainer.gradient_clip_algorithm=value, or null", "backward.cuda_graph"),
+        "task=error_diffusion",
     ),
     "backward.cuda_graph": (
-        *("several processes", _ACCUMULATION, _SCALING),
-        *("batches that vary in shape", "checkpointing of a plain model"),
+        *("several processes; use trainer=default", _ACCUMULATION, f"{_SCALING}; use bf16-mixed"),
+        *("batches that vary in shape", "checkpointing of a plain model; use backward=autograd"),
     ),
-    "synthesis.cuda_graph": ("several processes",),
-    "task=error_diffusion": ("recomputation", "a synthesis", "compile", "optimizer=muon"),
+    "synthesis.cuda_graph": ("several processes; use trainer=default",),
+    "task=error_diffusion": (
+        *("recomputation; use backward=autograd", "a synthesis; use synthesis=none", "compile; use backward.cuda_graph"),
+        "optimizer=muon; use error_diffusion, sgd or adamw",
+    ),
+    "trainer=ddp": ("a command of one process; use trainer=default",),
     "trainer=fsdp": _SHARDED,
     "trainer=tp": _DIVIDED,
-    "trainer=pipeline": (*_DIVIDED, "model.trained=head", _ACCUMULATION),
+    "trainer=pipeline": (
+        *(*_DIVIDED, "model.trained=head; use trainer=fsdp or ddp", f"{_ACCUMULATION}; use trainer.microbatches"),
+        "an optimizer of few bits; use trainer=ddp, or optimizer=adafactor",
+    ),
     "compile": ("backward.keep or results to keep in backward.blocks",),
-    "backward=auto": ("an automatic batch size",),
+    "backward=auto": ("an automatic batch size; give one of the two",),
     "model.trained=head": ("model.adapters",),
-    "scheduler.monitor": ("a schedule that follows no metric",),
+    "scheduler.monitor": ("a schedule that follows no metric; leave it out",),
     "trainer.overfit_batches": ("data.streaming",),
 }
-"""What does not go together, though no class says so: a result would be wrong, or an option without effect."""
+"""What does not go together, though no class says so, and what to do: a result would be wrong, or an option without effect."""
 
 SEARCHES = (
     "lightning.pytorch.callbacks.batch_size_finder.BatchSizeFinder",
@@ -339,7 +352,7 @@ def check_groups(config: RunConfig) -> None:
     used = in_use(config)
     for one, others in EXCLUSIVE.items():
         for other in others:
-            if used[one] and used[other]:
+            if used[one] and used[other.partition(";")[0]]:
                 raise UserError(f"{one}: does not go together with {other}")
 
 
@@ -362,12 +375,14 @@ def in_use(config: RunConfig) -> dict[str, object]:
         "a synthesis": synthesis is not None,
         "synthesis.cuda_graph": getattr(synthesis, "cuda_graph", False),
         "optimizer=muon": getattr(config.optimizer, "target", None) == groups.MUON,
+        "an optimizer of few bits": getattr(config.optimizer, "target", None) == groups.LOW_BIT,
         "optimizer.in_backward": config.steps_in_backward,
         "scheduler.monitor": getattr(config.scheduler, "monitor", None),
         "a schedule that follows no metric": not is_a(config.scheduler, groups.PLATEAU),
         "an average of the weights": config.average,
         "several processes": trainer.strategy != "single",
-        **{f"trainer={name}": trainer.strategy == name for name in ("fsdp", "tp", "pipeline")},
+        **{f"trainer={name}": trainer.strategy == name for name in ("ddp", "fsdp", "tp", "pipeline")},
+        "a command of one process": isinstance(config, PredictConfig | GenerateConfig | ExportConfig),
         _SCALING: trainer.precision == "16-mixed",
         _ACCUMULATION: trainer.accumulate_grad_batches > 1,
         "trainer.gradient_clip_val by norm": trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value",

@@ -12,7 +12,7 @@ from holotrain.config.objects import GroupSchema, ObjectConfig
 from holotrain.config.signatures import Signature, signature
 from holotrain.errors import check_choice, refuse
 from holotrain.numeric import require_at_least
-from holotrain.schedules import AUTO, OPTIONS, PLAIN, REBUILDING
+from holotrain.schedules import AUTO, ON_MISMATCH, OPTIONS, PLAIN, REBUILDING
 from holotrain.targets import TARGET
 
 
@@ -48,7 +48,12 @@ class BackwardConfig:
                 "backward.blocks and backward.inexact: need backward=auto": (self.blocks or self.inexact) and not auto,
                 "backward=auto: it chooses what to store; leave out backward.store": auto and self.store not in (0, [], ()),
                 f"backward.keep: needs backward={' or '.join(REBUILDING)}": self.keep and not can_keep,
-                "backward.tile: backward=autograd stores every tile": self.tile and self.kind == PLAIN[0],
+                "backward.tile and backward.store: backward=autograd stores everything": (
+                    self.kind == PLAIN[0] and (self.tile or self.store not in (0, [], ()))
+                ),
+                f"backward.on_mismatch: needs backward={' or '.join(REBUILDING)}": (
+                    self.kind in PLAIN and self.on_mismatch != ON_MISMATCH[0]
+                ),
             }
         )
 

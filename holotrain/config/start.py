@@ -6,6 +6,7 @@ argument, an override, the name of a group or an interpolation, and it does not 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -20,13 +21,14 @@ from holotrain.config import option_groups as groups
 from holotrain.config import structured as hydra
 from holotrain.config.command_line import Arguments, explaining, parse
 from holotrain.config.command_options import RunConfig
+from holotrain.config.option_groups import default_backward
 from holotrain.config.signatures import literally, read_fields, to_plain
 from holotrain.config.structured import checked, composed, key_of, with_defaults, without_replaced_options
 from holotrain.errors import UserError, did_you_mean
 from holotrain.files import write_json
 from holotrain.folders import LAST_CHECKPOINT, checkpoint_path, refuse_links, relative_to_cwd, run_folder
 from holotrain.schedules import AUTO
-from holotrain.targets import TARGET, targets
+from holotrain.targets import TARGET
 
 LOCAL_LOGGERS = ("tensorboard", "csv", "none")
 """Options of the group ``logger`` that a resumed run takes over. Others send data out, so the command line must name them."""
@@ -121,11 +123,15 @@ class Start:
 
     def with_defaults(self, config: DictConfig, overrides: list[str]) -> DictConfig:
         """What Hydra composed, as a structured config with all options, whose names and types are checked."""
-        plain = without_replaced_options(to_plain(config), overrides, [*targets(self.before)])
+        plain = without_replaced_options(to_plain(config), overrides, self.before)
         for group in groups.NAMED_GROUPS:
             known = {*hydra.member_names(group, self.arguments.config_dir), *self.before.get(group, {})}
             for name in [name for name, value in plain[group].items() if value is None and name not in known]:
                 raise UserError(f"{group}.{name}: there is no {name!r} in {group}.{did_you_mean(name, known)}")
+        if self.before and plain["backward"] == self.before["backward"]:
+            usual = [default_backward((each["model"] or {}).get(TARGET)) for each in (plain, self.before)]
+            if usual[0] != usual[1]:
+                plain["backward"] = {}  # that of the other model
         return with_defaults(self.arguments.command, OmegaConf.create(plain), overrides)
 
     def structured(self, config: DictConfig, overrides: list[str], chosen: Mapping[str, str | None] | None = None) -> RunConfig:
@@ -138,6 +144,8 @@ class Start:
             UserError: a mistake in the configuration.
         """
         typed = checked(self.arguments.command, self.with_defaults(config, overrides))
+        if typed.ckpt_path is not None and self.arguments.command != "fit" and self.arguments.value("ckpt_path") is None:
+            raise UserError("ckpt_path: a file in --config-dir cannot name it; give it on the command line")
         if typed.ckpt_path is not None:
             typed.ckpt_path = str(checkpoint_path(typed.ckpt_path, self.arguments.command, typed.output_dir))
         options = {group: option for group, option in (chosen or {}).items() if option and "/" not in group}
@@ -168,25 +176,23 @@ class Job:
         write_json(folder / JOB, vars(self))
 
 
-def read_jobs(folder: Path) -> dict[Path, Job]:
-    """The jobs that have begun, by their folders, in order. What is not one of our files is left out."""
+def read_jobs(folder: Path, since: float) -> dict[Path, Job]:
+    """The jobs that have begun since a time, by their folders, in order. What is not one of our files is left out."""
     kinds = {each.name: str(each.type) for each in fields(Job)}
     jobs = {}
-    for path in folder.rglob(JOB):
+    for path in [path for path in folder.rglob(JOB) if path.stat().st_mtime >= since]:
         with suppress(UserError):
             jobs[path.parent] = Job(**read_fields(path, kinds, "job", ("error",)))
     return dict(sorted(jobs.items(), key=lambda item: item[1].number))
 
 
 def prepare_sweep(arguments: Arguments) -> Path:
-    """The folder of a sweep that is about to start, without the jobs of an earlier start."""
-    single = [word for word, each in zip(arguments.overrides, arguments.parsed, strict=True) if not each.is_sweep_override()]
+    """The folder of a sweep that is about to start."""
+    named = [word for word in arguments.overrides if re.match(r"[+]*(hydra|output_dir|sweep)\b", word)]
     with explaining(arguments):
-        hydra_config = composed(arguments.primary, single, arguments.config_dir, with_hydra=True).hydra
+        hydra_config = composed(arguments.primary, named, arguments.config_dir, with_hydra=True).hydra
         folder = relative_to_cwd(Path(str(hydra_config.sweep.dir)))
     refuse_links(folder, ["multirun.yaml", *(path.name for path in folder.glob("*") if path.name.isdigit())])
-    for earlier in folder.rglob(JOB):
-        earlier.unlink()
     return folder
 
 

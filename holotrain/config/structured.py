@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, fields, is_dataclass
-from functools import cache, reduce
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -167,23 +167,34 @@ def _check_unused(group: str, task: str, overrides: Iterable[str]) -> None:
 
 
 def without_replaced_options(
-    plain: dict[str, Any], overrides: Iterable[str], before: Iterable[tuple[str, str]] = ()
+    plain: dict[str, Any], overrides: Iterable[str], before: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What Hydra composed; where an override names a class (``optimizer._target_=...``), without the options of the class that
-    the files name. The Trainer's stay, since its class is Lightning's in any case.
+    """What Hydra composed, without the options of classes that are replaced. They are arguments of another class.
+
+    ``optimizer._target_=...`` among the overrides replaces all that a file of the group gives. The same for other groups, for
+    each callback and each logger, and not for ``trainer``, whose class stays Lightning's.
 
     Args:
-        before: the classes of a checkpoint, with their places. Where an override names the same class, the options stay.
+        before: the configuration of a checkpoint. Its options go where a file or an override names another class.
     """
     keys, result = {*map(key_of, overrides)}, deepcopy(plain)
     for where, target in targets(plain):
-        if f"{where}.{TARGET}" not in keys or where == "trainer" or (where, target) in before:
+        node, old = _mapping(result, where), _mapping(before, where)
+        replaces = f"{where}.{TARGET}" in keys and where != "trainer"
+        if target == old.get(TARGET, "") or not (replaces or old):
             continue
-        node = reduce(lambda node, part: node[part], where.split("."), result)
-        for option in [*node]:
-            if not any(f"{key}.".startswith(f"{where}.{option}.") for key in keys):
+        for option, value in [*node.items()]:
+            is_given = any(f"{key}.".startswith(f"{where}.{option}.") for key in keys)
+            if not is_given and (replaces or (option in old and old[option] == value)):
                 del node[option]
     return result
+
+
+def _mapping(config: Any, where: str) -> dict[str, Any]:
+    """What a configuration holds there; {}: no mapping."""
+    for part in where.split("."):
+        config = config.get(part) if isinstance(config, dict) else None
+    return config if isinstance(config, dict) else {}
 
 
 def _members(group: str, plain: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -17,6 +17,7 @@ from holotrain.callbacks.measured import Measured
 from holotrain.commands import plan as command
 from holotrain.commands.plan import PLAN
 from holotrain.commands.planner import planner_of
+from holotrain.commands.sweep import best
 from holotrain.config.build import build_data
 from holotrain.data.loader import example_batch
 from holotrain.errors import UserError
@@ -29,6 +30,14 @@ def test_a_spreadsheet_runs_nothing_in_a_table_whose_other_cells_are_as_they_wer
     write_table(tmp_path / "table.csv", ["one", "=two"], [formulas, cells])
     written = ["'" + formula for formula in formulas], ["-1.5", "", *cells[2:]]
     assert list(csv.reader((tmp_path / "table.csv").open(newline=""))) == [["one", "'=two"], *written]
+
+
+@pytest.mark.parametrize(("mode", "worst"), [("max", -math.inf), ("min", math.inf)])
+def test_a_sweeper_gets_the_score_and_the_worst_one_of_a_training_that_diverged(tmp_path, mode, worst):
+    found = {"command": "fit", "status": "diverged", "overrides": [], "metrics": {}, "monitor": "val/loss", "mode": mode}
+    for score, expected in ((0.5, 0.5), (None, worst)):
+        (tmp_path / "summary.json").write_text(json.dumps(found | {"score": score}))
+        assert best(tmp_path) == expected
 
 
 TRAINER = SimpleNamespace(callbacks=[], callback_metrics={"val/loss": torch.tensor(0.5)})

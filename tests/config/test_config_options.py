@@ -20,9 +20,11 @@ from omegaconf import OmegaConf
 
 import holotrain
 from holotrain.callbacks import BestCheckpoint, ThroughputMonitor
+from holotrain.config import command_options
 from holotrain.config import structured as composition
 from holotrain.config.build import build_callbacks, build_data, build_task, build_trainer
 from holotrain.config.command_line import quoted, readable
+from holotrain.config.command_options import EXCLUSIVE, in_use
 from holotrain.config.devices import check_device, check_training_device, validation_and_logging
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import COMPATIBLE, SEQUENCE_CLASSIFIER, is_a
@@ -310,6 +312,60 @@ def test_a_wrong_value_is_named(words, tmp_path, own):
     with pytest.raises(UserError) as error:
         built(configuration(words), tmp_path)
     assert WRONG[words] in str(error.value) and "\n" not in str(error.value)
+
+
+USED = {
+    "task=error_diffusion": "task=error_diffusion",
+    "batches that vary in shape": "task=masked_lm",
+    "data.streaming": "task=causal_lm data=text_files data.streaming=true",
+    "an automatic batch size": "data.batch_size=auto",
+    "model.trained=head": "model.trained=head",
+    "model.adapters": "model.adapters._target_=peft.LoraConfig",
+    "model.quantised": "model.quantised=4bit",
+    "backward=auto": "backward=auto",
+    "backward.cuda_graph": "backward.cuda_graph=true",
+    "backward.keep or results to keep in backward.blocks": "backward=auto backward.blocks=[reversible+attention]",
+    "recomputation": "model=vit_tiny backward=checkpoint",
+    "checkpointing of a plain model": "model=vit_tiny backward=checkpoint",
+    "a synthesis": "synthesis=shared",
+    "synthesis.cuda_graph": "synthesis=shared synthesis.cuda_graph=true",
+    "optimizer=muon": "optimizer=muon",
+    "an optimizer of few bits": "optimizer=adamw_4bit",
+    "optimizer.in_backward": IN_BACKWARD,
+    "scheduler.monitor": "scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau scheduler.monitor=val/loss",
+    "an average of the weights": "callbacks=ema",
+    "several processes": "trainer=ddp",
+    **{f"trainer={name}": f"trainer={name}" for name in ("ddp", "fsdp", "tp", "pipeline")},
+    "trainer.precision=16-mixed": "trainer.precision=16-mixed",
+    "trainer.accumulate_grad_batches above 1": "trainer.accumulate_grad_batches=2",
+    "trainer.gradient_clip_val by norm": "trainer.gradient_clip_val=0.5",
+    "trainer.overfit_batches": "trainer.overfit_batches=1",
+    "compile": "compile=true",
+}
+"""How each part of a pair that does not go together comes into use."""
+
+USUAL = {"recomputation", "a schedule that follows no metric", "trainer.gradient_clip_val by norm"}
+"""Those that the default training has."""
+
+
+def test_what_is_in_use_is_noticed(own):
+    assert {name for name, used in in_use(configuration("")).items() if used} == USUAL
+    for name, words in USED.items():
+        assert in_use(configuration(words))[name], name
+
+
+PAIRS = [(one, other) for one, others in EXCLUSIVE.items() for other in others]
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_what_does_not_go_together_is_refused(monkeypatch, one, other):
+    config = configuration("")
+    used = dict.fromkeys(in_use(config), False)
+    monkeypatch.setattr(command_options, "in_use", lambda config: used | {one: True, other.partition(";")[0]: True})
+    with pytest.raises(UserError) as error:
+        command_options.check_groups(config)
+    assert str(error.value) == f"{one}: does not go together with {other}"
+    assert used.keys() >= {one, other.partition(";")[0]}
 
 
 def one(made, kind):

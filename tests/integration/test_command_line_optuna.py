@@ -96,6 +96,39 @@ def test_a_plugin_that_is_not_installed_is_named(holotrain, monkeypatch):
     assert holotrain.refused("fit", "-m", "sweep=optuna") == expected
 
 
+class Killed(BaseException):
+    """Ends a process, as far as a launcher can see."""
+
+
+@pytest.mark.slow
+def test_a_job_whose_process_dies_has_failed(holotrain, monkeypatch):
+    """The launcher raises then, as joblib and submitit do."""
+    from holotrain.commands import fit
+
+    basic = Plugins.instance().class_name_to_class["hydra._internal.core_plugins.basic_launcher.BasicLauncher"]
+    launch = basic.launch
+
+    def launch_all(self, job_overrides, initial_job_idx):
+        try:
+            return launch(self, job_overrides, initial_job_idx)
+        except Killed:
+            raise RuntimeError("a worker was killed\nmore") from None
+
+    def run(config, run):
+        if config.seed == 2:
+            raise Killed
+        return 2
+
+    monkeypatch.setattr(basic, "launch", launch_all)
+    monkeypatch.setattr(fit, "run", run)
+    status, _, err = holotrain("fit", "-m", *BRIEF, "seed=1,2,3")
+    assert (status, err) == (1, "holotrain: the sweep ended: a worker was killed\n")
+    assert [(row["status"], row["error"]) for row in table()[1]] == [
+        ("failed", "exit status 2"),
+        ("failed", "its process died"),
+    ]
+
+
 @pytest.mark.parametrize("launcher", [slow("joblib"), long("submitit_local")])
 def test_the_table_does_not_depend_on_the_launcher(holotrain, tmp_path, launcher):
     """Four jobs: two that fail, two that complete."""

@@ -119,12 +119,29 @@ def test_a_crafted_checkpoint_is_refused(crafted, change):
     assert changed <= {"HYDRA_FULL_ERROR", "KINETO_LOG_LEVEL"}  # the second by quieten
 
 
-@pytest.mark.parametrize("adapters", [CALL, {"_target_": "peft.LoraConfig", "target_modules": CALL}])
+FETCH = {"_target_": "peft.utils.save_and_load.load_peft_weights", "model_id": "a/b", "local_dir": "ran"}
+
+
+@pytest.mark.parametrize("adapters", [CALL, FETCH, {"_target_": "peft.LoraConfig", "target_modules": CALL}])
 def test_loading_a_model_calls_no_adapters_but_those_of_peft(crafted, adapters):
     crafted(option("model", "adapters", adapters))
-    with pytest.raises(UserError, match="names 'os.system' as model.adapters, which is no configuration of peft"):
+    with pytest.raises(UserError, match="as model.adapters; only peft.LoraConfig is trusted"):
         package.load("crafted.ckpt")
     assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize(("name", "value"), [("quantised", 8), ("quantised", "2bit"), ("trained", ["all"])])
+def test_loading_a_model_takes_no_other_options_of_it(crafted, name, value):
+    crafted(option("model", name, value))
+    with pytest.raises(UserError, match="crafted.ckpt is damaged, or of another version of holotrain"):
+        package.load("crafted.ckpt")
+
+
+def test_a_file_of_the_user_names_no_checkpoint(holotrain, honest):
+    Path("mine/experiment").mkdir(parents=True)
+    Path("mine/experiment/x.yaml").write_text(f"# @package _global_\nckpt_path: {honest / 'image.ckpt'}\n")
+    said = "ckpt_path: a file in --config-dir cannot name it; give it on the command line"
+    assert said in holotrain.refused("validate", "--config-dir", "mine", "experiment=x")
 
 
 DAMAGED = "the checkpoint is damaged, or of another training: "
