@@ -203,7 +203,7 @@ def test_a_sweep_ends_with_its_table(holotrain):
     assert f"best job: {values.index(max(values))}, val/accuracy" in out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_debugging_run_of_one_batch_leaves_no_checkpoint_but_a_trace_if_one_is_asked_for(holotrain):
     status, out, _ = holotrain("fit", *SMALL[:3], "debug=fast", "profiler=trace", "hydra.run.dir=fast")
     assert status == 0 and len(re.findall(r"%, [\d.]+ ms in \d+ calls?", out)) == 5  # the most expensive operators
@@ -236,7 +236,7 @@ def test_help_lists_commands_groups_and_options(holotrain):
     assert "temperature" in holotrain.done("generate", "--help")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_warning_says_that_there_are_more_workers_than_cores(holotrain, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0}, raising=False)
     with pytest.warns(UserWarning) as found:
@@ -246,7 +246,7 @@ def test_a_warning_says_that_there_are_more_workers_than_cores(holotrain, monkey
     assert (worker_count(None), worker_count(0), worker_count(3)) == (1, 0, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_a_run_with_numbers_as_keys_writes_can_be_read(holotrain):
     gas = "lightning.pytorch.callbacks.GradientAccumulationScheduler"
     words = [f"callbacks.gas._target_={gas}", "callbacks.gas.scheduling={0:1,1:2}"]

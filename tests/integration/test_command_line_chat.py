@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import long
 from left_by_runs import assert_same_weights, summary
 from small_run import fit_and_kill
 
@@ -47,7 +48,7 @@ def write_chats(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["huggingface", long("bpe")])
 def test_chats_are_learned_and_a_killed_training_continues_bit_for_bit(holotrain, tmp_path, model):
     import transformers
 

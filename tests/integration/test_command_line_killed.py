@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import long
 from forked import Forked
 from left_by_runs import assert_same_weights, summary
 from small_run import SMALL, fit_and_kill
@@ -81,7 +82,7 @@ def test_the_summary_is_whole_after_a_kill_during_the_test(holotrain, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [0, 4])
+@pytest.mark.parametrize("step", [long(0), 4])
 def test_ctrl_c_twice_says_what_was_kept_and_ends_a_sweep(holotrain, monkeypatch, step):
     from holotrain.checkpoints.exact_resume import ExactResume
 

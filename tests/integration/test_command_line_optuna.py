@@ -61,7 +61,7 @@ def test_a_job_tells_the_best_value_and_one_that_fails_ends_nothing(holotrain, t
             assert (left["monitor"], left["mode"]) == ("val/accuracy", "max")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_sweep_optimises_another_metric_than_the_checkpoint(holotrain, told):
     words = ["objective=test/loss", "callbacks.checkpoint.monitor=val/accuracy", "hydra.sweeper.n_trials=2", "test=true"]
     status, out, _ = holotrain("fit", "-m", "sweep=optuna", *BRIEF, *words)
@@ -129,7 +129,7 @@ def test_a_job_whose_process_dies_has_failed(holotrain, monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("launcher", [slow("joblib"), long("submitit_local")])
+@pytest.mark.parametrize("launcher", [long("joblib"), long("submitit_local")])
 def test_the_table_does_not_depend_on_the_launcher(holotrain, tmp_path, launcher):
     """Four jobs: two that fail, two that complete."""
     pytest.importorskip(f"hydra_plugins.hydra_{launcher.removesuffix('_local')}_launcher")

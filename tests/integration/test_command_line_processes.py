@@ -172,7 +172,7 @@ def alone_in(holotrain, name: str, *words: str) -> Path:
     return Path(name)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tensor_parallel_processes_drop_alike(holotrain, tmp_path_factory, monkeypatch):
     """One process draws what they draw if it, too, drops the same neurons of both halves of a hidden layer."""
 
@@ -236,7 +236,7 @@ def test_another_process_reports_the_death_of_the_main_process(left):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "pairs"), [("tp", "trainer.tensor_parallel=2"), ("pipeline", "trainer.pipeline_stages=2")]
+    ("strategy", "pairs"), [("tp", "trainer.tensor_parallel=2"), long("pipeline", "trainer.pipeline_stages=2")]
 )
 def test_two_pairs_of_processes_share_a_model(holotrain, strategy, pairs):
     """FSDP2 between two pairs of processes, each of which is tensor parallel within; averages between two pipelines."""
@@ -251,7 +251,7 @@ def test_two_pairs_of_processes_share_a_model(holotrain, strategy, pairs):
     assert_close(weights(run / LAST), weights(alone / LAST), rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", long("fsdp")])
 def test_lora_on_weights_in_few_bits_learns_as_in_one_process(holotrain, strategy):
     for each in ("torchao", "peft"):

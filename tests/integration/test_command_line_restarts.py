@@ -61,7 +61,7 @@ def test_torchrun_starts_all_again_and_they_end_as_if_nothing_had_been(holotrain
         slow(
             "SIGKILL", [], 2, r"rank 1 \(process \d+\) was killed by SIGKILL; resume with: .* fit resume=true hydra.run.dir=run"
         ),
-        slow("mistake", [], 2, "rank 1: give another disk$"),
+        long("mistake", [], 2, "rank 1: give another disk$"),
         long("SIGSTOP", ["trainer.timeout=5"], 1, None),
     ],
 )
@@ -116,7 +116,7 @@ def assert_refused(folder: Path, message: str) -> None:
     assert not (folder / "run/checkpoints").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_mistake_that_all_processes_find_is_one_line(holotrain):
     status, lines, err = done(*TEXT, "trainer.devices=2", "hydra.run.dir=run")
     assert status == 2 and err.startswith("holotrain: data.files: ") and [err] == [line + "\n" for line in lines]

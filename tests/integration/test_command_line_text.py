@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from compared import assert_equal
-from covering import slow
+from covering import long, slow
 from left_by_runs import only, rows, scalars, summary
 from made_once import made_once
 from small_run import fit_in
@@ -117,7 +117,7 @@ def test_generation_continues_a_prompt_as_it_is_the_same_way_for_a_seed(holotrai
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mine.txt", "mine.jsonl"])
+@pytest.mark.parametrize("name", [long("mine.txt"), "mine.jsonl"])
 def test_prompts_from_a_file_are_continued_together(holotrain, trained, name):
     checkpoint = trained("causal_lm")
     prompts = ["fig", "iron zinc", "a"]
@@ -132,7 +132,7 @@ def test_prompts_from_a_file_are_continued_together(holotrain, trained, name):
     assert alone["text"] == made[1]["text"]
 
 
-@pytest.mark.parametrize(("quantised", "bits"), [slow("null", None), slow("8bit", 8), ("4bit", 4)])
+@pytest.mark.parametrize(("quantised", "bits"), [slow("null", None), long("8bit", 8), ("4bit", 4)])
 def test_an_export_is_all_that_is_needed(holotrain, trained, quantised, bits):
     """A trained tokenizer travels along; data and checkpoint are gone."""
     checkpoint = Path(shutil.copy(trained("causal_lm, bpe"), "gone.ckpt"))
@@ -208,7 +208,7 @@ def test_fine_tuning_of_a_masked_model(holotrain, trained):
         (["generate"], 'prompt="..." or prompts=FILE'),
         (["generate", "prompts=number.jsonl"], "number.jsonl:1 is not a JSON object with a text named prompt"),
         slow(["generate", "prompt=" + "a" * 24], "it is 24 tokens long; it must be shorter than the model's context of 24"),
-        slow(["generate", "prompt=a", "prompts=b"], "prompt= or prompts="),
+        slow(["generate", "prompt=a", "prompts=b"], "prompt="),
         slow(["generate", "prompt=a", "top_p=2"], "top_p"),
         slow(["fit", "data.tokenizer=bpe"], "tokenizer"),
     ],

@@ -230,16 +230,19 @@ def test_commands_that_are_not_run_here_are_composed_and_checked(line):
     holotrain.compose(command, [word.partition(",")[0] for word in words if word != "-m" and not word.startswith("hydra")])
 
 
-@pytest.mark.parametrize("line", named(ALONE.values(), first_of(ALONE.values(), 2, lambda line: line.readme)))
+OF_ROOMS = [line for line in ALONE.values() if line.readme != "scripts/results/README.md"]
+
+
+@pytest.mark.parametrize("line", named(ALONE.values(), first_of(OF_ROOMS, 1, lambda line: line.readme)))
 def test_commands_run(line, prepared, run):
     run(prepared(line, run))
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "holotrain")
-EACH_ONCE = first_of(TOGETHER.values(), 1, lambda line: line.readme)
+ONE = first_of(TOGETHER.values(), 1, lambda line: line.readme)[:1]
 
 
-@pytest.mark.parametrize("line", named(TOGETHER.values(), EACH_ONCE, default=False))
+@pytest.mark.parametrize("line", named(TOGETHER.values(), ONE, default=False))
 def test_commands_in_two_processes(line, prepared, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     said = tmp_path / "said"
@@ -310,7 +313,11 @@ def bench_lines() -> list[Line]:
 
 
 BENCH_LINES = bench_lines()
-SMALLEST = first_of((line for line in BENCH_LINES if "--measured" not in line.words), 1, lambda line: line.words[1])
+HEAVY = [
+    f"scripts/bench_{name}.py" for name in ("overlap", "backward", "whole_step", "synthesis", "ways", "frontier", "recompute")
+]
+QUICK = [line for line in BENCH_LINES if "--measured" not in line.words and line.words[1] not in HEAVY]
+SMALLEST = first_of(QUICK, 1, lambda line: line.words[1])
 
 
 @pytest.mark.parametrize("line", named(BENCH_LINES, SMALLEST, default=False))

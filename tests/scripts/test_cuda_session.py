@@ -137,5 +137,5 @@ def test_torch_and_pytest_are_all_that_most_pieces_need():
     run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "left out: test_callbacks_measuring.py test_callbacks_trace.py" in run.stdout
-    for module in ("gradients", "graphs", "overlap", "rule", "signals", "text", "devices"):
+    for module in ("gradients", "graphs", "overlap", "rule", "signals", "text", "hook"):
         assert f"_{module}.py: " in run.stdout
