@@ -4,7 +4,6 @@ import fnmatch
 import warnings
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from inspect import signature
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -143,8 +142,7 @@ class SynthesisCallback(Monitor):
                 f"a fused {type(trainer.optimizers[0]).__name__} unscales gradients in its step, after the synthesis; "
                 "use fused=False or bf16-mixed"
             )
-        with as_user_error("synthesis", signature(type(self)).parameters):
-            self.synthesis = self.applied_to(pl_module)
+        self.synthesis = self.applied_to(pl_module)
         remembers = [name for name in ("momentum", "betas") if trainer.optimizers[0].param_groups[0].get(name)]
         if self.options.mode == "associative" and remembers:
             warnings.warn(

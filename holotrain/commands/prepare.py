@@ -6,6 +6,7 @@ A command that reads no data takes the model of a checkpoint alone: :func:`descr
 from collections.abc import Collection, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from inspect import signature
 from itertools import zip_longest
 from pathlib import Path
 from traceback import walk_tb
@@ -19,6 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.nn.attention import sdpa_kernel
 
+from holotrain.callbacks import SynthesisCallback
 from holotrain.checkpoints.exact_resume import ExactResume
 from holotrain.commands.memory import smallest_batch
 from holotrain.commands.run import Run
@@ -316,7 +318,9 @@ def lightning_refusals(command: str) -> Generator[None]:
         names = [(frame.f_globals.get("__name__", ""), frame.f_code.co_name.lstrip("_")) for frame in frames]
         begins = not {"configure_optimizers", "on_fit_start"}.isdisjoint(name for _, name in names)
         if isinstance(error, ValueError) and begins and is_of(names[-1][0], ["holotrain"]):
-            raise UserError(f"{command}: {first_line(error)}") from error
+            group = "synthesis" if SynthesisCallback.__module__ in dict(names) else command
+            with as_user_error(group, signature(SynthesisCallback).parameters):
+                raise
         restores = any(module in RESTORING and name.startswith("restore") for module, name in names)
         if not restores or not is_of(names[-1][0], READERS):
             raise

@@ -14,6 +14,7 @@ import torch
 from compared import assert_close, assert_equal
 from data_files import write_cifar, write_folder, write_mnist
 from PIL import Image
+from torch.utils.data import Subset
 from torchvision.transforms import v2
 
 from holotrain.data import CIFAR10, CIFAR100, MNIST, Digits, Fake, ImageFolder, StdlibText, TextFiles
@@ -221,6 +222,15 @@ def test_images_behind_links_and_of_all_types_are_found(tmp_path):
     names = [Path(path).name for path, label in data.split("train").samples if label == 0]
     assert names == ["0.png", "1.jpg", "a.gif", "b.avif", "c.JFIF"]
     assert all(image.shape == (3, 8, 8) for images, _ in data.train_dataloader() for image in images)
+
+
+def test_a_subclass_may_evaluate_other_data(tmp_path):
+    class Half(ImageFolder):
+        def split(self, name):
+            return Subset(super().split(name), [0, 7])
+
+    data = ready(Half(str(write_folder(tmp_path)), image_size=32))
+    assert [labels.tolist() for _, labels in data.val_dataloader()] == [[0, 1]]
 
 
 def test_a_class_without_validation_is_named(tmp_path):

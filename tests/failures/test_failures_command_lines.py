@@ -122,7 +122,7 @@ ROOT = Path(__file__).parents[2]
 def test_what_is_found_when_the_training_begins_is_one_line_too(holotrain):
     assert holotrain.refused("fit", *QUICK, "optimizer.lr=nan") == "holotrain: optimizer: Invalid learning rate: nan\n"
     said = holotrain.refused("fit", *QUICK, "synthesis=shared", "synthesis.cover=[nothing]", "trainer.gradient_clip_val=null")
-    assert said.startswith("holotrain: fit: cover: 'nothing' matches no parameter; names look like ")
+    assert said.startswith("holotrain: synthesis.cover: 'nothing' matches no parameter; names look like ")
 
 
 def test_a_command_that_prints_ends_quietly_when_its_reader_has_left(tmp_path):
