@@ -44,5 +44,6 @@ def _new_pairs(place: tuple[int, int], case: dict[int, int], missing: dict) -> i
 
 
 def chosen(matrix: Sequence[tuple], default: Callable[[int, tuple], bool]) -> list:
-    """The cases for which ``default(number, case)`` holds; the others are marked slow."""
-    return [(pytest.param if default(number, case) else slow)(*case) for number, case in enumerate(matrix)]
+    """The cases for which ``default(number, case)`` holds; of the others every second is marked slow, and the rest long."""
+    marks = [pytest.param if default(number, case) else (slow, long)[number % 2] for number, case in enumerate(matrix)]
+    return [mark(*case) for mark, case in zip(marks, matrix, strict=True)]

@@ -6,7 +6,7 @@ from unittest.mock import ANY
 import pytest
 import timm
 import torch
-from covering import slow
+from covering import long, slow
 from pytest import approx
 from small_models import TEXT, sizes_of
 from torch import nn
@@ -137,26 +137,26 @@ def multiply_adds(model):
         # Mangalam et al. (CVPR 2022), tables 1 and 2. Parameters are in whole millions, so a small model's can only be held to
         # half a million.
         ("RevViT", "small", approx(22e6, abs=0.5e6), approx(4.6e9, rel=0.02), None),
-        slow("RevViT", "base", approx(87e6, abs=0.87e6), approx(17.6e9, rel=0.02), None),
+        long("RevViT", "base", approx(87e6, abs=0.87e6), approx(17.6e9, rel=0.02), None),
         slow("RevMViT", "paper_base", approx(39e6, rel=0.03), approx(8.7e9, rel=0.03), None),
         *(slow("ViT", size, ANY, ANY, f"vit_{size}_patch16_224") for size in ("small", "base", "large")),
         # Liu et al. (ICCV 2021), table 1; the large one's as timm and its authors give them for 224 pixels.
         slow("Swin", "tiny", approx(28.3e6, rel=0.01), approx(4.5e9, rel=0.02), "swin_tiny_patch4_window7_224"),
-        slow("Swin", "small", approx(49.6e6, rel=0.01), approx(8.7e9, rel=0.02), "swin_small_patch4_window7_224"),
-        slow("Swin", "base", approx(87.8e6, rel=0.01), approx(15.4e9, rel=0.02), "swin_base_patch4_window7_224"),
-        slow("Swin", "large", approx(196.5e6, rel=0.01), approx(34.5e9, rel=0.02), "swin_large_patch4_window7_224"),
+        long("Swin", "small", approx(49.6e6, rel=0.01), approx(8.7e9, rel=0.02), "swin_small_patch4_window7_224"),
+        long("Swin", "base", approx(87.8e6, rel=0.01), approx(15.4e9, rel=0.02), "swin_base_patch4_window7_224"),
+        long("Swin", "large", approx(196.5e6, rel=0.01), approx(34.5e9, rel=0.02), "swin_large_patch4_window7_224"),
         # Li et al. (CVPR 2022), table 1: millions of parameters, in whole ones.
         ("MViT", "tiny", approx(24e6, abs=0.74e6), approx(4.7e9, rel=0.02), "mvitv2_tiny"),
         slow("RevMViT", "tiny", approx(24e6, abs=0.74e6), approx(4.7e9, rel=0.02), "mvitv2_tiny"),
-        slow("MViT", "small", approx(35e6, abs=0.85e6), approx(7.0e9, rel=0.02), "mvitv2_small"),
-        slow("RevMViT", "small", approx(35e6, abs=0.85e6), approx(7.0e9, rel=0.02), "mvitv2_small"),
-        slow("MViT", "base", approx(52e6, abs=1.02e6), approx(10.2e9, rel=0.02), "mvitv2_base"),
-        slow("RevMViT", "base", approx(52e6, abs=1.02e6), approx(10.2e9, rel=0.02), "mvitv2_base"),
+        long("MViT", "small", approx(35e6, abs=0.85e6), approx(7.0e9, rel=0.02), "mvitv2_small"),
+        long("RevMViT", "small", approx(35e6, abs=0.85e6), approx(7.0e9, rel=0.02), "mvitv2_small"),
+        long("MViT", "base", approx(52e6, abs=1.02e6), approx(10.2e9, rel=0.02), "mvitv2_base"),
+        long("RevMViT", "base", approx(52e6, abs=1.02e6), approx(10.2e9, rel=0.02), "mvitv2_base"),
         # Radford et al. (2019) and the released weights; Liu et al. (2019).
         slow("RevGPT", "small", approx(124.4e6, rel=0.01), ANY, None),
-        slow("RevGPT", "medium", approx(354.8e6, rel=0.01), ANY, None),
+        long("RevGPT", "medium", approx(354.8e6, rel=0.01), ANY, None),
         ("RevRoBERTa", "base", approx(125e6, rel=0.01), ANY, None),
-        slow("RevRoBERTa", "large", approx(355e6, rel=0.01), ANY, None),
+        long("RevRoBERTa", "large", approx(355e6, rel=0.01), ANY, None),
     ],
 )
 def test_sizes_are_the_published_ones_and_timms(name, size, parameters, macs, timms):

@@ -199,7 +199,7 @@ def test_the_kernel_computes_what_torch_does_in_float64(cases):
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [long(80), 90, long(100)])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("kernel", ["_cross_entropy", "_scale"])
 def test_code_for_a_gpu_reads_and_writes_wide_where_rows_are_aligned(kernel, dtype, capability):
