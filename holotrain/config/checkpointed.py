@@ -4,6 +4,7 @@ A checkpoint is a file that anybody may have written, so all of it is checked be
 """
 
 import json
+import pkgutil
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import fields
@@ -15,7 +16,6 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 from yaml import YAMLError
 
-from holotrain import __version__
 from holotrain.config.command_options import RunConfig
 from holotrain.config.objects import PYTHON_OBJECT
 from holotrain.config.option_groups import GROUPS
@@ -48,10 +48,13 @@ DESCRIPTION = {
 """The types of what a description may hold, as annotations."""
 
 
+_VERSION = pkgutil.resolve_name("holotrain:__version__")  # by name: the package imports what stands above this module
+
+
 def run_metadata(config: RunConfig, choices: dict[str, str], description: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint keeps of a run, in plain containers: the option of each group is for display, and the description, of
     the trained model, is that of ``holotrain.config.build.description``."""
-    return {"config": _kept(config), "choices": choices, "description": description, "version": __version__}
+    return {"config": _kept(config), "choices": choices, "description": description, "version": _VERSION}
 
 
 def _kept(config: RunConfig) -> dict[str, Any]:
