@@ -148,7 +148,7 @@ def _hologram(
     chosen: ObjectConfig, task: pl.LightningModule, on_gpu: bool
 ) -> tuple[list[Tensor], Callable[[], list[Tensor]] | None]:
     """What synthesis holds on the device, and the copies that it makes of the gradients."""
-    with as_user_error("synthesis"):
+    with as_user_error("synthesis", chosen.arguments):
         synthesis = build_object("synthesis", chosen, SynthesisCallback).applied_to(task, on_device=False)
     split = synthesis.options.split == "cpu"
 

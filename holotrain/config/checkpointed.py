@@ -19,7 +19,7 @@ from yaml import YAMLError
 from holotrain.config.command_options import RunConfig
 from holotrain.config.objects import PYTHON_OBJECT
 from holotrain.config.option_groups import GROUPS
-from holotrain.config.signatures import typed_fields
+from holotrain.config.signatures import signature, typed_fields
 from holotrain.config.structured import config_folder, models, structured, to_container
 from holotrain.errors import UserError, as_user_error, did_you_mean
 from holotrain.models import checkpoint_files
@@ -112,8 +112,9 @@ def _checked(config: dict[str, Any], choices: dict[str, str], description: dict[
     """What :func:`run_metadata` returned, less what a file must not decide. Raises an error of any kind if it is not that."""
     json.dumps([config, description["arguments"]])  # a TypeError of what is no plain value
     if to_build:
-        options = {name: value for name, value in (config["model"] or {}).items() if name in ("trained", "quantised")}
-        typed_fields(options, dict.fromkeys(options, "Literal['all', 'head', '8bit', '4bit'] | None"))
+        options, model = signature("holotrain.config.option_groups.model_options").options, config["model"] or {}
+        given = {name: value for name, value in model.items() if name in options}
+        typed_fields(given, {name: options[name].type for name in given})
     else:
         config = _kept(structured("fit", {name: value for name, value in config.items() if name not in NEVER_KEPT}))
     for group, _, name in (option.partition(".") for option in COMMAND_LINE_ONLY):

@@ -61,6 +61,11 @@ class Arguments:
     """name of the primary configuration: that of the command, or that of a checkpoint"""
 
     @property
+    def single(self) -> list[str]:
+        """The overrides with one value, which are no part of a sweep."""
+        return [word for word, each in zip(self.overrides, self.parsed, strict=True) if not each.is_sweep_override()]
+
+    @property
     def resume(self) -> bool:
         return (self.value("resume") or "").lower() == "true"
 
@@ -71,9 +76,8 @@ class Arguments:
             if equals and name == key:
                 if "${" not in value:
                     return value.strip("'\"")
-                single = [word for word in self.overrides if "," not in word]
                 with explaining(self):
-                    return str(OmegaConf.select(composed(self.command, single, self.config_dir, with_hydra=True), key))
+                    return str(OmegaConf.select(composed(self.command, self.single, self.config_dir, with_hydra=True), key))
         return None
 
 
@@ -83,17 +87,18 @@ class _Flags(argparse.ArgumentParser):
     def __init__(self) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
         self.add_argument("overrides", nargs="*")
-        for name in ("help", "multirun", "resolve"):
-            self.add_argument(f"--{name}", *([] if name == "resolve" else [f"-{name[0]}"]), action="store_true")
+        self.add_argument("--help", "-h", action="store_true")
+        self.add_argument("--multirun", "-m", action="store_true")
+        self.add_argument("--resolve", action="store_true")
         self.add_argument("--config-dir", "-cd")
         self.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
         self.add_argument("--info", "-i", choices=("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"))
 
     def error(self, message: str) -> NoReturn:
-        unknown = message.replace("unrecognized arguments", "there is no flag")
-        raise UserError(
-            message if unknown == message else f"{unknown}; options are written key=value, such as trainer.max_epochs=3"
-        )
+        if message.startswith(said := "unrecognized arguments"):
+            hint = "options are written key=value, such as trainer.max_epochs=3"
+            message = f"there is no flag{message.removeprefix(said)}; {hint}"
+        raise UserError(message)
 
 
 def parse(argv: list[str]) -> Arguments:
@@ -111,7 +116,7 @@ def parse(argv: list[str]) -> Arguments:
     flags += [f"--{name}={value}" for name in ("cfg", "info") if (value := getattr(found, name))]
     flags += [f"--config-dir={found.config_dir}"] if found.config_dir else []
     overrides = [_override(command, word) for word in found.overrides]
-    arguments = Arguments(command, found.overrides, overrides, [], flags, found.help, primary=command)
+    arguments = Arguments(command, found.overrides, overrides, flags=flags, help=found.help, primary=command)
     arguments.multirun = found.multirun or "hydra.mode=MULTIRUN" in overrides
     arguments.config_dir, arguments.shows = found.config_dir, found.cfg or found.info
     with explaining(arguments):

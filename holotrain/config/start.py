@@ -144,9 +144,9 @@ class Start:
             UserError: a mistake in the configuration.
         """
         typed = checked(self.arguments.command, self.with_defaults(config, overrides))
-        if typed.ckpt_path is not None and self.arguments.command != "fit" and self.arguments.value("ckpt_path") is None:
-            raise UserError("ckpt_path: a file in --config-dir cannot name it; give it on the command line")
         if typed.ckpt_path is not None:
+            if self.arguments.command != "fit" and self.arguments.value("ckpt_path") is None:
+                raise UserError("ckpt_path: a file in --config-dir cannot name it; give it on the command line")
             typed.ckpt_path = str(checkpoint_path(typed.ckpt_path, self.arguments.command, typed.output_dir))
         options = {group: option for group, option in (chosen or {}).items() if option and "/" not in group}
         typed.choices = {"backward": typed.backward.name} | self.chosen_before | options
@@ -188,7 +188,7 @@ def read_jobs(folder: Path, since: float) -> dict[Path, Job]:
 
 def prepare_sweep(arguments: Arguments) -> Path:
     """The folder of a sweep that is about to start."""
-    named = [word for word in arguments.overrides if re.match(r"[+]*(hydra|output_dir|sweep)\b", word)]
+    named = [word for word in arguments.single if re.match(r"[+]*(hydra|output_dir|sweep)\b", word)]
     with explaining(arguments):
         hydra_config = composed(arguments.primary, named, arguments.config_dir, with_hydra=True).hydra
         folder = relative_to_cwd(Path(str(hydra_config.sweep.dir)))
