@@ -95,9 +95,6 @@ def test_importing_is_fast_and_dir_lists_the_functions():
         holotrain.fti  # noqa: B018
 
 
-# Configurations
-
-
 def test_compose_returns_the_options_of_the_command_line(here):
     config = holotrain.compose("fit", ["model=rev_vit_small", "data=fake", "optimizer.lr=2e-3"])
     chosen = config.model.dim, config.data.name, config.optimizer.lr, config.backward.kind
@@ -119,25 +116,6 @@ def test_a_command_that_is_none(here):
     assert "they belong into compose(...)" in refusal(holotrain.fit, config, overrides=["seed=1"])
 
 
-def test_somebody_elses_hydra_is_left_as_it_was(here):
-    from hydra import compose, initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.version import getbase
-
-    (here / "theirs").mkdir()
-    (here / "theirs/main.yaml").write_text("optimizer: adam\n")
-    with initialize_config_dir(str(here / "theirs"), version_base="1.2"):
-        before, base = GlobalHydra.instance(), getbase()
-        hydra = before.hydra
-        assert holotrain.compose("fit", ["model=vit_tiny"]).model.name == "ViT"
-        refusal(holotrain.compose, "fit", ["optimizer.lrr=1"])
-        assert GlobalHydra.instance() is before and before.hydra is hydra and getbase() == base
-        assert compose("main").optimizer == "adam"
-
-
-# Training
-
-
 def test_fit_is_the_command_line(here, run, capsys):
     filters, level = list(warnings.filters), logging.getLogger("lightning.pytorch").level
     result = holotrain.fit(holotrain.compose("fit", SMALL), folder="run", quiet=True)
@@ -150,17 +128,6 @@ def test_fit_is_the_command_line(here, run, capsys):
     assert not result.model.training and same(result.model, holotrain.load(run))
     summaries = [holotrain.api.read_summary(folder) for folder in (run, result.folder)]
     assert summaries[0]["overrides"] == [*summaries[1]["overrides"]]
-
-
-def test_a_folder_takes_one_run(here, run):
-    shutil.copytree(run, "run")
-    for config, words in ((holotrain.compose("fit", [*SMALL, "hydra.run.dir=run"]), []), (None, SMALL)):
-        folder = None if config else "run"
-        said = refusal(holotrain.fit, config, overrides=words, folder=folder, quiet=True)
-        assert said == "run already holds a run; give another folder, or continue that run with resume=true"
-    assert (here / "run/checkpoints/last.ckpt").read_bytes() == (run / "checkpoints/last.ckpt").read_bytes()
-    resumed = holotrain.fit(overrides=["resume=true", "trainer.max_epochs=3"], folder="run", quiet=True)
-    assert resumed.folder == Path("run")
 
 
 def test_a_module_and_data_of_a_program(here, run):
@@ -181,11 +148,6 @@ def test_a_module_and_data_of_a_program(here, run):
     assert "holds another model" in refusal(holotrain.load, "mine", model=Net(9))
     assert "holds another model" in refusal(holotrain.load, run, model=Net())
 
-
-@pytest.mark.slow
-def test_a_training_of_objects_continues(here):
-    data = samples()
-    holotrain.fit(model=Net(), data=data, overrides=SHORT, folder="mine", quiet=True)
     words = [*SHORT, "ckpt_path=mine/checkpoints/last.ckpt", "trainer.max_epochs=3"]
     assert holotrain.api.read_summary(holotrain.fit(model=Net(), data=data, overrides=words, quiet=True).folder)["epochs"] == 3
 
@@ -214,19 +176,17 @@ def test_under_a_launcher(here, monkeypatch):
     assert not any(here.iterdir())
 
 
-# What a training leaves
-
-
-def test_load_reads_checkpoints_runs_and_exports(here, run):
+def test_load_predict_and_export_read_checkpoints_and_runs(here, run):
     last = torch.load(run / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
     last = {name.removeprefix("model."): value for name, value in last.items() if name.startswith("model.")}
-    for path in (run / "checkpoints/last.ckpt", run / "exported"):
+    checkpoint = f"ckpt_path={run / 'checkpoints/last.ckpt'}"
+    predictions = holotrain.predict(holotrain.compose("predict", [checkpoint, "trainer.limit_predict_batches=1"]), quiet=True)
+    assert predictions.read_text().startswith("image,class,probability")
+    exported = holotrain.export(holotrain.compose("export", [checkpoint]), quiet=True)
+    for path in (run / "checkpoints/last.ckpt", run / "exported", exported):
         model = holotrain.load(path)
         assert not model.training and all(torch.equal(value, last[name]) for name, value in model.state_dict().items())
-    assert "holds no saved model" in refusal(holotrain.load, here)
     assert "there is no file" in refusal(holotrain.load, here / "none.ckpt")
-    (here / "other.ckpt").write_bytes(b"other")
-    assert "other.ckpt" in refusal(holotrain.load, here / "other.ckpt")
 
 
 def test_a_folder_of_several_runs_says_which_to_choose(here, run):
@@ -241,19 +201,6 @@ def test_a_folder_of_several_runs_says_which_to_choose(here, run):
     shutil.copytree(run / "checkpoints", here / "other/fit/single/checkpoints")
     expected = "ckpt_path=other/fit: this folder holds 1 run; give ckpt_path=other/fit/single"
     assert refusal(holotrain.load, "other/fit") == expected
-
-
-def test_validate_test_predict_and_export(here, run):
-    checkpoint = f"ckpt_path={run / 'checkpoints/last.ckpt'}"
-    metrics = holotrain.validate(holotrain.compose("validate", [checkpoint]), quiet=True)
-    assert metrics.keys() == {"val/loss", "val/accuracy"}
-    predictions = holotrain.predict(holotrain.compose("predict", [checkpoint, "trainer.limit_predict_batches=1"]), quiet=True)
-    assert predictions.read_text().startswith("image,class,probability")
-    exported = holotrain.export(holotrain.compose("export", [checkpoint]), quiet=True)
-    assert same(holotrain.load(exported), holotrain.load(run / "checkpoints/last.ckpt"))
-
-
-# Plans
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from resumed_loaders import assert_resumes, same, stream
 from small_trainings import quiet_trainer
 
 from holotrain.data import Digits, HubImages, TextFiles
-from holotrain.data.images import ImageDataModule
 from holotrain.data.sampler import EpochBatchSampler, FixedBatches, in_batches
 from holotrain.errors import UserError
 
@@ -37,6 +36,7 @@ DATA = {
     "images of the Hub": (HubImages, {"name": "images", "image_size": 16, "batch_size": 4, "cache_dir": "cache"}),
     "packed": (TextFiles, {"files": "a.txt", "unit": "line", "context": 16, "batch_size": 8, **HELD}),
     "documents": (TextFiles, DOCUMENTS),
+    "answers": (TextFiles, {"files": "a.jsonl", "prompt": "kind", "completion": "text", "batch_size": 4, **HELD}),
     "documents of all lengths": (TextFiles, DOCUMENTS | {"bucketing": False}),
 }
 
@@ -88,9 +88,7 @@ def test_processes_share_an_epoch_of_keys(ranks):
     assert len(set(drawn)) == len(drawn) == 31 // ranks // 4 * 4 * ranks
 
 
-@pytest.mark.parametrize("size", [2, 7, 64, 143])
-@pytest.mark.parametrize("batch", [1, 16])
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(("size", "batch", "parts"), [(2, 16, 2), (143, 16, 2), (7, 1, 1), (7, 1, 2)])
 def test_evaluation_reads_every_sample_once_in_equally_many_batches(size, batch, parts):
     shares = [list(FixedBatches(in_batches(np.arange(size), batch), (rank, parts))) for rank in range(parts)]
     assert len({len(own) for own in shares}) == 1
@@ -103,18 +101,6 @@ def test_few_samples_make_one_batch_or_are_refused():
     for made in (lambda: EpochBatchSampler(2, 8, shard=(0, 3)), lambda: FixedBatches([np.arange(2)], (0, 3))):
         with pytest.raises(UserError, match="2 samples cannot be split among 3"):
             made()
-
-
-def test_a_data_module_without_a_part_has_a_fingerprint():
-    class TwoParts(ImageDataModule):
-        class_names = ("a", "b")
-
-        def setup(self, stage=None):
-            self._splits = {part: [(torch.zeros(1), 0)] for part in ("train", "val")}
-
-    data = TwoParts()
-    data.setup()
-    assert {name.rpartition(" ")[2] for name in data.fingerprint()} == {"classes", "train", "val"}
 
 
 class Seen(pl.LightningModule):
@@ -138,10 +124,3 @@ def test_overfitting_continues_with_the_same_batches(ready, tmp_path):
     begun.fit(module, datamodule=ready())
     quiet_trainer(overfit_batches=2, max_epochs=2).fit(module, datamodule=ready(), ckpt_path=tmp_path / "last.ckpt")
     assert len(module.seen[1]) == 2 and same(module.seen[0], module.seen[1])
-
-
-def test_a_stream_that_is_to_overfit_is_named(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    data = TextFiles("a.txt", unit="line", context=16, batch_size=8, streaming=True, epoch_batches=4, **HELD)
-    with pytest.warns(UserWarning, match="overfit_batches: a stream has no batch twice; set streaming=False"):
-        quiet_trainer(overfit_batches=2, max_epochs=1).fit(Seen(), datamodule=data)

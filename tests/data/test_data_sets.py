@@ -2,7 +2,6 @@
 
 import json
 import multiprocessing
-import shutil
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,14 +10,12 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from compared import assert_close, assert_equal
+from compared import assert_close
 from data_files import write_cifar, write_folder, write_mnist
 from PIL import Image
 from torch.utils.data import Subset
-from torchvision.transforms import v2
 
 from holotrain.data import CIFAR10, CIFAR100, MNIST, Digits, Fake, ImageFolder, StdlibText, TextFiles
-from holotrain.data import images as image_data
 from holotrain.data.image_files import image_files
 from holotrain.data.images import statistics_of
 from holotrain.errors import UserError
@@ -233,13 +230,6 @@ def test_a_subclass_may_evaluate_other_data(tmp_path):
     assert [labels.tolist() for _, labels in data.val_dataloader()] == [[0, 1]]
 
 
-def test_a_class_without_validation_is_named(tmp_path):
-    write_folder(tmp_path, classes=("ant", "cat"), each=2)
-    shutil.rmtree(tmp_path / "val" / "cat")
-    with pytest.warns(UserWarning, match="val has no images of class cat; metrics miss them"):
-        ready(ImageFolder(str(tmp_path), image_size=8))
-
-
 def test_a_layout_that_is_wrong_is_said_in_one_line(tmp_path):
     (tmp_path / "empty").mkdir()
     for folder, words in (("missing", "no file or folder"), ("empty", "no image in")):
@@ -274,17 +264,6 @@ def test_mixing_happens_in_training_alone(alphas):
     assert all(kept is given for kept, given in zip(data.on_after_batch_transfer(batch, 0), batch, strict=True))
 
 
-def test_some_classes_of_digits_are_numbered_anew():
-    data, whole = ready(Digits(classes=[7, "2"])), ready(Digits())
-    assert (data.num_classes, data.class_names) == (2, ["7", "2"])
-    for part in ("train", "val", "test"):
-        mine = [(image, label) for image, label in data.split(part)]
-        assert {label for _, label in mine} == {0, 1}
-        for label, digit in ((0, 7), (1, 2)):
-            there = [image for image, of in whole.split(part) if of == digit]
-            assert_equal(torch.stack([image for image, of in mine if of == label]), torch.stack(there))
-
-
 @pytest.mark.parametrize(
     ("classes", "says"), [([0, 11], "'11' is not one of"), (["3", 3], "3 is given twice"), ([5], "5 is the only class")]
 )
@@ -292,17 +271,6 @@ def test_classes_that_cannot_be_are_named(classes, says):
     with pytest.raises(UserError, match=says) as error:
         ready(Digits(classes=classes))
     one_line(error)
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-def test_normalising_leaves_the_images_of_the_data_set_alone(dtype):
-    image = torch.arange(48).reshape(3, 4, 4).to(dtype)
-    stored = image.clone()
-    mean, std = (torch.tensor(each).reshape(3, 1, 1) for each in image_data.IMAGENET)
-    found = v2.Compose(image_data.normalised(image_data.IMAGENET))(image)
-    expected = (stored / (255 if dtype is torch.uint8 else 1) - mean) / std
-    torch.testing.assert_close(torch.as_tensor(found), expected)
-    assert torch.equal(image, stored)
 
 
 @pytest.mark.parametrize(
@@ -329,22 +297,6 @@ def test_normalising_leaves_the_images_of_the_data_set_alone(dtype):
 def test_impossible_arguments_are_refused(data, arguments, words):
     with pytest.raises(ValueError, match=words):
         data(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("data", "unit", "max_tokens"),
-    [
-        (StdlibText(), "file", None),
-        (StdlibText(layout="documents"), "paragraph", 8192),
-        (TextFiles("a.txt", layout="documents", unit="line", max_tokens=512), "line", 512),
-        (TextFiles("a.txt", layout="documents", label="folder"), "file", 8192),
-        (TextFiles("a.txt", layout="documents", label="folder", labels=False), "paragraph", 8192),
-        (TextFiles("a.txt", label="folder", max_tokens=512), "file", None),
-        (TextFiles("a.jsonl", messages="m"), "file", None),
-    ],
-)
-def test_what_a_document_is_follows_from_the_layout_and_the_labels(data, unit, max_tokens):
-    assert (data.unit, data.max_tokens, data.vocab_size) == (unit, max_tokens, 260)
 
 
 @pytest.mark.parametrize(("name", "value"), [("mean", 1e39), ("mean", float("nan")), ("std", 10**400), ("std", 0), ("std", -1)])

@@ -1,7 +1,6 @@
 """Documents in batches of about one length: each once an epoch, little padding, the same wherever it is resumed."""
 
 import json
-import warnings
 
 import lightning.pytorch as pl
 import numpy as np
@@ -142,18 +141,6 @@ class Reads(pl.LightningModule):
 
     def validation_step(self, batch, _):
         self.log("size", float(len(batch["tokens"])))
-
-
-def test_lightning_finds_the_size_of_a_batch(folder):
-    """In a task of others, which logs without ``batch_size``: a mean over documents, and no warning."""
-    data = documents(folder, label="kind", batch_size=5)
-    sizes = [len(batch["tokens"]) for batch in data.val_dataloader()]
-    assert len(set(sizes)) > 1
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        (found,) = quiet_trainer().validate(Reads(), data, verbose=False)
-    assert found["size"] == pytest.approx(sum(size**2 for size in sizes) / sum(sizes))
-    assert not any("batch_size" in str(warning.message) for warning in caught)
 
 
 def test_loose_files_keep_order_and_name_under_lightning(tmp_path):

@@ -93,22 +93,6 @@ def test_a_field_of_a_csv_file_is_text_as_it_is_written(tmp_path):
     assert texts_of(Path(write(tmp_path, "a.jsonl", rows.encode())), label="k") == [("row 0", "True"), ("row 1", "False")]
 
 
-@pytest.mark.parametrize(("name", "num_proc"), [("b.csv", None), ("b.jsonl", 2)])
-def test_a_refused_row_is_named_by_its_files_and_number(tmp_path, name, num_proc):
-    rows = {
-        "b.csv": b"n,text\n1,first\n2,\n3,third\n",
-        "b.jsonl": b'{"n": 1, "text": "first"}\n{"n": 2}\n{"n": 3, "text": "third"}\n',
-    }
-    write(tmp_path, f"a{name[1:]}", rows[name].replace(b"2,\n", b"2,second\n").replace(b"2}", b'2, "text": "second"}'))
-    write(tmp_path, name, rows[name])
-    options = {"val_fraction": 0.3, "test_fraction": 0.3, "num_proc": num_proc}
-    files = str(tmp_path / f"*{name[1:]}")
-    one_line(
-        lambda: module(tmp_path, files, **options),
-        rf"data: row 5 of \S*a\{name[1:]} and 1 other \{name[1:]} file has nothing in 'text'; data\.on_error=skip",
-    )
-
-
 def write(tmp_path, name, content) -> str:
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -174,19 +158,6 @@ def test_patterns_name_and_hold_out_files(tmp_path):
         assert min(file.name for file in matches("files", str(tmp_path / pattern))) == name
     for pattern, name in {"a[1].txt": "a[1].txt", "a[12].txt": "a1.txt"}.items():  # a name of a file goes before a pattern
         assert [file.name for file in matches("files", str(tmp_path / pattern))] == [name]
-
-
-def test_few_files_are_held_out_by_document_and_equal_ones_never_on_both_sides(tmp_path):
-    lines = [f"line {number % 150}" for number in range(300)]
-    pattern = write(tmp_path, "a.txt", "\n".join(lines).encode())
-    data = module(tmp_path, pattern, unit="line", val_fraction=0.2, test_fraction=0.2)
-    parts = {part: documents_of(data, part) for part in ("train", "val", "test")}
-    assert sorted(chain(*parts.values())) == sorted(lines)
-    assert all(len(set(part)) > 10 for part in parts.values())
-    assert not set(parts["train"]) & set(parts["val"]) and not set(parts["train"]) & set(parts["test"])
-    write(tmp_path, "a.txt", "\n".join(lines[::-1]).encode())
-    turned = module(tmp_path, pattern, unit="line", val_fraction=0.2, test_fraction=0.2)
-    assert all(sorted(documents_of(turned, part)) == sorted(found) for part, found in parts.items())
 
 
 def test_labels_of_folders_and_fields(tmp_path):

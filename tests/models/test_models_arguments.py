@@ -9,7 +9,6 @@ import torch
 from covering import long, slow
 from pytest import approx
 from small_models import TEXT, sizes_of
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain import models
@@ -58,15 +57,6 @@ def test_an_image_of_another_size_is_refused():
         ViT()(torch.empty(1, 3, 32, 32))
 
 
-@pytest.mark.parametrize(
-    ("model", "sizes"), [(ViT, {8: 4, 10: 2, 28: 4, 32: 4, 112: 16, 224: 16}), (Swin, {32: 2, 64: 4, 224: 4})]
-)
-def test_patches_suit_the_image(model, sizes):
-    for image, patch in sizes.items():
-        with torch.device("meta"):
-            assert model(image_size=image).embedding.project.kernel_size == (patch, patch)
-
-
 def test_reversible_classes_of_others_have_signatures_too():
     class Derived(RevViT):
         def __init__(self, width: int) -> None:
@@ -76,40 +66,7 @@ def test_reversible_classes_of_others_have_signatures_too():
         def __init__(self, width: int) -> None:
             super().__init__(dim=width)
 
-    class Plain(nn.Module):
-        def __init__(self, width: int, backward: str) -> None:
-            super().__init__()
-
-    class Undescribed(Reversible, Plain):
-        """Of a class whose arguments have no description."""
-
     assert all(list(inspect.signature(kind).parameters) == ["width"] for kind in (Derived, Direct))
-    assert Derived.__doc__ is None and Direct.__doc__ is None
-    assert list(inspect.signature(Undescribed).parameters) == ["width", "backward", "store", "exact", "keep", "tile"]
-
-
-def test_a_reversible_model_of_others_keeps_what_its_plain_one_does_with_subclasses():
-    class Plain(nn.Module):
-        tags = []
-
-        def __init_subclass__(cls, tag=None):
-            super().__init_subclass__()
-            Plain.tags.append(tag)
-
-        def __init__(self, *, width=3):
-            super().__init__()
-
-    class Rev(Reversible, Plain, tag="rev"):
-        pass
-
-    class Mixin(Reversible):
-        pass
-
-    class Mixed(Mixin, Plain):
-        pass
-
-    assert Plain.tags == ["rev", None]
-    assert all("width" in inspect.signature(kind).parameters for kind in (Rev, Mixed))
 
 
 PIXELS, TOKENS = torch.empty(1, 3, 224, 224, device="meta"), torch.zeros(1, 512, dtype=torch.long, device="meta")
@@ -139,24 +96,16 @@ def multiply_adds(model):
         ("RevViT", "small", approx(22e6, abs=0.5e6), approx(4.6e9, rel=0.02), None),
         long("RevViT", "base", approx(87e6, abs=0.87e6), approx(17.6e9, rel=0.02), None),
         slow("RevMViT", "paper_base", approx(39e6, rel=0.03), approx(8.7e9, rel=0.03), None),
-        *(slow("ViT", size, ANY, ANY, f"vit_{size}_patch16_224") for size in ("small", "base", "large")),
+        slow("ViT", "base", ANY, ANY, "vit_base_patch16_224"),
         # Liu et al. (ICCV 2021), table 1; the large one's as timm and its authors give them for 224 pixels.
         slow("Swin", "tiny", approx(28.3e6, rel=0.01), approx(4.5e9, rel=0.02), "swin_tiny_patch4_window7_224"),
-        long("Swin", "small", approx(49.6e6, rel=0.01), approx(8.7e9, rel=0.02), "swin_small_patch4_window7_224"),
-        long("Swin", "base", approx(87.8e6, rel=0.01), approx(15.4e9, rel=0.02), "swin_base_patch4_window7_224"),
         long("Swin", "large", approx(196.5e6, rel=0.01), approx(34.5e9, rel=0.02), "swin_large_patch4_window7_224"),
         # Li et al. (CVPR 2022), table 1: millions of parameters, in whole ones.
         ("MViT", "tiny", approx(24e6, abs=0.74e6), approx(4.7e9, rel=0.02), "mvitv2_tiny"),
-        slow("RevMViT", "tiny", approx(24e6, abs=0.74e6), approx(4.7e9, rel=0.02), "mvitv2_tiny"),
-        long("MViT", "small", approx(35e6, abs=0.85e6), approx(7.0e9, rel=0.02), "mvitv2_small"),
-        long("RevMViT", "small", approx(35e6, abs=0.85e6), approx(7.0e9, rel=0.02), "mvitv2_small"),
-        long("MViT", "base", approx(52e6, abs=1.02e6), approx(10.2e9, rel=0.02), "mvitv2_base"),
         long("RevMViT", "base", approx(52e6, abs=1.02e6), approx(10.2e9, rel=0.02), "mvitv2_base"),
         # Radford et al. (2019) and the released weights; Liu et al. (2019).
         slow("RevGPT", "small", approx(124.4e6, rel=0.01), ANY, None),
-        long("RevGPT", "medium", approx(354.8e6, rel=0.01), ANY, None),
         ("RevRoBERTa", "base", approx(125e6, rel=0.01), ANY, None),
-        long("RevRoBERTa", "large", approx(355e6, rel=0.01), ANY, None),
     ],
 )
 def test_sizes_are_the_published_ones_and_timms(name, size, parameters, macs, timms):

@@ -86,22 +86,6 @@ def test_it_stops_where_the_context_is_full():
     assert continued(model_of(context=10), [torch.tensor([1, 2, 3])], 100).shape == (1, 7)
 
 
-def test_between_tokens_the_caller_trains_in_its_own_mode():
-    """A training step after every token, which is an ordinary tensor that can be embedded, differentiated and changed."""
-    model, trained = model_of(), torch.nn.Embedding(50, 4)
-    prompts, seen = [torch.tensor([3, 4]), torch.tensor([5])], []
-    expected = continued(model, prompts, 20, end_id=3)
-    for token in generate(model, prompts, 20, GREEDY, end_id=3):
-        made_here = torch.ones(1)
-        assert torch.is_grad_enabled() and not token.is_inference() and not made_here.is_inference()
-        (trained(token) * made_here.requires_grad_()).sum().backward()
-        model(token[:, None]).sum().backward()
-        seen.append(token.clone())
-        token.fill_(7)
-    assert made_here.grad is not None and all(parameter.grad is not None for parameter in model.parameters())
-    assert_equal(torch.stack(seen, 1), expected)
-
-
 def test_a_mistake_within_a_step_leaves_the_mode_as_it_was():
     model = model_of()
     texts = generate(model, [torch.tensor([3])], 5)
@@ -151,27 +135,3 @@ def test_a_tiny_temperature_is_greedy_and_a_diverged_model_is_named():
     assert all(Sampling(temperature).draw(LOGITS).tolist() == [0] for temperature in (1e-40, 1e-320))
     with pytest.raises(ValueError, match="its training has diverged"):
         Sampling().draw(torch.full((1, 4), float("nan")))
-
-
-def test_prompts_may_have_several_dtypes():
-    model = GPT(vocab=400, context=8, dim=8, depth=1, heads=2).eval()
-    short, long = torch.tensor([1], dtype=torch.uint8), torch.tensor([300])
-    mixed, same = (
-        list(generate(model, prompts, 2, Sampling(temperature=0))) for prompts in ((short, long), (short.long(), long))
-    )
-    assert_equal(mixed, same)
-
-
-def test_no_token_waits_for_a_plan_of_cudnn(monkeypatch):
-    """Which is built for each number of keys."""
-    seen = []
-
-    def noted(*args, attend=F.scaled_dot_product_attention, **options):
-        seen.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()))
-        return attend(*args, **options)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    for _ in generate(model_of(), [torch.tensor([1, 2])], 3):
-        assert torch.backends.cuda.cudnn_sdp_enabled() == before
-    assert seen and {*seen} == {(False, True)}

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from holotrain.callbacks import WeightAverage
 from holotrain.commands.prepare import as_exported
-from holotrain.models import RevGPT, RevRoBERTa, RevSwin, RevViT, ViT
+from holotrain.models import RevGPT, RevRoBERTa, RevSwin, ViT
 from holotrain.models.adapters import add_peft, merge_peft
 from holotrain.models.quantised import bits_of, dequantise, parameter_count, quantise, quantised_counts, storage_bytes
 from holotrain.reversible.tiled_loss import tile_loss
@@ -38,13 +38,7 @@ def model_of(model_class, **arguments):
 @pytest.mark.parametrize("bits", ERRORS)
 @pytest.mark.parametrize(
     ("model_class", "arguments"),
-    [
-        (RevGPT, TEXT | {"positions": "learned"}),
-        (RevViT, IMAGE),
-        (RevSwin, WINDOWS),
-        (RevRoBERTa, TEXT),
-        (RevRoBERTa, TEXT | {"classes": 3}),
-    ],
+    [(RevGPT, TEXT | {"positions": "learned"}), (RevSwin, WINDOWS), (RevRoBERTa, TEXT), (RevRoBERTa, TEXT | {"classes": 3})],
 )
 def test_outputs_hardly_change(model_class, arguments, bits):
     model = model_of(model_class, **arguments)
@@ -82,16 +76,6 @@ def test_a_layer_takes_a_half_or_a_quarter_of_bf16(bits, share):
     before = storage_bytes(model)
     quantise(model, bits)
     assert bits / 16 < storage_bytes(model) / before <= share
-
-
-def test_zeros_stay_zeros():
-    """torchao divides a block of zeros by its largest number."""
-    model = nn.Sequential(linear(4, 512))
-    model[0].weight[1, 64:192] = 0
-    model[0].weight[3] = 0
-    zero = model[0].weight == 0
-    quantise(model, 4)
-    assert not model[0].weight[zero].any() and model[0].weight.any()
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -157,33 +141,19 @@ def test_only_frozen_layers_of_their_own_are_quantised():
     assert quantised_counts(model) == {4: 64 * 64, 8: 12 * 64 + 63 * 5}
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_model_of_transformers_keeps_its_head_in_more_bits(tied):
+def test_a_model_of_transformers_keeps_its_head_in_more_bits():
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 90}
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=tied)).requires_grad_(False)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=False)).requires_grad_(False)
     tokens = torch.randint(90, (2, 20))
     expected = model(input_ids=tokens, labels=tokens).loss
     quantise(model, 4)
-    kinds = [
-        getattr(part, "bits", None) for part in (model.lm_head, model.model.embed_tokens, model.model.layers[0].mlp.up_proj)
-    ]
-    assert kinds == ([None, None, 4] if tied else [8, 8, 4])
+    assert [part.bits for part in (model.lm_head, model.model.embed_tokens, model.model.layers[0].mlp.up_proj)] == [8, 8, 4]
     loss = model(input_ids=tokens, labels=tokens).loss
     assert 0 < (loss - expected).abs() < 0.05
     tile_loss(model.train(), most_logits=500)
     assert_close(model(input_ids=tokens, labels=tokens).loss, loss, rtol=1e-5)
-
-
-def test_a_layer_keeps_its_other_buffers_and_hooks():
-    model, seen = nn.Sequential(linear(48, 64)), []
-    model[0].register_buffer("counts", torch.arange(3))
-    model[0].register_forward_hook(lambda layer, args, output: seen.append(output))
-    quantise(model, 4)
-    output = model(torch.randn(2, 64))
-    dequantise(model)
-    assert len(seen) == 1 and seen[0] is output and [name for name, _ in model.named_buffers()] == ["0.counts"]
 
 
 @pytest.mark.parametrize("bits", [8, 4])

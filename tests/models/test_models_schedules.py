@@ -11,7 +11,6 @@ from tracked_memory import bytes_of_a_step
 from holotrain import models
 from holotrain.models.block_schedules import compile_blocks, set_backward
 from holotrain.models.saved import build
-from holotrain.reversible import ReversibleBlock, ReversibleSequence
 from holotrain.schedules import PLAIN
 
 
@@ -69,13 +68,6 @@ def test_equal_blocks_in_a_list_are_checkpointed_and_switched_back():
 def test_what_cannot_be_is_refused(model, backward, words):
     with pytest.raises(ValueError, match=words):
         set_backward(model, backward)
-
-
-def test_sequences_of_a_model_of_others():
-    model = nn.ModuleList(ReversibleSequence([ReversibleBlock(Block(), Block()) for _ in range(2)]) for _ in range(2))
-    set_backward(model, "pareprop", store=3, keep=("attention",))
-    kinds = [[schedule.kind for schedule in sequence.schedules] for sequence in model]
-    assert kinds == [["rebuilt", "stored"], ["stored", "stored"]] and model[0].schedules[0].keep == ("attention",)
 
 
 CASES = [(name, {}) for name in TRANSFORMERS if name.startswith("Rev") and name != "RevSwin"]
@@ -143,12 +135,6 @@ def test_activations_do_not_grow_with_depth(family):
     for backward in ("reversible", "pareprop"):
         for more, less in zip(growth(f"Rev{name}", arguments_of, backward=backward, drop_path=0.1), grown, strict=True):
             assert more <= 0.02 * less
-
-
-@pytest.mark.slow
-def test_checkpointing_grows_by_what_lies_between_blocks():
-    """As the measure of memory must find it: 8 maps of 8 x 8 x 8 numbers more, of 16 images."""
-    assert growth(*OF_DEPTH["swin"], backward="checkpoint")[0] == 8 * 16 * 8 * 8 * 8 * 4
 
 
 @pytest.mark.parametrize("name", [slow("MViT"), "RevMViT"])

@@ -3,13 +3,10 @@
 import pytest
 import torch
 from small_models import TEXT, text_batch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from holotrain.models import GPT, RevGPT, RevRoBERTa, RoBERTa, roberta
 from holotrain.models.layers import packing
-from holotrain.models.layers.attention import Attention
 
 SMALL = TEXT | {"vocab": 50, "depth": 3}
 
@@ -110,26 +107,6 @@ def test_a_gpu_packs_in_16_bits_without_waiting(monkeypatch):
     torch.testing.assert_close(*found, rtol=0.05, atol=0.02)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "width", "dropout", "capability", "expected"),
-    [
-        (torch.float16, 256, 0.0, (8, 0), True),
-        (torch.float32, 64, 0.0, (9, 0), False),
-        (torch.bfloat16, 264, 0.0, (9, 0), False),
-        (torch.bfloat16, 64, 0.1, (9, 0), False),
-        (torch.bfloat16, 64, 0.0, (7, 5), False),
-    ],
-)
-def test_what_the_kernel_of_a_gpu_takes(dtype, width, dropout, capability, expected, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    with FakeTensorMode():
-        x = torch.empty(1, 1, width, device="cuda", dtype=dtype)
-        assert packing.has_kernel(x, width, dropout) == expected
-        monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
-        assert not packing.has_kernel(x, width, dropout)
-
-
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
 def test_gpt_is_causal_and_knows_positions(positions):
     model = RevGPT(**SMALL, positions=positions).eval()
@@ -157,21 +134,3 @@ def test_what_a_model_cannot_read_is_refused():
     model = RevGPT(**SMALL)
     with pytest.raises(ValueError, match="room for 4 tokens, not for 5"):
         model(torch.zeros(1, 1, dtype=torch.long), cache=model.cache(1, 4), positions=torch.tensor([[4]]), end=5)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("rate", [0.0, 0.1])
-def test_on_a_cpu_only_dropout_of_attention_takes_the_plain_product(rate, masked):
-    attention = Attention(32, 2, attention_dropout=rate)
-    mask = torch.tensor([[True] * 8, [True] * 5 + [False] * 3])[:, None, None] if masked else None
-    called = []
-
-    class Calls(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            called.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Calls():
-        attention(torch.randn(2, 8, 32), mask=mask)
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default in called
-    assert fused == (rate == 0)
