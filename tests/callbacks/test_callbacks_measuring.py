@@ -12,7 +12,6 @@ from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader
 
 from holotrain.callbacks import DriftMonitor, MemoryMonitor, OptimizationMonitor, ThroughputMonitor
-from holotrain.callbacks.monitors import SAMPLED, norm_of, sample
 from holotrain.callbacks.throughput import peak_flops, training_flops
 from holotrain.models import RevViT
 from holotrain.planning.memory_tracker import CudaProbe, LinuxProbe
@@ -97,26 +96,10 @@ def test_the_peak_of_a_step_is_that_of_its_tensors():
     fit(Wide(), monitor)
     numel = 512 * 512
     assert 4 * 4 * numel < monitor.step_peak_bytes < 4 * 6.1 * numel  # weights, gradients, two states; and two of an update
-    fit(Sparse(), monitor := MemoryMonitor())
-    assert monitor.step_peak_bytes > 0
     compiled = Wide()
     compiled.layer.compile(backend="eager")
     fit(compiled, monitor := MemoryMonitor())
     assert monitor.step_peak_bytes is None
-
-
-class Sparse(Wide):
-    """Gradients that have no storage."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Embedding(100, 8, sparse=True)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch.long()).sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SparseAdam([*self.parameters()])
 
 
 @pytest.mark.cuda
@@ -168,21 +151,10 @@ def test_throughput_is_what_the_clock_says(lag):
     assert not memo.of("throughput/mfu") and not memo.of("throughput/tokens_per_second")
 
 
-def test_a_monitor_that_joins_within_a_training_measures_nothing():
-    monitor, joining = ThroughputMonitor(), pl.Callback()
-    joining.on_train_batch_start = lambda trainer, *_: monitor in trainer.callbacks or trainer.callbacks.append(monitor)
-    fit(Module(), joining)
-    assert monitor.step_seconds is None
-
-
 @pytest.mark.parametrize(("own", "trainers"), [(None, 0), (0, 1)])
-def test_a_period_of_zero_measures_and_logs_nothing(own, trainers):
-    monitor, memo = timed_fit(monitor=ThroughputMonitor(own), samples=12, batch=3, log_every_n_steps=trainers)
-    assert (monitor.samples_per_second, monitor.step_seconds) == (1.5, 2.0)
-    memory = MemoryMonitor(own)
-    rows = [*memo.rows, *fit(Module(), memory, validation=True, log_every_n_steps=trainers).rows]
-    assert memory.peak_bytes > MIB
-    fit(Module(), DriftMonitor(own), log_every_n_steps=trainers)
+def test_a_period_of_zero_logs_nothing(own, trainers):
+    _, memo = timed_fit(monitor=ThroughputMonitor(own), samples=12, batch=3, log_every_n_steps=trainers)
+    rows = [*memo.rows, *fit(Module(), MemoryMonitor(own), validation=True, log_every_n_steps=trainers).rows]
     assert not [name for _, row in rows for name in row if "/" in name]
 
 
@@ -222,14 +194,9 @@ def test_a_reversible_model_recomputes_its_blocks_once():
     [
         ("NVIDIA H100 80GB HBM3", "bf16-mixed", 989.5),
         ("NVIDIA H100 PCIe", "16-mixed", 756),
-        ("NVIDIA A100-SXM4-80GB", "32-true", 19.5),
         ("NVIDIA A100-PCIE-40GB", "tf32", 156),
-        ("NVIDIA GeForce RTX 4090", "16-mixed", 165.2),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16-mixed", None),
-        ("NVIDIA GeForce RTX 4090 D", "bf16-mixed", None),
-        ("NVIDIA A1000", "bf16-mixed", None),
         ("NVIDIA H100", "64-true", None),
-        ("cpu", "32-true", None),
     ],
 )
 def test_peaks_are_of_the_card_named(name, precision, tera):
@@ -247,10 +214,8 @@ class Reversible(Module):
     def __init__(self, **engine):
         super().__init__()
 
-        def branch():
-            return nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16))
-
-        self.net = ReversibleSequence([ReversibleBlock(branch(), branch()) for _ in range(24)], **engine)
+        pairs = [[nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)) for _ in range(2)] for _ in range(24)]
+        self.net = ReversibleSequence([ReversibleBlock(f, g) for f, g in pairs], **engine)
 
     def training_step(self, batch, batch_idx):
         x = torch.linspace(-1, 1, 64).view(4, 16) * (batch_idx + 1)
@@ -341,15 +306,3 @@ def test_scaled_gradients_are_measured_without_their_scale(fused):
     torch.manual_seed(0)
     scaled = run(Regression(optimizer), OptimizationMonitor(every_n_steps=3), plugins=[HalfPrecision()]).of(NORM)
     assert len(plain) == 4 and scaled == [(step, pytest.approx(norm, rel=1e-4)) for step, norm in plain]
-
-
-def test_a_part_of_a_large_tensor_stands_for_all():
-    torch.manual_seed(0)
-    parameter = torch.randn(1024, 768) * torch.arange(1, 769) / 768  # columns differ
-    part = sample(parameter)
-    assert part.numel() <= SAMPLED and norm_of([part]).item() == pytest.approx(parameter.norm().item(), rel=0.02)
-
-
-def test_the_norm_of_a_sparse_gradient_adds_up_repeated_entries():
-    gradient = torch.sparse_coo_tensor([[1, 1, 2]], torch.tensor([[2.0], [1.0], [4.0]]), (4, 1))
-    assert norm_of([gradient, torch.tensor([12.0])]).item() == 13

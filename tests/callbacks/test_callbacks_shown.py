@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from covering import slow
 from shown_runs import Logged, adamw, assert_trains_as_without, fit, images
 from small_trainings import Memo
 
@@ -44,30 +45,20 @@ def counts_in(figure):
 
 def test_the_matrix_counts_the_validation_with_the_weights_of_that_moment(tmp_path):
     task, data = images()
-    names, setup = ["$x$", "y" * 99, *"cdefghij"], data.setup
-    data.setup = lambda stage: (setup(stage), setattr(data, "class_names", names))
     matrix = ConfusionMatrix()
     trainer, _ = fit(task, data, [matrix], tmp_path)
     _, labels, probabilities = validation(task, data)
     expected = np.zeros((10, 10), dtype=int)
     np.add.at(expected, (labels.numpy(), probabilities.argmax(1).numpy()), 1)
     assert counts_in(matrix.figure).tolist() == expected.tolist()
-    written = [label.get_text() for label in matrix.figure.axes[0].get_yticklabels()]
-    assert written == [r"\$x\$", "y" * 20, *"cdefghij"]
+
     assert [step for step, _ in Logged(tmp_path).images("val/confusion_matrix")] == [4, 8]  # not at the sanity check
     trainer.test(task, datamodule=data, verbose=False)
     assert counts_in(matrix.figure).sum() == len(data.split("test"))
     assert [step for step, _ in Logged(tmp_path).images("test/confusion_matrix")] == [8]
 
 
-def test_more_classes_than_it_shows_are_not_drawn():
-    task, data = images()
-    matrix, logger = ConfusionMatrix(max_classes=9), Shows()
-    fit(task, data, [matrix], logger=logger)
-    assert matrix.figure is None and not logger.of("val/confusion_matrix")
-
-
-@pytest.mark.parametrize("count", [2, 6, 16])  # of six batches
+@pytest.mark.parametrize("count", [2, slow(16)])  # of six batches
 def test_predictions_show_the_same_images_with_what_the_model_says(count):
     (task, data), logger = images(), Shows()
     fit(task, data, [Predictions(count)], logger=logger)
@@ -119,15 +110,6 @@ def test_texts_are_what_the_model_writes_after_the_prompts(text, tmp_path):
 
 def test_a_training_is_the_same_with_and_without(text, tmp_path):
     assert_trains_as_without([Samples(tokens=8)], tmp_path, lambda: (gpt(text), text), precision="bf16-mixed")
-
-
-def test_a_diverged_model_does_not_end_the_training(text):
-    task, logger = gpt(text), Shows()
-    with torch.no_grad():
-        task.model.norm.weight.fill_(float("nan"))
-    fit(task, text, [Samples(tokens=4)], logger=logger)
-    (_, shown), _ = logger.of("val/samples")
-    assert "diverged" in shown
 
 
 @pytest.mark.parametrize("options", [{"prompts": "one text"}, {"prompts": []}, {"tokens": 0}])

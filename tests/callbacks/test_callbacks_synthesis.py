@@ -7,7 +7,6 @@ import pytest
 import torch
 from compared import assert_equal_parameters
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from small_trainings import Memo, quiet_trainer
 from torch import nn
 
@@ -137,17 +136,6 @@ def test_what_covers_nothing_is_refused(chosen, words):
         fit(SynthesisCallback(**chosen))
 
 
-def test_a_step_without_a_loss_is_passed_over():
-    class Choosy(Regression):
-        def training_step(self, batch, batch_idx):
-            return None if batch_idx % 3 == 0 else super().training_step(batch, batch_idx)
-
-    callback, seen = SynthesisCallback(), []
-    callback.on_train_end = lambda trainer, module: seen.append(callback.synthesis.steps)
-    fit(callback, module=Choosy())
-    assert seen == [16]
-
-
 def test_scalars_say_how_long_and_how_alike():
     memo = Memo()
     fit(SynthesisCallback(every_n_steps=5), logger=memo)
@@ -167,50 +155,16 @@ def test_scalars_say_how_long_and_how_alike():
     ],
 )
 def test_resuming_is_the_same_bit_for_bit(tmp_path, options):
-    whole, _ = fit(SynthesisCallback(**options), epochs=3, callbacks=[every_epoch(tmp_path)])
+    saving = ExactCheckpoint(tmp_path, filename="{step}", every_n_epochs=1, save_top_k=-1)
+    whole, _ = fit(SynthesisCallback(**options), epochs=3, callbacks=[saving])
     resumed, trainer = fit(SynthesisCallback(**options), epochs=3, checkpoint=tmp_path / "step=12.ckpt")
     assert trainer.global_step == 36
     assert_equal_parameters(resumed, whole)
 
 
-def every_epoch(folder):
-    return ExactCheckpoint(folder, filename="{step}", every_n_epochs=1, save_top_k=-1)
-
-
-class RestoresAfterSetup(SingleDeviceStrategy):
-    """As strategies do that shard a model: callbacks get their state after on_fit_start."""
-
-    restore_checkpoint_after_setup = True
-
-
-@pytest.mark.parametrize("strategy", [SingleDeviceStrategy, RestoresAfterSetup])
-def test_a_checkpoint_saved_after_the_training(tmp_path, strategy):
+def test_a_checkpoint_saved_after_the_training(tmp_path):
     _, trainer = fit(SynthesisCallback())
     trainer.save_checkpoint(tmp_path / "after.ckpt")
     whole, _ = fit(SynthesisCallback(), epochs=3)
-    resumed, _ = fit(SynthesisCallback(), epochs=3, checkpoint=tmp_path / "after.ckpt", strategy=strategy("cpu"))
+    resumed, _ = fit(SynthesisCallback(), epochs=3, checkpoint=tmp_path / "after.ckpt")
     assert_equal_parameters(resumed, whole)
-
-
-def test_after_an_exception_a_training_resumes_as_ever(tmp_path):
-    class Stopping(Regression):
-        def on_train_epoch_start(self):
-            if self.trainer.current_epoch == 2:
-                raise RuntimeError("stop")
-
-    callback, module = SynthesisCallback(), Stopping()
-    with pytest.raises(RuntimeError, match="stop"):
-        fit(callback, module=module, epochs=3, callbacks=[every_epoch(tmp_path)])
-    assert not any(part._forward_hooks for part in module.modules())
-    resumed, _ = fit(callback, epochs=3, checkpoint=tmp_path / "step=24.ckpt")
-    assert_equal_parameters(resumed, fit(SynthesisCallback(), epochs=3)[0])
-
-
-def test_under_lightnings_ddp_bind_sees_the_output_alone():
-    ddp = DDPStrategy(process_group_backend="gloo")
-    try:
-        module, _ = fit(SynthesisCallback("bind"), strategy=ddp, devices=1, use_distributed_sampler=False)
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-    assert_equal_parameters(module, loop({"mode": "bind"})[0])

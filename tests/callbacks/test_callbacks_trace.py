@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import re
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -70,22 +69,6 @@ def test_a_few_batches_are_traced_and_the_rest_is_left_alone(tmp_path):
     assert_equal_parameters(module, fit(None, 20))
 
 
-def test_the_most_expensive_operators_and_the_files_are_named_at_the_end(tmp_path, monkeypatch):
-    profiler = TraceProfiler(tmp_path)
-    assert profiler.summary() == ""
-    messages = []
-    monkeypatch.setattr("lightning.pytorch.profilers.profiler.log.info", messages.append)
-    fit(profiler, 8)
-    lines = profiler.most_expensive
-    assert len(lines) == 5 and any(line.startswith("aten::") for line in lines)
-    shares = [float(re.search(r": ([\d.]+)%, [\d.]+ ms in \d+ calls?$", line)[1]) for line in lines]
-    assert shares == sorted(shares, reverse=True) and 0 < sum(shares) <= 100.3
-    assert all(line.rpartition(": ")[0][:40] in (tmp_path / "trace-operators.txt").read_text() for line in lines)
-    [said] = [text for text in messages if "most expensive" in text]
-    assert all(line in said for line in lines)
-    assert str(tmp_path / "trace-operators.txt") in said and str(tmp_path / "trace.json.gz") in said
-
-
 def test_a_kernel_counts_once_with_the_operator_that_launched_it():
     fields = ("key", "device_type", "self_device_time_total", "count", "is_user_annotation")
     rows = [
@@ -98,12 +81,6 @@ def test_a_kernel_counts_once_with_the_operator_that_launched_it():
     operators = [SimpleNamespace(**dict(zip(fields, row, strict=True))) for row in rows]
     lines = trace.most_expensive(operators, "self_device_time_total")
     assert lines == ["aten::mm: 75.0%, 3.000 ms in 2 calls", "aten::add: 25.0%, 1.000 ms in 1 call"]
-
-
-@pytest.mark.parametrize(("batches", "epochs", "traced"), [(1, 1, [1]), (3, 1, [1, 2, 3]), (5, 2, [4, 5])])
-def test_a_short_training_or_epoch_leaves_a_trace_of_what_there_was(tmp_path, batches, epochs, traced):
-    fit(TraceProfiler(tmp_path), batches, max_epochs=epochs)
-    assert [name for name in names(tmp_path) if name.startswith("batch ")] == [f"batch {number}" for number in traced]
 
 
 def test_a_training_that_fails_leaves_a_trace(tmp_path):

@@ -84,24 +84,7 @@ def tuned() -> dict[str, object]:
     return {"error": error, "chosen": [choice for choice, _ in everyone], "files": [files for _, files in everyone]}
 
 
-def autocast(kind: str) -> dict[str, object]:
-    run = RUNS[kind]
-    x, weight, bias = (leaf(random(*shape).float()) for shape in ((7, INPUTS), (OUTPUTS, INPUTS), (OUTPUTS,)))
-    with torch.autocast("cpu", torch.bfloat16):
-        y = run(x, weight, bias, group=dist.group.WORLD)
-        plain = linear(x, weight, bias)
-        double = run(x.double(), weight.double(), group=dist.group.WORLD)
-    y.sum().backward()
-    expected = 2 * linear(x, weight) + bias if kind == "row" else plain
-    dtypes = [str(tensor.dtype) for tensor in (y, x.grad, weight.grad, bias.grad, double)]
-    return {"dtypes": dtypes, "error": ((y - expected).abs().max() / expected.abs().max()).item()}
-
-
 FORMS = {"rows": 3, "columns": Columns(3)}
-
-
-# The overlapped styles in small models, against torch's styles or one process.
-
 LAYOUTS = {
     "replicated": {},
     "sequence": {"input": Shard(1), "output": Shard(1)},
@@ -205,28 +188,7 @@ def reversible() -> dict[str, float]:
     return found
 
 
-MET = {
-    "replicated": {("all_reduce", False), ("all_reduce", True)},
-    "sequence": {("all_gather", False), ("reduce_scatter", False), ("reduce_scatter", True)},
-}
-
-
-def tuned_styles() -> dict[str, float]:
-    """Groups that are measured during training, also in the backward."""
-    found = {}
-    reference, x = mlp(), random(4, 6, INPUTS, seed=1)
-    squared([reference(x)]).backward()
-    for name, mine in (("replicated", x), ("sequence", share(x, 1))):
-        with TemporaryDirectory() as folder:
-            tuner = Tuner(Path(folder))
-            net = parallel(mlp(), LAYOUTS[name], groups=tuner)
-            squared([net(leaf(mine))]).backward()
-        assert {(job.collective, job.covered) for job, _ in tuner.tuned} == MET[name]
-        found[name] = worst(parameter_gradients(net, reference))
-    return found
-
-
-STYLED = {"styles": styled, "mixed": mixed, "wrapped": wrapped, "reversible": reversible, "tuned": tuned_styles}
+STYLED = {"styles": styled, "mixed": mixed, "wrapped": wrapped, "reversible": reversible}
 
 
 def find(rank: int) -> dict:
@@ -237,7 +199,7 @@ def find(rank: int) -> dict:
         for form, groups in FORMS.items()
     }
     errors = {"linear": linear_errors()} | {name: case() for name, case in STYLED.items()}
-    return {"errors": errors, "orders": orders, "tuned": tuned(), "autocast": {kind: autocast(kind) for kind in RUNS}}
+    return {"errors": errors, "orders": orders, "tuned": tuned()}
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +207,7 @@ def found(tmp_path_factory) -> dict:
     return found_by_processes(Path(__file__), tmp_path_factory.mktemp("overlap"))
 
 
-COUNTS = {"linear": 2 * (2 + 2 + 2 + 3 + 4) * 6, "styles": 10, "mixed": 5, "reversible": 4, "tuned": 2, "wrapped": 2}
+COUNTS = {"linear": 2 * (2 + 2 + 2 + 3 + 4) * 6, "styles": 10, "mixed": 5, "reversible": 4, "wrapped": 2}
 
 
 @pytest.mark.parametrize("part", COUNTS)
@@ -267,27 +229,6 @@ def test_communication_overlaps_with_computation(found, form):
     # All groups are asked for before the first is multiplied.
     assert column_shares["forward"] == ["all-gather"] * 3 + ["product"] * 3
     assert row_shares["backward"] == ["all-gather"] * 3 + ["product"] * 4
-
-
-def test_what_needs_no_gradient_is_neither_computed_nor_sent(found):
-    row, row_shares, column, column_shares = (
-        [found["orders"][f"{kind}, {dim}, rows"][needed] for needed in ("x", "weight", "bias")]
-        for kind in RUNS
-        for dim in (None, 0)
-    )
-    gathered = ["all-gather"] * 3
-    assert row == [["product"], ["product"], []]
-    assert row_shares == [[*gathered, *["product"] * 3], [*gathered, "product"], gathered]
-    assert column == [["product", "all-reduce"] * 3, ["product"], []]
-    assert column_shares == [["product", "reduce-scatter"] * 3, ["all-gather", "product"], []]
-
-
-@pytest.mark.parametrize("kind", RUNS)
-@pytest.mark.slow
-def test_autocast(found, kind):
-    half, single, double = "torch.bfloat16", "torch.float32", "torch.float64"
-    assert found["autocast"][kind]["dtypes"] == [half, single, single, single, double]
-    assert found["autocast"][kind]["error"] <= 1e-2
 
 
 def test_ranks_choose_alike(found):

@@ -10,7 +10,7 @@ import torch
 
 from holotrain.overlap import predictor
 from holotrain.overlap.groups import Columns, Job, group_sizes
-from holotrain.overlap.predictor import Link, MeasuredLink, Predictor, makespan
+from holotrain.overlap.predictor import Link, Predictor, makespan
 from holotrain.overlap.signals import Overlap
 
 CPU = torch.device("cpu")
@@ -113,11 +113,6 @@ def test_a_link(collective, rounds):
     assert link.seconds(collective, 0, 4) == link.seconds(collective, 150, 1) == 7
 
 
-def test_a_measured_link_is_straight_between_what_was_measured():
-    link = MeasuredLink({"all_reduce": {1000: 1.0, 3000: 2.0}})
-    assert [link.seconds("all_reduce", size, 2) for size in (10, 1000, 2000, 3000, 6000)] == [1.0, 1.0, 1.5, 2.0, 4.0]
-
-
 def test_on_a_gpu_groups_beside_a_collective_lose_what_it_takes(monkeypatch):
     for name, value in {"sms_of": lambda device: 4, "TILE_ROWS": 1, "TILE_COLUMNS": 6}.items():
         monkeypatch.setattr(predictor, name, value)
@@ -128,15 +123,6 @@ def test_on_a_gpu_groups_beside_a_collective_lose_what_it_takes(monkeypatch):
     assert seconds(job(collective="all_gather"), [10, 20]) == pytest.approx(10 * 2 + 20)
     # 4 columns by 30 rows of 6 are 20 tiles: 5 waves of 4 SMs, 10 of 2
     assert seconds(job(), Columns([2, 4])) == pytest.approx(2 + 4 * 2)
-
-
-@pytest.mark.parametrize("columns", [Columns(2), Columns([3, 3]), lambda job, collectives: Columns((3, 3))])
-def test_groups_of_columns_are_of_sums_alone(columns):
-    found = {
-        kind: group_sizes(columns, job(7, kind), None) for kind in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
-    }
-    by_columns, by_rows = ([3, 3], True), ([4, 3], False)
-    assert [*found.values()] == [by_columns, by_columns, by_rows, by_rows]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from compared import assert_close, assert_equal
 from torch import nn
 
 from holotrain.synthesis import HolographicSynthesis
-from holotrain.synthesis.binding import phasor_bind
-from holotrain.synthesis.updates import MOST, total
+from holotrain.synthesis.updates import MOST
 
 F64 = torch.float64
 
@@ -164,18 +163,6 @@ def test_with_one_key_an_update_is_what_its_options_say_of_gradients(options, ex
     assert_close(update, wanted, rtol=1e-9, atol=1e-9 * wanted.abs().max().item())
 
 
-@pytest.mark.parametrize("block_length", [None, 32])
-def test_bind_is_algorithm_1_on_the_whole_model(block_length):
-    model = network()
-    synthesis = HolographicSynthesis(model, "bind", block_length=block_length)
-    x = batches(1)[0]
-    synthesis.measuring = True
-    gradient, update = stepped(synthesis, model, x)
-    expected = phasor_bind(gradient, model(x).mean(0).detach(), block_length=block_length)
-    assert_close(update, expected[: len(gradient)], atol=1e-12)
-    assert_close(synthesis.measured, figures_of(gradient, update))
-
-
 def algorithm_1(gradient: list[float], representation: list[float]) -> list[float]:
     """The published formulas, entry by entry: G = rfft(g), A = rfft(a), Z = G / |G| conj(A / |A|), z = irfft(Z)."""
     n = len(gradient)
@@ -308,26 +295,6 @@ def test_blocks_of_any_length_are_made_of_a_subsample(mode, monkeypatch):
     assert synthesis.steps == 2 and all(update.isfinite().all() for _, update in result)
 
 
-def test_a_hologram_of_which_nothing_remains_stays_finite():
-    model = network(torch.float32)
-    synthesis = HolographicSynthesis(model, dtype="fp16", block_length=32, decay=0.5)
-    for step in range(300):
-        _, update = stepped(synthesis, model, batches(1, torch.float32)[0], float(step == 0))
-        assert update.isfinite().all()
-    assert not update.any()
-
-
-def test_rows_of_one_layer_are_told_apart():
-    """Rows with one gradient and one key, superposed: without marks of their own each would read out the sum of all."""
-    model = nn.Linear(16, 16, bias=False).double()
-    synthesis = HolographicSynthesis(model, "shared", decay=0.0, feedback=0.0, block_length=64, superpose=4)
-    model(torch.ones(2, 16, dtype=F64))
-    block = torch.randn(64, dtype=F64, generator=torch.Generator().manual_seed(0))
-    model.weight.grad = block.repeat(4).view(16, 16).clone()
-    synthesis.step()
-    assert model.weight.grad.norm() / (2 * block.norm()) < 0.8  # the sum of four equals, over four, would be 1
-
-
 def test_bins_in_which_a_key_has_but_rounding_count_as_empty():
     """What a LayerNorm gives has no mean over channels: the key's first bin is rounding, of another sign in another order."""
     model = nn.Sequential(nn.LayerNorm(32, elementwise_affine=False), nn.Linear(32, 32, bias=False))
@@ -344,19 +311,6 @@ def test_bins_in_which_a_key_has_but_rounding_count_as_empty():
     assert_close(*results, rtol=1e-4, atol=1e-5 * results[0].abs().max().item())
 
 
-def test_figures_leave_out_what_is_written_nowhere():
-    model = network()
-    synthesis = HolographicSynthesis(model, block_length=32)
-    stepped(synthesis, model, batches(1)[0])
-    gradient = differentiate(model, batches(1)[0])
-    model[3].weight.grad = None
-    model[3].bias.grad = None
-    synthesis.measuring = True
-    synthesis.step()
-    written = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    assert_close(synthesis.measured, figures_of(gradient[: len(written)], written))
-
-
 def test_chunks_make_no_difference(monkeypatch):
     for options in ({}, {"mode": "shared", "superpose": 2}):
         options |= {"block_length": 16, "cosine_floor": 0.1, "ema": 0.5}
@@ -365,15 +319,3 @@ def test_chunks_make_no_difference(monkeypatch):
             patch.setitem(MOST, "cpu", 64)
             parts = updates(4, **options)[2]
         assert_close([update for _, update in parts], [update for _, update in whole], rtol=1e-12)
-
-
-@pytest.mark.parametrize("dtypes", [[torch.float64], [torch.bfloat16, torch.float16], [torch.bfloat16, torch.float64]])
-def test_the_check_of_gradients_on_a_device_takes_every_dtype(monkeypatch, dtypes):
-    """By the fused norm, which refuses to return less than it is given; here the CPU's, which refuses the same."""
-    norm = torch._foreach_norm
-
-    def on_the_cpu(tensors, *args, **options):
-        return norm([torch.ones(tensor.shape, dtype=tensor.dtype) for tensor in tensors], *args, **options)
-
-    monkeypatch.setattr(torch, "_foreach_norm", on_the_cpu)
-    assert total([torch.empty(5, dtype=dtype, device="meta") for dtype in dtypes]) == 5 * len(dtypes)
