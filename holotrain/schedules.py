@@ -14,7 +14,7 @@ class Schedule:
         input: of a checkpointed block: how its inputs are kept, as :data:`~holotrain.reversible.block_inputs.WAYS` names it.
         ahead: a rebuilt block is recomputed while the gradients of the block behind it are computed.
         keep: results that a rebuilt block keeps all the same, as in
-            :class:`~holotrain.reversible.backward_schedules.KeptResults`.
+            :class:`~holotrain.reversible.kept_results.KeptResults`.
         exact: gradients are those of plain autograd up to rounding in the last digits.
         gpu: on a CPU it is the one before it that has no such mark: ``checkpoint`` or ``reversible``.
         help: a line for ``--help``.

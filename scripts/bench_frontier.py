@@ -54,7 +54,7 @@ from holotrain.planning import TrainingStep, simulate_step
 from holotrain.planning.choice import choose, seconds, stage_of, visits_of
 from holotrain.planning.devices import ALLOCATORS
 from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
-from holotrain.reversible.backward_schedules import KEEPABLE
+from holotrain.reversible.kept_results import KEEPABLE
 from holotrain.reversible.side_stream import assuming_a_side_stream
 
 

@@ -36,7 +36,7 @@ from holotrain.models.layers.blocks import (
 from holotrain.models.layers.patches import OverlappingPatches, initialise
 from holotrain.numeric import require_at_least, require_one_of, require_within
 from holotrain.reversible import checkpointed
-from holotrain.reversible.backward_schedules import stores_everything
+from holotrain.reversible.backward_option import stores_everything
 
 
 class MViT(nn.Module):

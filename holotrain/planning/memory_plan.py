@@ -17,7 +17,7 @@ from holotrain.planning.choice import MARGIN, Choice, TooSmall, choose, flops, s
 from holotrain.planning.devices import ALLOCATORS
 from holotrain.planning.planner import Backward, Planner
 from holotrain.planning.tracker import Footprint
-from holotrain.reversible.backward_schedules import KEEPABLE
+from holotrain.reversible.kept_results import KEEPABLE
 from holotrain.schedules import AUTO, PLAIN, REBUILDING, SCHEDULES
 
 

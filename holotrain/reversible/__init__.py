@@ -22,9 +22,9 @@ grid                the fixed-point grid of the streams, which follows them
 graphs              a training step as one CUDA graph, and its random number generators
 """
 
-from holotrain.reversible.block import ReversibleBlock
+from holotrain.reversible.coupling import ReversibleBlock
 from holotrain.reversible.in_place import recompute, undo
-from holotrain.reversible.recomputation import checkpointed
+from holotrain.reversible.schedule import checkpointed
 from holotrain.reversible.sequence import ReversibleSequence
 
 __all__ = ["ReversibleBlock", "ReversibleSequence", "checkpointed", "recompute", "undo"]

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from holotrain.numeric import counted
-from holotrain.reversible.block import ReversibleBlock
+from holotrain.reversible.coupling import ReversibleBlock
 from holotrain.reversible.lists_of_blocks import named_blocks
-from holotrain.reversible.recomputation import checkpointed
 from holotrain.reversible.replaced_forward import ReplacedForward, call_of, is_cache
+from holotrain.reversible.schedule import checkpointed
 from holotrain.reversible.tiled_loss import TiledLoss
 from holotrain.reversible.tiles import Tiled, take_in_tiles
 from holotrain.schedules import PLAIN

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from copy import copy
 from functools import cache
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from holotrain.reversible.context import has_no_data
-from holotrain.reversible.settings import generators_among, python_generators_among
 
 _version, _training, _values, _flat = (
     attrgetter("_version"),
@@ -111,16 +111,20 @@ class Reads:
     A module may change its buffers in the forward (running statistics, power iterations). Its recomputation reads copies of
     what the forward read, and what it writes to them goes.
 
+    Args:
+        parts: the branch's module and all in it.
+        attributes: whether the plain attributes of modules are compared, too.
+
     Attributes:
         tensors: the parameters; after the forward also the buffers of modules that changed none.
-        addresses: theirs, each by itself, to look one up.
         hooked: whether forward hooks are registered.
     """
 
-    def __init__(self, parts: list[nn.Module]) -> None:
+    def __init__(self, parts: list[nn.Module], attributes: bool = False) -> None:
         # Without loops over the parts, which would take a tenth of the time of a tiny branch.
         modes, parameters, modules, buffers, hooks_before, hooks_after = zip(*map(_state_of, parts), strict=True)
-        self.parts, self._modes = parts, [*modes]
+        self._parts, self._modes = parts, [*modes]
+        self._attributes = plain_attributes(parts) if attributes else None
         self.hooked = any(hooks_before) or any(hooks_after)
         self._owners = [*filter(None, parameters), *filter(None, modules)]
         if self.hooked:  # maybe only for the time of the model's forward, as peft does
@@ -142,7 +146,6 @@ class Reads:
             else:
                 self._copies.append((buffers.present, buffers.copies))
         self._buffers.clear()
-        self.addresses = {address: address for address in map(id, self.tensors)}
         self._held, self._versions = [*map(dict, self._owners)], [*map(_version, self.tensors)]
         # Held, so that their memory is not used again, at the same address, when ``.data`` is replaced.
         self._storages = [*map(Tensor.untyped_storage, self.tensors)]
@@ -162,7 +165,8 @@ class Reads:
                 "the forward of a block changed a buffer, which its first forward did not do, so it was not saved for the "
                 "recomputation; it is from the next forward on"
             )
-        if [*map(_training, self.parts)] != self._modes:
+        self._compare_attributes()
+        if [*map(_training, self._parts)] != self._modes:
             raise RuntimeError(
                 "a block was switched between train() and eval() after the forward, so its recomputation in the backward "
                 "would differ; switch after the backward"
@@ -180,6 +184,20 @@ class Reads:
                 self._replace(owner, then)
         for owner, copies in self._copies:
             self._replace(owner, _copied(copies))
+
+    def _compare_attributes(self) -> None:
+        """Warns once if a plain attribute of a module has another value than before the forward."""
+        then, self._attributes = self._attributes, None
+        if then is None:
+            return
+        for part, before, now in zip(self._parts, then, plain_attributes(self._parts), strict=True):
+            for name in [name for name in before.keys() & now.keys() if repr(before[name]) != repr(now[name])]:
+                which = f"{type(part).__name__}.{name}"
+                warnings.warn(
+                    f"{which} was {before[name]!r} before the forward and is {now[name]!r} in the backward, "
+                    "where its block runs again: gradients are wrong if its forward reads it; change it after the backward",
+                    stacklevel=2,
+                )
 
     def _replace(self, owner: dict, values: dict) -> None:
         self._replaced.append((owner, dict(owner)))
@@ -200,46 +218,52 @@ def _refill(owner: dict, values: dict) -> None:
 class Arguments:
     """The keyword arguments of a branch in one call. They are passed on and not copied, except for lists, tuples and dicts.
 
+    Attributes:
+        keywords, leaves: the arguments, and what their lists, tuples and dicts hold.
+
     Raises:
         TypeError: an argument is an iterator, which only one of the two runs could use.
     """
 
     def __init__(self, keywords: dict[str, Any]) -> None:
-        self._leaves, self._spec = tree_flatten(keywords)
-        for leaf in self._leaves:
+        self.keywords, self.leaves, self._marks = keywords, [], []
+        if not keywords:
+            return
+        self.leaves, self._spec = tree_flatten(keywords)
+        for leaf in self.leaves:
             if isinstance(leaf, Iterator):
                 raise TypeError(
                     f"a keyword argument of a block is a {type(leaf).__name__}, which the forward uses up, so that nothing is "
                     "left for the recomputation; pass a list"
                 )
-        self._marks = [_mark(leaf) for leaf in self._leaves]
-        self.generators = generators_among(self._leaves)
-        self.python_generators = python_generators_among(self._leaves)
+        self._marks = [*map(_mark, self.leaves)]
 
-    def settle(self, keywords: dict[str, Any]) -> dict[str, Any]:
-        """After the forward: returns the arguments in containers of their own.
+    def settle(self) -> None:
+        """After the forward: takes the arguments in containers of their own.
 
         Tensors are without their graph: if they were computed from a stream, it holds the branch, and neither would be freed.
 
         Raises:
             ValueError: the forward added, removed or replaced an entry; the recomputation would do so again.
         """
-        leaves, spec = tree_flatten(keywords)
-        if spec != self._spec or any(a is not b for a, b in zip(leaves, self._leaves, strict=True)):
+        if not self.keywords:
+            return
+        leaves, spec = tree_flatten(self.keywords)
+        if spec != self._spec or any(a is not b for a, b in zip(leaves, self.leaves, strict=True)):
             raise ValueError(
                 "a block changed a list or dict among its keyword arguments; return results through the streams, "
                 'or use backward="autograd"'
             )
         own = {id(leaf): _without_graph(leaf) for leaf in leaves}  # one tensor may come twice
-        self._leaves = [own[id(leaf)] for leaf in leaves]
-        return tree_unflatten(self._leaves, spec)
+        self.leaves = [own[id(leaf)] for leaf in leaves]
+        self.keywords = tree_unflatten(self.leaves, spec)
 
     def require_unchanged(self) -> None:
         """
         Raises:
             RuntimeError: a tensor or array among them was changed in place after the forward.
         """
-        for leaf, mark in zip(self._leaves, self._marks, strict=True):
+        for leaf, mark in zip(self.leaves, self._marks, strict=True):
             if _mark(leaf) != mark:
                 raise RuntimeError(
                     f"a keyword argument of a block, a {type(leaf).__name__}, was modified by an inplace operation between the "

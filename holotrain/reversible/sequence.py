@@ -12,14 +12,13 @@ from torch.nn.modules.module import _has_any_global_hook  # private: nothing pub
 from torch.utils._pytree import tree_leaves
 
 from holotrain.numeric import counted
-from holotrain.reversible.backward_schedules import Shorthand
-from holotrain.reversible.block import Coupling, ReversibleBlock
+from holotrain.reversible.backward_option import Shorthand
 from holotrain.reversible.checks import RebuildChecks
 from holotrain.reversible.context import backward_id, has_no_data, in_trace
+from holotrain.reversible.coupling import Coupling, ReversibleBlock
 from holotrain.reversible.grid import FixedPointGrid
-from holotrain.reversible.recomputation import checkpointed
+from holotrain.reversible.schedule import Pass, checkpointed
 from holotrain.reversible.settings import generators_among, generators_unmoved
-from holotrain.reversible.tape import Recorder
 from holotrain.reversible.tokenwise import require_tile
 from holotrain.schedules import SCHEDULES, Schedule
 
@@ -147,14 +146,14 @@ class ReversibleSequence(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         self.checks.begin()
         schedules = self.checks.in_force(schedules, self.blocks)
-        recorder, hooked = Recorder(x1.device, self.checks, self.tile), _has_any_global_hook()
+        run, hooked = Pass(x1.device, coupling, self.checks, self.tile), _has_any_global_hook()
         for number, (schedule, block, (f_kwargs, g_kwargs)) in enumerate(zip(schedules, self.blocks, keywords, strict=False)):
             if hooked or block._forward_pre_hooks or block._forward_hooks:
-                recorder.call.present = None  # a hook may draw random numbers
-            recorder.begin_block(number, schedule, coupling, block, (x1, x2))
+                run.call.present = None  # a hook may draw random numbers
+            update = run.of_block(number, schedule, block, (x1, x2)).update
             with in_trace("forward", number):
-                x1, x2 = block(x1, x2, f_kwargs, g_kwargs, update=recorder.update)
-        recorder.end(x1, x2)
+                x1, x2 = block(x1, x2, f_kwargs, g_kwargs, update=update)
+        run.end(x1, x2)
         return x1, x2
 
     _outside_the_graph = torch.compiler.disable(

@@ -40,6 +40,48 @@ class Source(NamedTuple):
 State = tuple[Source, Tensor, object]
 
 
+class Draws:
+    """The random numbers that one run of a branch may draw, and draws again in its replay.
+
+    Args:
+        generators: those of torch that it reads, besides the device's.
+        python: those of Python and NumPy, whose use is looked for; None: it is not.
+    """
+
+    def __init__(self, call: Call, generators: list[torch.Generator], python: list[Any] | None) -> None:
+        self._call, self._python, self._python_after = call, python, None
+        self._states = call.states() + [source_of(generator).read() for generator in generators]
+        self._present: list[State] | None = None
+        self._python_before = None if python is None else python_states(python)
+
+    def settle(self) -> None:
+        """After the run: keeps the states of the generators that it drew from."""
+        after = [source.read() for source, _, _ in self._states]
+        self._call.present = after[: len(self._call.sources)]
+        self._states = [then for then, now in zip(self._states, after, strict=True) if now[2] != then[2]]
+        if self._python is not None and (states := python_states(self._python)) != self._python_before:
+            self._python_after = states
+
+    def begin(self) -> None:
+        """Before the replay."""
+        if self._states:
+            self._present = put_back(self._states)
+
+    def end(self) -> None:
+        """After the replay: the generators are as they were before it."""
+        if self._present is not None:
+            put_back(self._present)
+            self._present = None
+
+    def require_same(self, name: str) -> None:
+        """Raises a RuntimeError if a branch drew from Python's or NumPy's generators. One that sets a seed draws the same."""
+        if self._python_after is not None and self._python_after != python_states(self._python or []):
+            raise RuntimeError(
+                f"block {name} draws from Python's or NumPy's random numbers in its forward, and drew others when it ran "
+                'again in the backward: draw with torch, or have it store its activations (backward="autograd")'
+            )
+
+
 def generators_among(values: Iterable[Any]) -> list[torch.Generator]:
     return [value for value in values if isinstance(value, torch.Generator)]
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from holotrain.reversible.context import has_no_data, is_captured, recomputing
 from holotrain.reversible.lists_of_blocks import is_list_of_blocks, outermost
 from holotrain.reversible.reads import parts_of
-from holotrain.reversible.recomputation import checkpointed
 from holotrain.reversible.replaced_forward import ReplacedForward
+from holotrain.reversible.schedule import checkpointed
 from holotrain.reversible.settings import put_back, sources_of
 from holotrain.reversible.tiled_loss import language_model, tile_loss
 from holotrain.reversible.tokenwise import attributes_of, put_back_attributes, require_tile, tiles_of, why_whole

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from holotrain.optimizers import InBackward
 from holotrain.optimizers.low_bit import low_bit
 from holotrain.optimizers.stepping import CombinedOptimizer
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, recomputation, tape
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, recording, schedule
 from holotrain.schedules import OF_REVERSIBLE
 from holotrain.tasks.optimizer_functions import ShardedAdafactor
 
@@ -116,14 +116,14 @@ def test_weights_are_those_of_the_usual_step_to_the_bit(name, backward, half):
 def test_weights_are_the_same_when_recomputation_runs_ahead(monkeypatch):
     """As on a GPU: a branch is recomputed before the parameters of the one behind it are stepped."""
     order = []
-    run = recomputation.Branch.run_again
+    run = recording.Recorded.replay
 
     def noted(branch, *args, **options):
         order.append(branch.name)
         return run(branch, *args, **options)
 
-    monkeypatch.setattr(tape, "side_of", lambda stream: tape.SameStream())
-    monkeypatch.setattr(recomputation.Branch, "run_again", noted)
+    monkeypatch.setattr(schedule, "side_of", lambda stream: schedule.SameStream())
+    monkeypatch.setattr(recording.Recorded, "replay", noted)
     for shared in (False, True):
         usual, net = Net("pareprop", shared), Net("pareprop", shared)
         expected = train(usual, adamw(usual))

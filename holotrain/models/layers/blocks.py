@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from holotrain.models.layers.attention import Attention
 from holotrain.numeric import require_at_least, require_within
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, checkpointed
-from holotrain.reversible.backward_schedules import schedules_of
+from holotrain.reversible.backward_option import schedules_of
 from holotrain.reversible.context import in_trace
 from holotrain.reversible.sequence import AveragedStreams
 from holotrain.schedules import PLAIN

@@ -1,78 +1,70 @@
-"""The engine: records the branches of one forward, and rebuilds their inputs in the backward.
+"""The backward schedules: what the forward does with a block, and where the input of its replay comes from in the backward.
 
-A stored block runs as it is. A checkpointed branch runs again from the input that it has kept. A rebuilt branch runs again from
-the stream that the backward has reached, and its output inverts the coupling: ``x2 = y2 - g(y1)``. A tape holds these branches
-in order. It may run a branch ahead, while the gradients of the branch behind it are computed (PaReprop, arXiv 2306.09342, in
-units of half blocks): gradients stay on the stream of the forward, and the recomputation is on a second CUDA stream.
+A :class:`Stored` block runs as it is. A :class:`Checkpointed` one keeps its inputs. A :class:`Rebuilt` one keeps nothing: the
+backward has reached the streams behind it, and what the replay returns inverts the coupling, ``x2 = y2 - g(y1)``. A
+:class:`Tape` holds consecutive rebuilt branches in order. It may replay one ahead, while the gradients of the branch behind it
+are computed (PaReprop, arXiv 2306.09342, in units of half blocks): gradients stay on the stream of the forward, and the replay
+is on a second CUDA stream.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from holotrain.reversible.backward_schedules import Casts
-from holotrain.reversible.block import Coupling
-from holotrain.reversible.block_inputs import SavedTensors
+from holotrain.reversible.block_inputs import WAYS, InputAsIs, SavedTensors
 from holotrain.reversible.checks import RebuildChecks, StreamCheck
 from holotrain.reversible.context import backward_id, graph_is_retained, has_no_data
+from holotrain.reversible.coupling import Coupling
+from holotrain.reversible.kept_results import Casts
 from holotrain.reversible.reads import is_sharded, is_tensor_parallel
-from holotrain.reversible.recomputation import Branch, from_stored
+from holotrain.reversible.recording import Recorded
 from holotrain.reversible.settings import Call
 from holotrain.reversible.side_stream import SameStream, SideStream, side_of
 from holotrain.reversible.tokenwise import tiles_of, why_whole
 from holotrain.schedules import Schedule
 
-_no_room: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""Branches that found no memory to run ahead, and how many elements a stream had then."""
 
-
-class Recorder:
-    """Runs the blocks of one forward by their schedules, and records what the backward needs.
-
-    It holds streams with their graph, which holds the tape. So the tape must not hold it.
+class Pass:
+    """One forward over the blocks of a sequence. It holds streams with their graph, which holds the tape, which must not hold it.
 
     Args:
         device: of the streams.
+        coupling: of the blocks.
         checks: of what is rebuilt.
         tile: tokens of a tile, in which branches are taken that work token by token; None: all are taken whole.
+
+    Attributes:
+        tape: of the rebuilt blocks that end here; None: the latest block is not rebuilt.
+        streams: what the latest rebuilt branch wrote, and what it read.
+        halves: the number of branches on the tape, each with all its tiles.
     """
 
-    def __init__(self, device: torch.device, checks: RebuildChecks, tile: int | None = None) -> None:
-        self.call, self._checks, self._tile = Call(device), checks, tile
-        self._tape: Tape | None = None
-        # What the latest rebuilt branch wrote, and what it read.
-        self._streams: tuple[Tensor, Tensor]
-        self._versions: tuple[int, int]
+    streams: tuple[Tensor, Tensor]
+    halves: int
 
-    def begin_block(
-        self,
-        number: int,
-        schedule: Schedule,
-        coupling: Coupling,
-        block: nn.Module,
-        streams: tuple[Tensor, Tensor],
-    ) -> None:
-        """Before the next block.
+    def __init__(self, device: torch.device, coupling: Coupling, checks: RebuildChecks, tile: int | None = None) -> None:
+        self.call, self.coupling, self.checks, self.tile = Call(device), coupling, checks, tile
+        self.tape: Tape | None = None
 
-        Args:
-            number: for a trace.
-            streams: before the block.
-        """
-        if schedule.kind != "rebuilt":
+    def of_block(self, number: int, schedule: Schedule, block: nn.Module, streams: tuple[Tensor, Tensor]) -> Stored:
+        """The schedule of the next block; ``number`` is for a trace, and ``streams`` are those before the block."""
+        kind = _KINDS[schedule.kind]
+        if kind is not Rebuilt:
             self.end(*streams)
-        elif self._tape is None:
+        elif self.tape is None:
             self._begin_tape(*streams)
-        if schedule.kind == "stored":
+        if kind is Stored:
             self.call.present = None  # a stored block may draw random numbers
-        self._number, self._schedule, self._coupling = number, schedule, coupling
-        self._ahead = schedule.ahead and not is_sharded(type(block))
+        return kind(self, number, schedule, schedule.ahead and not is_sharded(type(block)))
 
     def _begin_tape(self, x1: Tensor, x2: Tensor) -> None:
         if x1.dtype.itemsize < 4:
@@ -81,55 +73,23 @@ class Recorder:
                 "to 0.3 after 96 blocks); keep the streams in fp32 and train under torch.autocast",
                 stacklevel=5,
             )
-        self._halves = 0  # branches on the tape, each with all its tiles
-        self._tape, self._streams, self._versions = Tape(), (x1, x2), (x1._version, x2._version)
+        self.tape, self.halves = Tape(), 0
+        self.wrote(x1, x2)
 
-    def update(self, name: str, module: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
-        """Runs a branch of the block on the source, and updates the target with its output."""
-        schedule, coupling, tape, outputs = self._schedule, self._coupling, self._tape, []
-        if schedule.kind == "stored":
-            return coupling.update(name, module, target, source, keywords)
-        crossed = tape is not None and self._has_crossed(source, target)
-        if tape is not None and self._halves == 1 and not has_no_data(source):  # one branch has nothing rebuilt before it
-            tape.check = self._checks.of_blocks(self._streams[1], coupling.grid)
-        for tile, part, casts in self._tiles_of(module, source, keywords):
-            options = f"{self._number}.{name}", module, keywords, self.call, schedule.keep, None, tile, casts
-            if tape is None:
-                outputs.append(from_stored(Branch(*options), source, schedule.input, part))
-                continue
-            branch = RebuiltBranch(*options)
-            branch.coupling, branch.place, branch.first = coupling, len(tape.branches), self._halves == 0
-            branch.crossed, branch.ahead = crossed, self._ahead
-            outputs.append(branch.run(part, tape.supply))
-            tape.branches.append(branch)
-        # One alone may be no tensor, which the coupling refuses.
-        coupled = coupling.couple(target, source, outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))
-        if tape is not None:
-            self._halves += 1
-            self._streams, self._versions = (coupled, source), (coupled._version, source._version)
-        return coupled
+    def wrote(self, target: Tensor, source: Tensor) -> None:
+        """After a rebuilt branch, with what it wrote and what it read."""
+        self.streams, self._versions = (target, source), (target._version, source._version)
 
-    def _tiles_of(self, module: nn.Module, read: Tensor, keywords: dict) -> Iterator[tuple[slice | None, Tensor, Casts | None]]:
-        """The tiles of a branch: their tokens, what they read, and what they share. One of None: all tokens."""
-        # Where the input is not kept as it is, each tile would fetch or restore the whole.
-        if self._tile is None or self._schedule.input != "checkpoint" or why_whole(module, self._tile, read, keywords):
-            yield None, read, None
-            return
-        casts = Casts() if self.call.settings.casts_weights else None
-        parts = torch.unsafe_split(read, self._tile, 1)  # no views: what a branch writes to its part is noticed
-        for tile, part in zip(tiles_of(read, self._tile), parts, strict=True):
-            yield tile, part.contiguous(), casts
-
-    def _has_crossed(self, first: Tensor, second: Tensor) -> bool:
+    def has_crossed(self, first: Tensor, second: Tensor) -> bool:
         """Whether two tensors are what the latest branch wrote and what it read; False if the other way round.
 
         Raises:
             ValueError: they are neither, so a hook replaced or changed them.
         """
-        target, source = self._streams
+        target, source = self.streams
         crossed = first is target or (first is not source and same_tensor(first, target))
         pair = (first, second) if crossed else (second, first)
-        if (pair[0] is not target or pair[1] is not source) and not all(map(same_tensor, pair, self._streams)):
+        if (pair[0] is not target or pair[1] is not source) and not all(map(same_tensor, pair, self.streams)):
             raise ValueError(
                 "something replaced the inputs or outputs of a ReversibleBlock (a hook, or fully_shard with a "
                 "MixedPrecisionPolicy, which casts the streams: set cast_forward_inputs=False and no output_dtype, and train "
@@ -144,10 +104,10 @@ class Recorder:
 
     def end(self, y1: Tensor, y2: Tensor) -> None:
         """After the last block that is rebuilt, with what it returned."""
-        if self._tape is not None:
-            self._has_crossed(y1, y2)
-            self._tape.complete(*self._streams)
-            self._tape = None
+        if self.tape is not None:
+            self.has_crossed(y1, y2)
+            self.tape.complete(*self.streams)
+            self.tape = None
 
 
 def same_tensor(a: Tensor, b: Tensor) -> bool:
@@ -156,14 +116,100 @@ def same_tensor(a: Tensor, b: Tensor) -> bool:
     return bool(same_view and a.dtype == b.dtype and a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
-class RebuiltBranch(Branch):
+class Stored:
+    """A block whose activations autograd keeps. Other schedules are subclasses.
+
+    Args:
+        run: the forward that it is part of.
+        number: of the block, for a trace.
+        ahead: a rebuilt branch may be replayed ahead of its turn.
+    """
+
+    def __init__(self, run: Pass, number: int, schedule: Schedule, ahead: bool) -> None:
+        self.run, self.number, self.schedule, self.ahead = run, number, schedule, ahead
+
+    def update(self, name: str, branch: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
+        """Runs a branch of the block on the source, and returns the target, updated with its output."""
+        return self.run.coupling.update(name, branch, target, source, keywords)
+
+    def recorded(
+        self, name: str, branch: nn.Module, source: Tensor, keywords: dict, kind: type[Recorded] = Recorded
+    ) -> Iterator[tuple[Any, Tensor]]:
+        """The branch, to be recorded, and what it reads; once for each tile, if it is taken in tiles."""
+        run = self.run
+        given = f"{self.number}.{name}", branch, keywords, run.call, self.schedule.keep, None
+        # Where the input is not kept as it is, each tile would fetch or restore the whole.
+        if run.tile is None or self.schedule.input != "checkpoint" or why_whole(branch, run.tile, source, keywords):
+            yield kind(*given), source
+            return
+        casts = Casts() if run.call.settings.casts_weights else None
+        parts = torch.unsafe_split(source, run.tile, 1)  # no views: what a branch writes to its part is noticed
+        for tile, part in zip(tiles_of(source, run.tile), parts, strict=True):
+            yield kind(*given, tile, casts), part.contiguous()
+
+    def coupled(self, target: Tensor, source: Tensor, outputs: list[Tensor]) -> Tensor:
+        # One alone may be no tensor, which the coupling refuses.
+        return self.run.coupling.couple(target, source, outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))
+
+
+class Checkpointed(Stored):
+    """A block that keeps the inputs of its branches, in one of the :data:`~holotrain.reversible.block_inputs.WAYS`."""
+
+    def update(self, name: str, branch: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
+        outputs = [
+            from_stored(recorded, source, self.schedule.input, part)
+            for recorded, part in self.recorded(name, branch, source, keywords)
+        ]
+        return self.coupled(target, source, outputs)
+
+
+def from_stored(recorded: Recorded, source: Tensor, way: str = "checkpoint", part: Tensor | None = None) -> Any:
+    """The branch's output; the branch is replayed in the backward from the source.
+
+    Args:
+        way: how the source is kept, one of :data:`~holotrain.reversible.block_inputs.WAYS`.
+        part: what a tile takes of the source.
+    """
+    kept = WAYS[way](source)
+    output = recorded.run(source if part is None else part, partial(_supply_from, kept))
+    kept.settle()
+    return output
+
+
+def _supply_from(kept: InputAsIs, recorded: Recorded) -> None:
+    with torch.inference_mode(False), torch.no_grad():  # as a backward may be called
+        recorded.saved[:] = recorded.replay(kept.restore(), output=False)[1]
+
+
+def checkpointed(
+    module: nn.Module,
+    x: Tensor,
+    *,
+    name: str | None = None,
+    backward: str = "checkpoint",
+    forward: Callable | None = None,
+    **keywords: Any,
+) -> Any:
+    """``module(x, **keywords)``, which keeps ``x`` alone and is recomputed in the backward.
+
+    Args:
+        name: in a trace; None: the module's class.
+        backward: how ``x`` is kept, one of :data:`~holotrain.reversible.block_inputs.WAYS`.
+        forward: what to call instead of the module, without the module's hooks.
+    """
+    if torch.compiler.is_compiling():  # the compiler checkpoints by rules of its own
+        return checkpoint(module if forward is None else forward, x, use_reentrant=False, **keywords)
+    return from_stored(Recorded(name or type(module).__name__, module, keywords, Call(x.device), (), forward), x, backward)
+
+
+class OnTape(Recorded):
     """A branch on a tape, or one of its tiles.
 
     Attributes:
         place: on the tape.
         first: it is of the first branch, whose target nobody needs.
         crossed: its source is what the branch before it wrote; if not, it is that one's source.
-        ahead: it may run ahead of its turn.
+        ahead: it may be replayed ahead of its turn.
     """
 
     coupling: Coupling
@@ -171,6 +217,32 @@ class RebuiltBranch(Branch):
     first: bool
     crossed: bool
     ahead: bool
+
+
+class Rebuilt(Stored):
+    """A block that keeps nothing: its branches are on the tape. ``ahead`` is PaReprop."""
+
+    def update(self, name: str, branch: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
+        run, outputs = self.run, []
+        tape, crossed = run.tape, run.has_crossed(source, target)
+        assert tape is not None
+        if run.halves == 1 and not has_no_data(source):  # one branch has nothing rebuilt before it
+            tape.check = run.checks.of_blocks(run.streams[1], run.coupling.grid)
+        for recorded, part in self.recorded(name, branch, source, keywords, OnTape):
+            recorded.coupling, recorded.place, recorded.first = run.coupling, len(tape.branches), run.halves == 0
+            recorded.crossed, recorded.ahead = crossed, self.ahead
+            outputs.append(recorded.run(part, tape.supply))
+            tape.branches.append(recorded)
+        coupled = self.coupled(target, source, outputs)
+        run.halves += 1
+        run.wrote(coupled, source)
+        return coupled
+
+
+_KINDS: dict[str, type[Stored]] = {"stored": Stored, "checkpointed": Checkpointed, "rebuilt": Rebuilt}
+
+_no_room: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""Branches that found no memory to run ahead, and how many elements a stream had then."""
 
 
 class Tape:
@@ -184,21 +256,21 @@ class Tape:
 
     def __init__(self) -> None:
         self.check: StreamCheck | None = None
-        self.branches: list[RebuiltBranch] = []
+        self.branches: list[OnTape] = []
         # What ``branches[_position]``, the next to be rebuilt, wrote and read.
         self._streams: tuple[Tensor, ...] = ()
         self._target: Tensor | None = None  # that of the branch, as far as its tiles have been undone
         self._position = -1
         self._end: SavedTensors | None = None
         self._task = -1
-        self._current: tuple[RebuiltBranch, Tensor] | None = None
-        self._early: tuple[RebuiltBranch, list[Tensor], tuple[Tensor, ...], Any] | None = None
+        self._current: tuple[OnTape, Tensor] | None = None
+        self._early: tuple[OnTape, list[Tensor], tuple[Tensor, ...], Any] | None = None
 
     def complete(self, target: Tensor, source: Tensor) -> None:
         """At the end of the forward, with the streams of the last branch."""
         self._end = SavedTensors(target, source)
 
-    def supply(self, branch: RebuiltBranch) -> None:
+    def supply(self, branch: OnTape) -> None:
         """Has ``branch.saved`` filled: rebuilds the streams down to the branch."""
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # as a backward may be called
             with torch.inference_mode(False), torch.no_grad():
@@ -209,7 +281,7 @@ class Tape:
         if self._current is not None:
             current, source = self._current
             if branch is current:  # a function reads its ctx.saved_tensors a second time
-                branch.saved[:] = branch.run_again(source, output=False)[1]
+                branch.saved[:] = branch.replay(source, output=False)[1]
                 return
             current.saved.clear()
         early, self._early = self._early, None
@@ -249,13 +321,13 @@ class Tape:
         branch, (coupled, source) = self.branches[self._position], self._streams
         if branch.place == 0 and self.check is not None:
             self.check.compare(source, coupled)
-        output, saved = branch.run_again(source, not branch.first, ahead)
+        output, saved = branch.replay(source, not branch.first, ahead)
         if not branch.first:
             self._undo(branch, coupled, source, output)
         self._position -= 1
         return saved
 
-    def _undo(self, branch: RebuiltBranch, coupled: Tensor, source: Tensor, output: Tensor) -> None:
+    def _undo(self, branch: OnTape, coupled: Tensor, source: Tensor, output: Tensor) -> None:
         """Inverts the coupling of a branch or of a tile; the first tile, which comes last, completes that of its branch."""
         if branch.tile is None:
             target = branch.coupling.undo(coupled, source, output)
