@@ -152,10 +152,16 @@ class Recorded:
         self._settings = self.call.settings  # earlier branches keep theirs
         self._draws.settle()
         self._reads.settle()
-        history, self.kinds = self._history, [*map(_kind_of, packed)]
-        if self.kinds != history.kinds:  # else the leaves are where they were
-            history.kinds, history.places = self.kinds, [*range(len(packed))]
-        places, history.places = history.places, []
+        self._note(source, packed)
+        if self._kept is not None:
+            self._kept.settle(needed=bool(packed))
+
+    def _note(self, source: Tensor, packed: list[Tensor]) -> None:
+        """Notes what autograd would have saved: kinds, and leaves. Most runs save the same, and share one list."""
+        history, kinds = self._history, [*map(_kind_of, packed)]
+        if kinds != history.kinds:  # else the leaves are where they were
+            history.kinds, history.places = kinds, [*range(len(packed))]
+        self.kinds, places, history.places = history.kinds, history.places, []
         for place in places:
             leaf = _leaf_of(packed[place])
             if leaf is None:
@@ -163,8 +169,6 @@ class Recorded:
             history.places.append(place)
             if leaf is not source:
                 self._leaves.append((place if isinstance(leaf, nn.Parameter) else None, leaf, leaf._version))
-        if self._kept is not None:
-            self._kept.settle(needed=bool(packed))
 
     def replay(self, source: Tensor, output: bool = True, ahead: bool = False) -> tuple[Any, list[Tensor]]:
         """Runs the branch again: returns the output, detached, and the tensors that autograd saves.
