@@ -126,3 +126,9 @@ class ReversibleBlock(nn.Module):
         x2 = coupling.undo(y2, y1, self.g(y1, **(g_kwargs or {})))
         x1 = coupling.undo(y1, x2, self.f(x2, **(f_kwargs or {})))
         return x1, x2
+
+
+def same_tensor(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are views of the same elements in the same order."""
+    same_view = a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
+    return bool(same_view and a.dtype == b.dtype and a.untyped_storage()._cdata == b.untyped_storage()._cdata)

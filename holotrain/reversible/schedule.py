@@ -1,40 +1,34 @@
 """The backward schedules: what the forward does with a block, and where the input of its replay comes from in the backward.
 
-A :class:`Stored` block runs as it is. A :class:`Checkpointed` one keeps its inputs. A :class:`Rebuilt` one keeps nothing: the
-backward has reached the streams behind it, and what the replay returns inverts the coupling, ``x2 = y2 - g(y1)``. A
-:class:`Tape` holds consecutive rebuilt branches in order. It may replay one ahead, while the gradients of the branch behind it
-are computed (PaReprop, arXiv 2306.09342, in units of half blocks): gradients stay on the stream of the forward, and the replay
-is on a second CUDA stream.
+A :class:`Stored` block runs as it is. A :class:`Checkpointed` one keeps its inputs. A :class:`Rebuilt` one keeps nothing: its
+branches go on a tape (:mod:`holotrain.reversible.tape`), which rebuilds their inputs. A :class:`Pass` is one forward.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from holotrain.reversible.block_inputs import WAYS, InputAsIs, SavedTensors
-from holotrain.reversible.checks import RebuildChecks, StreamCheck
-from holotrain.reversible.context import backward_id, graph_is_retained, has_no_data
-from holotrain.reversible.coupling import Coupling
+from holotrain.reversible.block_inputs import WAYS
+from holotrain.reversible.checks import RebuildChecks
+from holotrain.reversible.context import has_no_data
+from holotrain.reversible.coupling import Coupling, same_tensor
 from holotrain.reversible.kept_results import Casts
-from holotrain.reversible.reads import is_sharded, is_tensor_parallel
+from holotrain.reversible.reads import is_sharded
 from holotrain.reversible.recording import Recorded
 from holotrain.reversible.settings import Call
-from holotrain.reversible.side_stream import SameStream, SideStream, side_of
+from holotrain.reversible.tape import OnTape, Tape
 from holotrain.reversible.tokenwise import tiles_of, why_whole
 from holotrain.schedules import Schedule
 
 
 class Pass:
-    """One forward over the blocks of a sequence. It holds streams with their graph, which holds the tape, which must not hold it.
+    """One forward over the blocks of a sequence. It holds streams with their graph, which holds the tape: no tape may hold it.
 
     Args:
         device: of the streams.
@@ -73,7 +67,7 @@ class Pass:
                 "to 0.3 after 96 blocks); keep the streams in fp32 and train under torch.autocast",
                 stacklevel=5,
             )
-        self.tape, self.halves = Tape(), 0
+        self.tape, self.halves = Tape(self.coupling), 0
         self.wrote(x1, x2)
 
     def wrote(self, target: Tensor, source: Tensor) -> None:
@@ -90,17 +84,15 @@ class Pass:
         crossed = first is target or (first is not source and same_tensor(first, target))
         pair = (first, second) if crossed else (second, first)
         if (pair[0] is not target or pair[1] is not source) and not all(map(same_tensor, pair, self.streams)):
-            raise ValueError(
-                "something replaced the inputs or outputs of a ReversibleBlock (a hook, or fully_shard with a "
-                "MixedPrecisionPolicy, which casts the streams: set cast_forward_inputs=False and no output_dtype, and train "
-                'under torch.autocast), so the block cannot be rebuilt; use backward="autograd" or "checkpoint"'
+            how = (
+                "replaced the inputs or outputs of a ReversibleBlock (a hook, or fully_shard with a MixedPrecisionPolicy, "
+                "which casts the streams: set cast_forward_inputs=False and no output_dtype, and train under torch.autocast)"
             )
-        if (target._version, source._version) != self._versions:
-            raise ValueError(
-                "something changed the inputs or outputs of a ReversibleBlock in place (a hook), so the block cannot be "
-                'rebuilt; use backward="autograd" or "checkpoint"'
-            )
-        return crossed
+        elif (target._version, source._version) != self._versions:
+            how = "changed the inputs or outputs of a ReversibleBlock in place (a hook)"
+        else:
+            return crossed
+        raise ValueError(f'something {how}, so the block cannot be rebuilt; use backward="autograd" or "checkpoint"')
 
     def end(self, y1: Tensor, y2: Tensor) -> None:
         """After the last block that is rebuilt, with what it returned."""
@@ -108,12 +100,6 @@ class Pass:
             self.has_crossed(y1, y2)
             self.tape.complete(*self.streams)
             self.tape = None
-
-
-def same_tensor(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are views of the same elements in the same order."""
-    same_view = a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
-    return bool(same_view and a.dtype == b.dtype and a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
 class Stored:
@@ -171,14 +157,14 @@ def from_stored(recorded: Recorded, source: Tensor, way: str = "checkpoint", par
         part: what a tile takes of the source.
     """
     kept = WAYS[way](source)
-    output = recorded.run(source if part is None else part, partial(_supply_from, kept))
+
+    def supply(recorded: Recorded) -> None:
+        with torch.inference_mode(False), torch.no_grad():  # as a backward may be called
+            recorded.saved[:] = recorded.replay(kept.restore(), output=False)[1]
+
+    output = recorded.run(source if part is None else part, supply)
     kept.settle()
     return output
-
-
-def _supply_from(kept: InputAsIs, recorded: Recorded) -> None:
-    with torch.inference_mode(False), torch.no_grad():  # as a backward may be called
-        recorded.saved[:] = recorded.replay(kept.restore(), output=False)[1]
 
 
 def checkpointed(
@@ -202,23 +188,6 @@ def checkpointed(
     return from_stored(Recorded(name or type(module).__name__, module, keywords, Call(x.device), (), forward), x, backward)
 
 
-class OnTape(Recorded):
-    """A branch on a tape, or one of its tiles.
-
-    Attributes:
-        place: on the tape.
-        first: it is of the first branch, whose target nobody needs.
-        crossed: its source is what the branch before it wrote; if not, it is that one's source.
-        ahead: it may be replayed ahead of its turn.
-    """
-
-    coupling: Coupling
-    place: int
-    first: bool
-    crossed: bool
-    ahead: bool
-
-
 class Rebuilt(Stored):
     """A block that keeps nothing: its branches are on the tape. ``ahead`` is PaReprop."""
 
@@ -229,7 +198,7 @@ class Rebuilt(Stored):
         if run.halves == 1 and not has_no_data(source):  # one branch has nothing rebuilt before it
             tape.check = run.checks.of_blocks(run.streams[1], run.coupling.grid)
         for recorded, part in self.recorded(name, branch, source, keywords, OnTape):
-            recorded.coupling, recorded.place, recorded.first = run.coupling, len(tape.branches), run.halves == 0
+            recorded.place, recorded.first = len(tape.branches), run.halves == 0
             recorded.crossed, recorded.ahead = crossed, self.ahead
             outputs.append(recorded.run(part, tape.supply))
             tape.branches.append(recorded)
@@ -240,129 +209,3 @@ class Rebuilt(Stored):
 
 
 _KINDS: dict[str, type[Stored]] = {"stored": Stored, "checkpointed": Checkpointed, "rebuilt": Rebuilt}
-
-_no_room: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""Branches that found no memory to run ahead, and how many elements a stream had then."""
-
-
-class Tape:
-    """Holds consecutive branches and rebuilds their inputs in the backward.
-
-    The graph holds the tape, and the tape never the graph. Only the streams after the last branch are kept from the forward.
-
-    Attributes:
-        check: of the stream that the first branch reads; None: it is not checked.
-    """
-
-    def __init__(self) -> None:
-        self.check: StreamCheck | None = None
-        self.branches: list[OnTape] = []
-        # What ``branches[_position]``, the next to be rebuilt, wrote and read.
-        self._streams: tuple[Tensor, ...] = ()
-        self._target: Tensor | None = None  # that of the branch, as far as its tiles have been undone
-        self._position = -1
-        self._end: SavedTensors | None = None
-        self._task = -1
-        self._current: tuple[OnTape, Tensor] | None = None
-        self._early: tuple[OnTape, list[Tensor], tuple[Tensor, ...], Any] | None = None
-
-    def complete(self, target: Tensor, source: Tensor) -> None:
-        """At the end of the forward, with the streams of the last branch."""
-        self._end = SavedTensors(target, source)
-
-    def supply(self, branch: OnTape) -> None:
-        """Has ``branch.saved`` filled: rebuilds the streams down to the branch."""
-        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # as a backward may be called
-            with torch.inference_mode(False), torch.no_grad():
-                return self.supply(branch)
-        task = backward_id()
-        if task != self._task or task == -1:  # -1: no backward, but a look at what a node saved
-            self._begin(task)
-        if self._current is not None:
-            current, source = self._current
-            if branch is current:  # a function reads its ctx.saved_tensors a second time
-                branch.saved[:] = branch.replay(source, output=False)[1]
-                return
-            current.saved.clear()
-        early, self._early = self._early, None
-        if early is not None and self._side is not None:
-            self._side.wait(early[-1])
-            early[0].release()
-        if early is not None and early[0] is branch:
-            _, branch.saved[:], (_, source), _ = early
-        else:
-            if self._position < branch.place:
-                raise RuntimeError(
-                    f"the backward needs the activations of branch {branch.name} again after it went on to earlier branches, "
-                    "where they are released; call the backward before with retain_graph=True"
-                )
-            while self._position > branch.place:
-                self._rebuild()
-            source = self._streams[1]
-            branch.saved[:] = self._rebuild()
-        self._current = branch, source
-        if self._side is not None:
-            self._run_ahead(self._side)
-
-    def _begin(self, task: int) -> None:
-        self._task = task
-        if self._end is None:
-            return  # an earlier backward, which did not retain the graph, has advanced the tape to here
-        for branch in self.branches:
-            branch.saved.clear()
-        self._streams, self._position = self._end.tensors(), len(self.branches) - 1
-        self._current, self._early, self._target = None, None, None
-        self._side = side_of(self._streams[0])
-        if not graph_is_retained():
-            self._end = None
-
-    def _rebuild(self, ahead: bool = False) -> list[Tensor]:
-        """Runs the next branch again and inverts its coupling; returns what it saved."""
-        branch, (coupled, source) = self.branches[self._position], self._streams
-        if branch.place == 0 and self.check is not None:
-            self.check.compare(source, coupled)
-        output, saved = branch.replay(source, not branch.first, ahead)
-        if not branch.first:
-            self._undo(branch, coupled, source, output)
-        self._position -= 1
-        return saved
-
-    def _undo(self, branch: OnTape, coupled: Tensor, source: Tensor, output: Tensor) -> None:
-        """Inverts the coupling of a branch or of a tile; the first tile, which comes last, completes that of its branch."""
-        if branch.tile is None:
-            target = branch.coupling.undo(coupled, source, output)
-        else:
-            tile = slice(None), branch.tile
-            target = self._target = torch.empty_like(coupled) if self._target is None else self._target
-            target[tile] = branch.coupling.undo(coupled[tile], source[tile], output)
-            if branch.tile.start > 0:
-                return
-            self._target = None
-        self._streams = (source, target) if branch.crossed else (target, source)
-
-    def _run_ahead(self, side: SideStream | SameStream) -> None:
-        """Runs the next branch, if it may run ahead.
-
-        The side stream waits for the main one first. So the main one has let go of what it used of the side's memory.
-        """
-        if self._position < 0:
-            return
-        branch, streams, saved = self.branches[self._position], self._streams, []
-        size = streams[0].numel()
-        # Nobody would wait for a branch without gradient.
-        if not branch.ahead or not branch.kinds or size >= _no_room.get(branch.module, math.inf):
-            return
-        try:
-            done = side.run(lambda: saved.extend(self._rebuild(ahead=True)))
-        except torch.OutOfMemoryError:
-            if is_tensor_parallel(branch.module):
-                raise  # other processes would meet the branch's collectives in another order
-            if not _no_room:
-                warnings.warn(
-                    "there is no memory to recompute one block beside the gradients of another; where this happens, blocks are "
-                    "recomputed in turn from now on, in batches as large as this one",
-                    stacklevel=2,
-                )
-            _no_room[branch.module] = size  # each attempt empties the allocator's cache, and waits for the device
-            return  # put off until the memory of the branch behind it is free
-        self._early = branch, saved, streams, done  # the streams too: the side stream reads them until ``done``

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from holotrain.optimizers import InBackward
 from holotrain.optimizers.low_bit import low_bit
 from holotrain.optimizers.stepping import CombinedOptimizer
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, recording, schedule
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, recording, tape
 from holotrain.schedules import OF_REVERSIBLE
 from holotrain.tasks.optimizer_functions import ShardedAdafactor
 
@@ -122,7 +122,7 @@ def test_weights_are_the_same_when_recomputation_runs_ahead(monkeypatch):
         order.append(branch.name)
         return run(branch, *args, **options)
 
-    monkeypatch.setattr(schedule, "side_of", lambda stream: schedule.SameStream())
+    monkeypatch.setattr(tape, "side_of", lambda stream: tape.SameStream())
     monkeypatch.setattr(recording.Recorded, "replay", noted)
     for shared in (False, True):
         usual, net = Net("pareprop", shared), Net("pareprop", shared)

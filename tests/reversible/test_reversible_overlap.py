@@ -12,7 +12,7 @@ import torch
 from compared import assert_equal
 from torch import nn
 
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, schedule
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, tape
 from holotrain.reversible.context import recomputing
 
 WIDTH = 8
@@ -129,7 +129,7 @@ def test_a_branch_that_talks_to_other_processes_is_not_put_off(machine, monkeypa
         if machine.current.name == SIDE:
             raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(schedule, "is_tensor_parallel", lambda module: True)
+    monkeypatch.setattr(tape, "is_tensor_parallel", lambda module: True)
     monkeypatch.setattr(Branch, "before", staticmethod(short_of_memory))
     with pytest.raises(torch.OutOfMemoryError):
         gradients(net_on(machine, 4), rows(3))
