@@ -1,9 +1,11 @@
 """Muon beside AdamW: which parameters go where, and several optimizers that step as one."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
+from compared import assert_equal
 from small_models import sizes_of
 from torch import nn
 
@@ -56,21 +58,14 @@ def trained(model, optimizers, steps, images, targets, schedule=None):
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def test_several_optimizers_step_as_one():
-    model, *data = problem()
-    apart = copy.deepcopy(model)
-    expected = trained(apart, parts_of(apart), 6, *data)
-    assert all(
-        torch.equal(*pair)
-        for pair in zip(trained(model, [CombinedOptimizer(parts_of(model))], 6, *data), expected, strict=True)
-    )
-
-
 def test_a_schedule_and_a_checkpoint_take_them_for_one():
     model, *data = problem()
-    combined = CombinedOptimizer(parts_of(model))
+    combined, apart = CombinedOptimizer(parts_of(model)), copy.deepcopy(model)
     schedule = schedules.cosine(combined, 8)
-    trained(model, [combined], 3, *data, schedule)
+    parts = parts_of(apart)
+    both = schedules.cosine(parts[0], 8), schedules.cosine(parts[1], 8)
+    expected = trained(apart, parts, 3, *data, SimpleNamespace(step=lambda: [each.step() for each in both]))
+    assert_equal(trained(model, [combined], 3, *data, schedule), expected)
     assert combined.parts[0].param_groups[0]["lr"] == combined.param_groups[0]["lr"] < 0.1
     other = copy.deepcopy(model)
     kept, kept_schedule = copy.deepcopy(combined.state_dict()), schedule.state_dict()
@@ -79,8 +74,7 @@ def test_a_schedule_and_a_checkpoint_take_them_for_one():
     schedule = schedules.cosine(resumed, 8)
     resumed.load_state_dict(kept)
     schedule.load_state_dict(kept_schedule)
-    for found, wanted in zip(trained(other, [resumed], 4, *data, schedule), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    assert_equal(trained(other, [resumed], 4, *data, schedule), expected)
     assert len(resumed.state) == len(list(other.parameters()))
 
 
@@ -98,22 +92,3 @@ def test_scaled_gradients_that_overflow_are_skipped_by_all():
         combined.zero_grad()
         changed = [not torch.equal(*pair) for pair in zip(model.parameters(), before.parameters(), strict=True)]
         assert changed == [not overflow] * 4
-
-
-def test_adamw_takes_one_kernel_on_a_gpu_and_leaves_scaling_to_the_trainer(monkeypatch):
-    """Lightning clips no gradients of an optimizer that unscales them itself."""
-    results = []
-    for on_gpu in (False, True):
-        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor, on_gpu=on_gpu: on_gpu))
-        torch.manual_seed(0)
-        model = nn.Linear(3, 2)
-        optimizer = optimizer_functions.adamw(model, lr=0.1)
-        monkeypatch.undo()
-        assert bool(optimizer.defaults["fused"]) == on_gpu
-        assert not getattr(optimizer, "_step_supports_amp_scaling", False)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.ones(4, 3)).square().sum().backward()
-            optimizer.step()
-        results.append(model.weight.detach())
-    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)

@@ -5,11 +5,9 @@ import math
 import pytest
 import torch
 from small_trainings import Memo, quiet_trainer
-from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from holotrain.data import TextFiles
 from holotrain.models import RevGPT, RevRoBERTa
 from holotrain.tasks import CausalLM, MaskedLM, SequenceClassifier
 from holotrain.tasks.language import attended, masked
@@ -98,16 +96,6 @@ def test_masked_loss_is_a_mean_over_masked_words():
         nats += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
         count += (targets != -100).sum().item()
     assert found["val/loss"] == pytest.approx(nats / count, rel=1e-5)
-
-
-@pytest.mark.parametrize(("model", "device"), [(RevRoBERTa(**SMALL), "cpu"), (nn.Linear(1, 1), "meta")])
-def test_a_mask_stays_on_the_cpu_for_models_that_read_it_there(model, device):
-    batch = {"tokens": torch.zeros(2, 3), "lengths": torch.tensor([1, 3])}
-    moved = TextFiles("*.txt").transfer_batch_to_device(batch, torch.device("meta"), 0)
-    assert moved["tokens"].device.type == moved["lengths"].device.type == "meta"
-    mask = attended(moved, model)
-    assert mask.device.type == device
-    assert device == "meta" or torch.equal(mask, attended(batch))
 
 
 def test_predictions_of_texts_say_which_they_are():
