@@ -11,12 +11,10 @@ from compared import assert_equal
 from covering import slow
 from data_files import write_folder
 from foreign_models import SHORT, TEXT, TINY, trained_once, words_of, write_network, write_texts
-from left_by_runs import assert_same_weights
 
 import holotrain as package
 from holotrain.models import HuggingFace, Timm, generate
 from holotrain.models.generation import Sampling
-from holotrain.models.huggingface import TransformersReader
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
@@ -38,18 +36,6 @@ def test_generated_tokens_are_those_of_the_whole_context(tmp_path, kind):
         for token in row:
             assert model(text[None])[0, -1].argmax() == token
             text = torch.cat((text, token[None]))
-
-
-def test_a_model_that_keeps_no_keys_and_values_does_not_generate():
-    """Each token would be read without those before it."""
-
-    class Stateful(torch.nn.Linear):
-        def forward(self, input_ids, **options):
-            logits = super().forward(torch.zeros(*input_ids.shape, 2))
-            return transformers.utils.ModelOutput(logits=logits, state=logits)
-
-    with pytest.raises(ValueError, match="a Stateful keeps no keys and values"):
-        TransformersReader(Stateful(2, 9), [torch.tensor([5, 6])]).read()
 
 
 @pytest.mark.slow
@@ -117,12 +103,8 @@ def test_images_of_another_size_and_number_of_classes(tmp_path, capsys):
         ([*TINY, "model.reversible=4bit"], "model.reversible is gone: backward=checkpoint8 "),
         ([*TINY, "backward=reversible"], "Timm has no reversible blocks; only autograd, checkpoint, checkpoint8, offload"),
         slow([*TINY, "model.adapters=64"], "model.adapters: a int is no configuration of peft, such as peft.LoraConfig"),
-        slow([*TINY, "model.quantised=4bit"], "model: this Timm has no frozen Linear layer or embedding to quantise"),
         (["model=huggingface", "model.name=someone/something"], "model.download=true downloads one from the Hub"),
-        slow(
-            ["model=huggingface", "model.name=vit", "task=causal_lm", *TEXT],
-            "transformers has no AutoModelForCausalLM of type vit",
-        ),
+        slow(["model=huggingface", "model.name=vit", "task=causal_lm", *TEXT], "no AutoModelForCausalLM of type vit"),
         slow(["model=huggingface", "model.name=code"], "model.name: the configuration of code names a class by _target_"),
         (["model=huggingface", "model.name=kernel"], "attn_implementation: 'someone/kernel' is not one of eager"),
         (
@@ -141,30 +123,18 @@ def test_a_mistake_is_one_line(holotrain, tmp_path, words, said):
     assert said in holotrain.refused("fit", *SHORT, *words)
 
 
-PEFT = [*TINY, "model.adapters={_target_: peft.LoraConfig, r: 4}"]
-
-
 @pytest.mark.parametrize(
-    ("name", "extra", "words", "what"),
+    ("name", "extra", "words"),
     [
-        ("timm", "timm", TINY, "this model needs"),
-        ("transformers", "huggingface", words_of("vit", "image_classification"), "this model needs"),
-        slow("peft", "peft", PEFT, "these adapters need"),
+        ("transformers", "huggingface", words_of("vit", "image_classification")),
+        slow("timm", "timm", TINY),
+        slow("peft", "peft", [*TINY, "model.adapters={_target_: peft.LoraConfig, r: 4}"]),
     ],
 )
-def test_a_missing_library_is_one_line(holotrain, monkeypatch, name, extra, words, what):
+def test_a_missing_library_is_one_line(holotrain, monkeypatch, name, extra, words):
     monkeypatch.setitem(sys.modules, name, None)
     write_network(Path("network"), "vit")
-    err = holotrain.refused("fit", *SHORT, *words)
-    assert err == f"holotrain: model: {what} {name}: pip install 'holotrain[{extra}]'\n"
-
-
-@pytest.mark.slow
-def test_memory_is_saved_without_a_reversible_model(holotrain, trained):
-    whole = trained("timm", "image_classification")
-    words = [*SHORT, *TINY, "backward=checkpoint", "hydra.run.dir=run"]
-    assert holotrain("fit", *words)[::2] == (0, "")
-    assert_same_weights(whole / "checkpoints/last.ckpt", Path("run/checkpoints/last.ckpt"))
+    assert holotrain.refused("fit", *SHORT, *words).endswith(f" {name}: pip install 'holotrain[{extra}]'\n")
 
 
 def test_the_weights_of_a_checkpoint_of_an_older_version_load(holotrain, trained):
@@ -204,7 +174,7 @@ def test_lora_is_trained_and_merged(holotrain):
 
 
 @pytest.mark.slow
-def test_images_are_normalised_as_the_model_asks(holotrain, tmp_path, monkeypatch):
+def test_images_are_normalised_as_the_model_asks(holotrain, tmp_path):
     write_folder(tmp_path / "photos", size=16)
     data = ["data=imagefolder", "data.root=photos", "data.image_size=16", "data.batch_size=4", "data.num_workers=0"]
     words = [*SHORT, *TINY, *data, "test=false"]
@@ -217,11 +187,5 @@ def test_images_are_normalised_as_the_model_asks(holotrain, tmp_path, monkeypatc
     assert holotrain("fit", *words, "data.processor=normal", "hydra.run.dir=other")[::2] == (0, "")
     checkpoint = torch.load("other/checkpoints/last.ckpt", weights_only=True)
     assert checkpoint["holotrain"]["description"]["statistics"] == [[0.1, 0.2, 0.3], [1.0, 2.0, 3.0]]
-    with monkeypatch.context() as lacking:
-        lacking.setitem(sys.modules, "timm", None)
-        words_of_timm = ["model=vit_tiny", "data.processor=vit_small_patch16_224"]
-        err = holotrain.refused("fit", *data, *words_of_timm)
-        assert err.endswith("there is no folder vit_small_patch16_224; for a name of timm's: pip install 'holotrain[timm]'\n")
-    for wrong, said in (("nowhere", "there is no folder nowhere"), ("photos", "holds neither preprocessor_config.json nor")):
-        status, _, err = holotrain("fit", *words, f"data.processor={wrong}")
-        assert status == 2 and err.startswith(f"holotrain: data.processor: {'photos ' * (wrong == 'photos')}{said}")
+    for wrong, said in (("nowhere", "there is no folder nowhere"), ("photos", "photos holds neither preprocessor_config.json")):
+        assert holotrain.refused("fit", *words, f"data.processor={wrong}").startswith(f"holotrain: data.processor: {said}")

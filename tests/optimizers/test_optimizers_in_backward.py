@@ -188,12 +188,7 @@ def test_only_the_last_one_steps_and_none_after_it_is_removed_or_deleted():
     second = InBackward(SGD(net.parameters(), lr=0.2))
     assert is_stepped() == 0.2
     first.remove()  # of nothing
-    second.zero_grad()
-    second.remove()
-    assert is_stepped() == 0
-    third = InBackward(SGD(net.parameters(), lr=0.3))
-    assert is_stepped() == 0.3
-    del third
+    del second
     gc.collect()
     assert is_stepped() == 0
 
@@ -223,18 +218,6 @@ def test_a_weight_that_is_needed_after_its_step_is_refused(backward, fused):
     del optimizer
 
 
-@pytest.mark.parametrize("backward", OF_REVERSIBLE[1:])
-def test_other_changes_between_forward_and_backward_are_still_refused(backward):
-    net = Net(backward)
-    optimizer = InBackward(sgd(net))
-    train(net, optimizer, range(1))
-    loss = net(torch.zeros(1, 3, dtype=torch.long)).sum()
-    with torch.no_grad():
-        net.blocks.blocks[0].f[1].weight.mul_(1.5)
-    with pytest.raises(RuntimeError, match="was changed between the forward and its recomputation"):
-        loss.backward()
-
-
 class CommonRate(SGD):
     """Counts its steps in its group, as optimizers do that adapt one rate for all parameters."""
 
@@ -257,16 +240,6 @@ def test_sharded_parameters_are_refused():
         dist.destroy_process_group()
 
 
-def test_a_capture_is_refused(monkeypatch):
-    net = nn.Linear(2, 2)
-    optimizer = InBackward(SGD(net.parameters()))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="a CUDA graph would repeat this step"):
-        net(torch.ones(1, 2)).sum().backward()
-    assert optimizer.param_groups
-
-
 def test_what_needs_all_gradients_is_refused():
     net = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="LBFGS steps all parameters together"):
@@ -285,17 +258,12 @@ def test_what_needs_all_gradients_is_refused():
     with pytest.raises(RuntimeError, match="cannot accumulate gradients"):
         net(torch.ones(1, 2)).sum().backward()
     optimizer.zero_grad()
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(net(torch.ones(1, 2)).sum()).backward()
-    with pytest.raises(RuntimeError, match="before a GradScaler can unscale"):
-        scaler.step(optimizer)
 
 
 def trained(model, optimizer, steps):
     for step in steps:
-        loss = (
-            model(torch.sin(torch.arange(6 * 96.0).view(6, 96) * (step + 1)).to(next(model.parameters()).dtype)).square().mean()
-        )
+        given = torch.sin(torch.arange(6 * 96.0).view(6, 96) * (step + 1)).to(model[0].weight.dtype)
+        loss = model(given).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -328,13 +296,11 @@ def test_a_training_is_resumed_to_the_bit_from_plain_tensors(name, dtype):
 
 FORGED = {
     "exp_avg is not of OptimState8bit": ("exp_avg", "tensor_class", "Module"),
-    "exp_avg.codes is torch.uint8 (96, 64), not torch.uint8 (64, 96)": ("exp_avg", "codes", torch.zeros(96, 64).byte()),
     "exp_avg.codes is torch.int8 (64, 96), not torch.uint8": ("exp_avg", "codes", torch.zeros(64, 96).char()),
     "exp_avg.codes is missing or no tensor": ("exp_avg", "codes", [0] * 64),
     "exp_avg.codes is torch.uint8 (64, 96)": ("exp_avg", "codes", torch.zeros(64, 96).byte().to_sparse()),
     "exp_avg_sq.qmap is torch.float32 (16,), not torch.float32 (256,)": ("exp_avg_sq", "qmap", torch.zeros(16)),
     "step is torch.float32 (2,), not torch.float32 ()": ("step", torch.zeros(2)),
-    "exp_avg_sq is not of OptimState8bit": ("exp_avg_sq", None),
 }
 """By what is said: the place of a value in the state, and what stands there instead."""
 

@@ -11,7 +11,6 @@ from gloo_pair import find_as_one_of_them, found_by_processes
 from small_models import IMAGE, POOLED, TEXT, WINDOWS
 
 from holotrain.models.gpt import GPT, RevGPT
-from holotrain.models.layers.blocks import Divisible
 from holotrain.models.mvit import MViT
 from holotrain.models.roberta import RevRoBERTa, RoBERTa
 from holotrain.models.swin import RevSwin, Swin
@@ -132,13 +131,6 @@ def test_a_step_in_stages_is_that_of_one_process(stages, tmp_path):
 def test_a_model_that_cannot_be_divided_is_refused(model, expected):
     with pytest.raises(ValueError, match=expected):
         check_stages(model(), 2)
-
-
-def test_a_divisible_model_must_tell_its_ends_and_its_shapes():
-    model, batch = Divisible(), torch.zeros(1)
-    for ask in (model.outside, lambda: model.enter(batch), lambda: model.stream_shape(batch, 0)):
-        with pytest.raises(NotImplementedError):
-            ask()
 
 
 if __name__ == "__main__":

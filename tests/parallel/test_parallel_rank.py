@@ -3,10 +3,10 @@
 import os
 
 import pytest
-from small_models import IMAGE, POOLED, TEXT, WINDOWS
+from small_models import IMAGE, POOLED, TEXT
 
 from holotrain.errors import UserError
-from holotrain.models import MViT, RevGPT, Swin, ViT
+from holotrain.models import MViT, RevGPT, ViT
 from holotrain.parallel.rank import ProcessRank, rank_from_environment
 from holotrain.parallel.strategies import division
 
@@ -57,10 +57,8 @@ def test_processes_that_cannot_work_together_are_refused(rank_of, variables, ref
 @pytest.mark.parametrize(
     ("make", "sizes", "ranks", "split", "whole"),
     [
-        (RevGPT, TEXT, 2, 4, []),
         (RevGPT, TEXT, 4, 2, ["2 heads (not divisible by 4)"]),
         (ViT, IMAGE | {"mlp_ratio": 0.7}, 2, 2, ["MLPs of width 11 (not divisible by 2)"]),
-        (Swin, WINDOWS, 2, 3, ["attention in windows, or pooled"]),
         (MViT, POOLED, 2, 4, ["attention in windows, or pooled"]),
     ],
 )
