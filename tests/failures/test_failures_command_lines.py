@@ -13,7 +13,6 @@ from statistics import linear_regression, median
 
 import pytest
 import yaml
-from left_by_runs import only, summary
 from small_run import SMALL, fit_apart
 
 TABLES = {
@@ -102,11 +101,6 @@ def test_what_is_given_twice_or_taken_away_is_what_comes_last(holotrain):
     assert "no viable alternative at input '${'" in holotrain.refused("fit", *QUICK)
 
 
-def test_less_than_one_batch_is_refused_when_the_data_are_read(holotrain):
-    expected = "holotrain: fit: You requested to check 0.0001 of the"
-    assert holotrain.refused("fit", "trainer.limit_val_batches=0.0001", "logger=none").startswith(expected)
-
-
 def test_names_in_brackets_and_interpolations_mean_what_they_say(holotrain):
     words = ["output_dir=[/red]", "optimizer.weight_decay=${optimizer.lr}", "callbacks.progress=null"]
     status, out, _ = holotrain("fit", *SMALL, *words, "optimizer.lr=0.125", "test=false", "logger=none")
@@ -130,18 +124,6 @@ def test_a_command_that_prints_ends_quietly_when_its_reader_has_left(tmp_path):
     script = 'set -o pipefail; "$PYTHON" -m holotrain fit --help | (exec <&-)'
     ended = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (141, "")
-
-
-@pytest.mark.slow
-def test_a_training_in_a_folder_that_is_named_like_an_interpolation(holotrain):
-    name = "${oc.env:HOME}"
-    Path(name).mkdir()
-    os.chdir(name)
-    holotrain.done("fit", *QUICK, "logger=none")
-    holotrain.done("fit", "resume=true", "trainer.max_epochs=2")
-    assert summary(only(Path("runs/fit")))["epochs"] == 2
-    holotrain.done("fit", "-m", *QUICK, "logger=none", f"hydra.sweep.dir=./{name}", "seed=1")
-    assert summary(Path(name, "0"))["status"] == "completed"
 
 
 STEPS, EVERY, BEGUN = 2000, 50, 600

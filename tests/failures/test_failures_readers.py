@@ -19,7 +19,6 @@ from holotrain.config import checkpointed
 from holotrain.config.start import compose
 from holotrain.data.tokenizers import SubwordTokenizer, tokenizer_named
 from holotrain.errors import UserError
-from holotrain.models.checkpoint_files import read_weights
 from holotrain.models.huggingface_files import network_of
 from holotrain.models.saved import build, load, save
 
@@ -149,13 +148,3 @@ def test_a_reader_returns_or_names_the_file(name, tmp_path):
     left = sorted(tmp_path.rglob("*"))
     check()
     assert sorted(tmp_path.rglob("*")) == left
-
-
-def test_the_options_of_a_checkpoint_of_an_older_version_are_refused_and_its_weights_are_not(tmp_path):
-    path = checkpoint(tmp_path)
-    held = torch.load(path)
-    held[checkpointed.KEY]["config"]["callbacks"]["padding"] = {"_target_": "holotrain.callbacks.PaddingMonitor"}
-    torch.save(held, path)
-    with pytest.raises(UserError, match=r"^[^\n]*model\.pretrained="):
-        checkpointed.metadata(path)
-    assert torch.equal(read_weights(path)["model.head.weight"], torch.ones(2, 2))

@@ -13,13 +13,10 @@ import pytest
 import torch
 import yaml
 from covering import long, slow
-from data_files import write_folder
 from forked import Forked
 from left_by_runs import assert_same_weights, only, rows, scalars, summary, weights
 from shown_runs import Logged
 from small_run import SMALL
-
-from holotrain.data.loader import worker_count
 
 ROOT = Path(__file__).parents[2]
 QUICK = [*SMALL, "test=false", "logger=none", "callbacks.progress=null"]
@@ -51,18 +48,6 @@ def test_a_run_shows_and_leaves_what_it_should(holotrain):
     for tag in ("memory/peak_bytes", "memory/current_bytes", "throughput/samples_per_second", "throughput/step_seconds"):
         assert tag in seen
     assert "hp_metric" not in seen and seen["test/accuracy"] == [pytest.approx(left["metrics"]["test/accuracy"])]
-
-
-@pytest.mark.slow
-def test_a_training_that_was_stopped_early_is_complete_until_its_patience_is_raised(holotrain):
-    still = ["optimizer.lr=1e-12", "callbacks=early_stopping", "callbacks.early_stopping.patience=1", "trainer.max_epochs=5"]
-    holotrain.done("fit", *QUICK, *still, "hydra.run.dir=run")
-    assert summary(Path("run"))["epochs"] == 2 and summary(Path("run"))["early_stopping_patience"] == 1
-    again = ["fit", "resume=true", "hydra.run.dir=run", "logger=none"]
-    said = " ".join(holotrain.done(*again).split())
-    assert "stopped early after 2 epochs; to train on, raise callbacks.early_stopping.patience" in said
-    holotrain.done(*again, "callbacks.early_stopping.patience=3")
-    assert summary(Path("run"))["epochs"] == 4
 
 
 @pytest.mark.slow
@@ -106,16 +91,6 @@ def test_evaluation_needs_the_checkpoint_alone(holotrain, trained):
     # overrides change what the checkpoint brings
     holotrain.done("test", f"ckpt_path={checkpoint}", "trainer.limit_test_batches=1.0", "output_dir=other")
     assert 0 < summary(only(Path("other/test")))["metrics"]["test/loss"] != expected["test/loss"]
-
-
-@pytest.mark.slow
-def test_what_was_trained_without_evaluation_is_evaluated_when_asked(holotrain):
-    """The checkpoint brings limits of zero along; a training with them leaves its test out."""
-    words = ["trainer.limit_val_batches=0", "trainer.limit_test_batches=0", "trainer.max_epochs=1", "test=true"]
-    holotrain.done("fit", *QUICK, *words, "hydra.run.dir=run")
-    for command, limit in (("validate", "limit_val_batches"), ("test", "limit_test_batches")):
-        assert f"use trainer.{limit}=1.0" in holotrain.refused(command, "ckpt_path=run")
-        assert holotrain(command, "ckpt_path=run", f"trainer.{limit}=1.0")[0] == 0
 
 
 def test_predictions_of_the_test_part_and_of_files(holotrain, trained):
@@ -170,25 +145,6 @@ def test_sigterm_saves_says_how_to_resume_and_ends_a_sweep(holotrain, monkeypatc
 
 
 @pytest.mark.slow
-def test_a_run_that_lacks_its_test_alone_is_resumed(holotrain):
-    write_folder(Path("photos"), size=16)
-    broken = Path("photos/test/cat/1.jpg")
-    Path("photos/val").rename("photos/test")
-    shutil.copytree("photos/test", "photos/val")
-    broken.write_bytes(b"broken")
-    words = ["data=imagefolder", "data.root=photos", "data.image_size=16", "data.batch_size=4", "data.num_workers=0"]
-    words += [*SMALL, "logger=none", "trainer.max_epochs=1", "hydra.run.dir=run"]
-    err = holotrain.refused("fit", *words)
-    assert err.endswith("leaves such images out; resume with: python -m holotrain fit resume=true hydra.run.dir=run\n")
-    with pytest.warns(UserWarning, match="left out: photos/test/cat/1.jpg"):
-        assert holotrain("fit", "resume=true", "hydra.run.dir=run", "data.on_corrupt=skip")[0] == 0
-    left = summary(Path("run"))
-    assert (
-        left["status"] == "completed" and 0 <= left["metrics"]["best/val/accuracy"] <= 1 and "test/accuracy" in left["metrics"]
-    )
-
-
-@pytest.mark.slow
 def test_a_sweep_ends_with_its_table(holotrain):
     words = ["optimizer.lr=1e-3,1e-4", "data=digits", "model=rev_vit_tiny", *QUICK, "test=true", "trainer.max_epochs=1"]
     out = holotrain.done("fit", *words[:1], "-m", *words[1:])
@@ -203,14 +159,6 @@ def test_a_sweep_ends_with_its_table(holotrain):
     assert f"best job: {values.index(max(values))}, val/accuracy" in out
 
 
-@pytest.mark.long
-def test_a_debugging_run_of_one_batch_leaves_no_checkpoint_but_a_trace_if_one_is_asked_for(holotrain):
-    status, out, _ = holotrain("fit", *SMALL[:3], "debug=fast", "profiler=trace", "hydra.run.dir=fast")
-    assert status == 0 and len(re.findall(r"%, [\d.]+ ms in \d+ calls?", out)) == 5  # the most expensive operators
-    assert {"trace-operators.txt", "trace.json.gz"} <= {path.name for path in Path("fast").iterdir()}
-    assert not Path("fast/checkpoints").exists()
-
-
 @pytest.mark.parametrize(
     ("command", "words", "expected"),
     [
@@ -218,7 +166,6 @@ def test_a_debugging_run_of_one_batch_leaves_no_checkpoint_but_a_trace_if_one_is
         ("test", ["data=fake", "data.num_classes=3"], "was trained on other classes"),
         slow("fit", ["optimizer=adamw"], "optimizer"),
         slow("fit", ["synthesis.exclude=['*norm*']", "trainer.max_epochs=3"], "another synthesis: parameters is"),
-        slow("fit", ["scheduler=cosine"], "has trained 2 epochs; to train on, give more"),
     ],
 )
 def test_checkpoints_that_do_not_fit_are_refused(holotrain, trained, command, words, expected):
@@ -234,24 +181,6 @@ def test_help_lists_commands_groups_and_options(holotrain):
     out = holotrain.done("fit", "--help", "data=imagefolder")
     assert all(word in out for word in ("rev_vit_tiny", "imagefolder", "on_corrupt", "lr", "max_epochs", "resume")), out
     assert "temperature" in holotrain.done("generate", "--help")
-
-
-@pytest.mark.long
-def test_a_warning_says_that_there_are_more_workers_than_cores(holotrain, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0}, raising=False)
-    with pytest.warns(UserWarning) as found:
-        assert holotrain("fit", *QUICK, "data.num_workers=2")[0] == 0
-    said = {str(each.message) for each in found if "worker" in str(each.message)}
-    assert len(said) == 1 and "will create 2 worker processes in total" in said.pop()
-    assert (worker_count(None), worker_count(0), worker_count(3)) == (1, 0, 3)
-
-
-@pytest.mark.long
-def test_what_a_run_with_numbers_as_keys_writes_can_be_read(holotrain):
-    gas = "lightning.pytorch.callbacks.GradientAccumulationScheduler"
-    words = [f"callbacks.gas._target_={gas}", "callbacks.gas.scheduling={0:1,1:2}"]
-    holotrain.done("fit", *QUICK, *words, "hydra.run.dir=run")
-    assert "test/accuracy" in holotrain.done("test", "ckpt_path=run", "trust=lightning")
 
 
 STARVED = """

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from left_by_runs import only, rows, scalars, summary
+from left_by_runs import only, scalars, summary
 from shown_runs import Logged
 from small_run import SMALL
 from tensorboard import context
@@ -13,11 +13,7 @@ from tensorboard.backend.event_processing.data_provider import MultiplexerDataPr
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.plugins.base_plugin import TBContext
-from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import api_pb2, backend_context, get_experiment, plugin_data_pb2
-
-from holotrain.callbacks.tensorboard_tabs import CHARTS
-from holotrain.numeric import in_words
 
 BRIEF = [*SMALL, "trainer.max_epochs=1", "callbacks.progress=null"]
 
@@ -85,41 +81,6 @@ def options(folder: Path):
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     raw = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     return plugin_data_pb2.HParamsPluginData.FromString(raw).session_start_info.hparams
-
-
-def layout(folder: Path) -> dict[str, list[str]]:
-    """The tags of each chart of a run's Custom Scalars."""
-    events = EventAccumulator(str(folder / "tensorboard")).Reload()
-    (event,) = events.Tensors("custom_scalars__config__")
-    found = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
-    return {
-        chart.title: [tag.removesuffix("$") for tag in chart.multiline.tag] for group in found.category for chart in group.chart
-    }
-
-
-@pytest.mark.slow
-def test_a_sweep_shows_what_it_varies_and_its_results_first(holotrain):
-    words = ["optimizer=sgd", "optimizer.momentum=0", "output_dir=mine", "synthesis=none,associative", "trainer.max_epochs=1"]
-    status, out, _ = holotrain("fit", "-m", *SMALL, *words, "optimizer.lr=1e-3,1e-4")
-    assert status == 0 and "synthesis" in out and "associative, dtype fp32, split none" in out
-    sweep = only(Path("mine/fit/sweeps"))
-    named, results = compared(sweep)
-    assert named[:2] == ["optimizer.lr", "synthesis"] and "output_dir" not in named and "model.depth" in named
-    first = ["val/accuracy", "val/loss", "memory/step_peak_bytes", "seconds", "best/val/accuracy", "test/accuracy", "test/loss"]
-    assert results == [*first, "memory/peak_bytes", "throughput/samples_per_second"]
-    for number, row in enumerate(rows(sweep / "sweep.csv")):
-        job, left = sweep / str(number), summary(sweep / str(number))
-        logged = scalars(job)
-        assert {*results} <= logged.keys() and options(job)["synthesis"].string_value == row["synthesis"]
-        assert logged["memory/step_peak_bytes"][-1] == int(row["step_peak_bytes"]) == left["step_peak_bytes"] < 2**24
-        assert logged["seconds"] == [pytest.approx(left["seconds"])] and in_words(left["step_peak_bytes"]) in out
-        # Custom Scalars: every curve that could have a chart is in one
-        found = layout(job)
-        for title, tags in ((title, tags) for group in CHARTS.values() for title, tags in group.items()):
-            assert title not in found or found[title] == list(tags)
-            assert title in found or logged.keys().isdisjoint(tags)
-        assert found.keys().isdisjoint({"Perplexity", "Padding", "Dead cells and wrong signs"})
-        assert ("Synthesis time" in found) == (row["synthesis"] == "associative")
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from left_by_runs import only, rows, summary
+from left_by_runs import only, summary
 from small_run import SMALL
 
 from holotrain import compose
@@ -22,10 +22,6 @@ PLANNED = [*FAKE, "data.batch_size=64", *SIZES, "trainer.accelerator=cpu"]
 """Takes 28 MiB under autograd, 12 MiB under checkpoint and pareprop, 8.5 MiB under reversible."""
 
 RUN = [*PLANNED, "trainer.max_epochs=2", "test=false", "logger=none"]
-
-
-def plan_of(holotrain, *words):
-    return json.loads(holotrain.done("plan", *words, "json=-"))
 
 
 def kept(folder: str | Path) -> dict:
@@ -101,36 +97,10 @@ def test_a_model_of_transformers_is_trained_within_the_least_memory(holotrain):
     assert left["step_peak_bytes"] <= least * 2**20 and left["planned_step_bytes"] <= least * 2**20
     assert 1.1 * left["step_peak_bytes"] == pytest.approx(left["planned_step_bytes"], rel=1e-3)  # with a tenth of scratch
 
-    status, _, err = holotrain(*fit, f"memory={least - 1}MiB")
-    assert status == 2 and "it fits with backward.inexact=true, or with data.context=" in err
-
     less = [*fit, f"memory={least - 1}MiB", "backward.inexact=true", "hydra.run.dir=less"]
     assert holotrain.done(*less)
-    chosen = kept("less")
-    assert "checkpoint8" in chosen["backward"]["blocks"] and chosen["backward"]["tile"] == 512
+    assert "checkpoint8" in kept("less")["backward"]["blocks"]
     assert summary(Path("less"))["step_peak_bytes"] <= (least - 1) * 2**20
-
-    out = holotrain.done(*less, "resume=true", "trainer.max_steps=3")
-    assert "backward=auto: " in out and "as before" in out and "has no effect" not in out
-    assert kept("less")["backward"] == chosen["backward"] and summary(Path("less"))["steps"] == 3
-
-
-@pytest.mark.slow
-def test_a_sweep_of_plans_ends_with_their_table(holotrain):
-    words = [*PLANNED, "model.depth=2", "memory=10MiB"]
-    status, out, _ = holotrain("plan", *words, "backward=autograd,reversible", "output_dir=sweep", "-m")
-    sweep = only(Path("sweep/plan/sweeps"))
-    table = rows(sweep / "sweep.csv")
-    plans = [json.loads((sweep / row["job"] / "plan.json").read_text()) for row in table]
-    assert status == 0 and "sweep of 2 jobs" in out and [row["backward"] for row in table] == ["autograd", "reversible"]
-    for row, plan in zip(table, plans, strict=True):
-        footprint = plan["footprints"][row["schedule"]]
-        assert int(row["peak_memory_bytes"]) == footprint["bound"] and row["fits"] == ("yes" if plan["fits"] else "no")
-        assert int(row["largest data.batch_size"]) == plan["largest"]["data.batch_size"]
-    assert [plan["fits"] for plan in plans] == [False, True]
-    assert int(table[0]["peak_memory_bytes"]) > int(table[1]["peak_memory_bytes"])
-    _, out, err = holotrain("plan", *words, "backward=autograd", "json=-", "-m")
-    assert json.loads(out)["fits"] == plans[0]["fits"] and "sweep of 1 job" in err
 
 
 def test_a_model_that_cannot_be_planned_is_refused(holotrain, monkeypatch):

@@ -16,13 +16,9 @@ from forked import Forked
 from gloo_pair import by_forks, statuses_of
 from left_by_runs import only, summary, weights
 from made_once import made_once
-from torch.nn import functional
 
-from holotrain.checkpoints.exact_resume import ExactResume
 from holotrain.folders import LAST_CHECKPOINT as LAST
 from holotrain.models.checkpoint_files import load, read_weights
-from holotrain.models.layers.blocks import MLPBranch
-from holotrain.numeric import mixed_seed
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 
@@ -43,7 +39,6 @@ SHARED = [
 FEW = ["trainer.max_steps=6", "trainer.limit_val_batches=1"]
 CONTINUED = [*IMAGES, *SHARED, "trainer.limit_train_batches=3", "trainer.max_epochs=2", "trainer.limit_val_batches=1"]
 SIGNALLED = [*IMAGES, *SHARED, *FEW, "data.augment=true"]
-DROPOUT = [*IMAGES, *SHARED, *FEW, "model.dropout=0.3", "trainer.max_steps=3"]
 
 
 def losses(folder: Path, tag: str = "train/loss") -> list[float]:
@@ -172,29 +167,6 @@ def alone_in(holotrain, name: str, *words: str) -> Path:
     return Path(name)
 
 
-@pytest.mark.long
-def test_tensor_parallel_processes_drop_alike(holotrain, tmp_path_factory, monkeypatch):
-    """One process draws what they draw if it, too, drops the same neurons of both halves of a hidden layer."""
-
-    def begin(self, trainer, module) -> None:
-        torch.manual_seed(mixed_seed(self.seed, 0, 0))
-
-    def update(self, x):
-        hidden = functional.gelu(self.widen(x), approximate=self.gelu)
-        kept = self.dropout(torch.ones_like(hidden.chunk(2, dim=-1)[0]))
-        return self.drop_path(self.dropout(self.narrow(hidden * torch.cat([kept, kept], dim=-1))))
-
-    work = {"dropout": [*DROPOUT, "trainer=tp", "backward=reversible"]}
-    folder, found = found_by_two_ranks(tmp_path_factory, "two_ranks_dropout", work, [0, 0])
-    monkeypatch.setattr(ExactResume, "on_train_start", begin)
-    monkeypatch.setattr(MLPBranch, "update", update)
-    dropped = losses(alone_in(holotrain, "alone", *DROPOUT, "backward=autograd"))
-    assert losses(folder / "did_dropout") == pytest.approx(dropped, rel=1e-9)
-    count, everything = whole_on_all(folder, found, "did_dropout")  # all have norms, biases and embeddings
-    assert everything / 2 < count < everything
-    monkeypatch.undo()
-
-
 def whole_on_all(folder: Path, found: list[dict], name: str) -> tuple[int, int]:
     """How many parameters each process has whole, and how many there are."""
     return found[0]["seen"][name]["alike"][0], len(weights(folder / name / LAST))
@@ -248,21 +220,6 @@ def test_two_pairs_of_processes_share_a_model(holotrain, strategy, pairs):
     assert summary(run)["processes"] == 4
     alone = alone_in(holotrain, "alone", *words, "data.batch_size=16", "backward=autograd")
     assert losses(run) == pytest.approx(losses(alone), rel=1e-9)
-    assert_close(weights(run / LAST), weights(alone / LAST), rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("strategy", ["ddp", long("fsdp")])
-def test_lora_on_weights_in_few_bits_learns_as_in_one_process(holotrain, strategy):
-    for each in ("torchao", "peft"):
-        pytest.importorskip(each)
-    write_letters(Path("text"))
-    lora = "model.adapters={_target_: peft.LoraConfig, target_modules: all-linear, init_lora_weights: false}"
-    words = [*TEXT, *SHARED, *FEW, lora, "model.quantised=4bit"]
-    assert by_forks(2, "fit", *words, f"trainer={strategy}", "trainer.devices=2") == (0, [""] * 2)
-    run = only(Path("runs/fit"))
-    alone = alone_in(holotrain, "alone", *words, "data.batch_size=16")
-    assert len(losses(run)) == STEPS and losses(run) == pytest.approx(losses(alone), rel=1e-9)
     assert_close(weights(run / LAST), weights(alone / LAST), rtol=1e-9, atol=1e-11)
 
 

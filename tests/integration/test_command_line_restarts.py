@@ -116,13 +116,6 @@ def assert_refused(folder: Path, message: str) -> None:
     assert not (folder / "run/checkpoints").exists()
 
 
-@pytest.mark.long
-def test_a_mistake_that_all_processes_find_is_one_line(holotrain):
-    status, lines, err = done(*TEXT, "trainer.devices=2", "hydra.run.dir=run")
-    assert status == 2 and err.startswith("holotrain: data.files: ") and [err] == [line + "\n" for line in lines]
-    assert not Path("run").exists()
-
-
 @pytest.mark.slow
 def test_processes_with_different_texts_are_refused(tmp_path):
     for rank in (0, 1):
