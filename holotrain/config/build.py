@@ -30,7 +30,7 @@ from holotrain.checkpoints.distributed import CheckpointFiles
 from holotrain.checkpoints.exact_resume import ExactResume
 from holotrain.checkpoints.saving import last_checkpoint
 from holotrain.config import option_groups as groups
-from holotrain.config.command_options import RunConfig
+from holotrain.config.command_options import CheckpointConfig, RunConfig
 from holotrain.config.devices import build_strategy, device_name, validation_and_logging
 from holotrain.config.objects import ObjectConfig, full_name
 from holotrain.config.option_groups import BackwardConfig, default_backward, is_a, schema_of, takes
@@ -245,6 +245,10 @@ def task_of(model: nn.Module | None, config: RunConfig, described: dict[str, Any
             context["mask_id"] = tokenizer.mask_id
     chosen = replace(config.task, arguments=with_data_properties("task", config.task, described["facts"]))
     task = build_object("task", chosen, pl.LightningModule, **context)
+    for part in () if isinstance(config, CheckpointConfig) else task.children():
+        # from_pretrained gives eval(), and Lightning keeps each part's mode. What does not learn, such as a teacher, stays.
+        if not part.training and any(parameter.requires_grad for parameter in part.parameters()):
+            part.train()
     if config.backward.on_mismatch != ON_MISMATCH[0]:  # a model of a user's own may have it otherwise
         for checks in checks_in(task):
             checks.on_mismatch = config.backward.on_mismatch

@@ -104,9 +104,12 @@ class RecomputedForward(ReplacedForward):
     backward = "autograd"
 
     def train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
-        generates = not self.module.training and any(map(is_cache, (*arguments, *keywords.values())))
-        if self.backward == "autograd" or generates:
+        if self.backward == "autograd":
             return self.pass_on(arguments, keywords)
+        if not self.module.training and any(map(is_cache, (*arguments, *keywords.values()))):  # maybe it generates
+            return self.pass_on_in_eval(arguments, keywords)
+        if getattr(self.module, "gradient_checkpointing", False):
+            self.module.gradient_checkpointing = False  # transformers' own, as its Trainer sets it: the block would run thrice
         x, run, rest = call_of(self.own(), arguments, keywords)
         if not isinstance(x, Tensor):
             x, run, rest = _within(x, run, rest)

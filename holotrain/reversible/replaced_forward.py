@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import wraps
 from types import MethodType
 from typing import Any, ClassVar, Self
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 
 class ReplacedForward(ABC):
-    """Stands in place of a module's ``forward`` until :meth:`remove`. Without gradients it calls what was there before, and in
-    ``eval()`` unless ``IN_EVAL``. A subclass defines :meth:`train`, and sets ``KEY``, the name under which the module keeps it,
-    since others may wrap its forward meanwhile.
+    """Stands in place of a module's ``forward`` until :meth:`remove`. Without gradients it calls what was there before.
+
+    A subclass defines :meth:`train`, and sets ``KEY``, the name under which the module keeps it, since others may wrap its
+    forward meanwhile.
 
     Args:
         module: whose forward it becomes.
@@ -27,7 +31,6 @@ class ReplacedForward(ABC):
 
     KEY: ClassVar[str]
     WHAT: ClassVar[str]
-    IN_EVAL: ClassVar[bool] = True
 
     def __init__(self, module: Any) -> None:
         self.module, self._before, self.removed = module, vars(module).get("forward"), False
@@ -73,19 +76,31 @@ class ReplacedForward(ABC):
         return value
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        if torch.is_grad_enabled() and not self.removed and (self.IN_EVAL or self.module.training):
+        if torch.is_grad_enabled() and not self.removed:
             return self.train(arguments, keywords)
         return self.pass_on(arguments, keywords)
 
     @abstractmethod
     def train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
-        """A call with gradients, in ``train()`` or if ``IN_EVAL``."""
+        """A call with gradients."""
 
     def pass_on(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
         """Any other call."""
         if self._before is not None:
             return self._before(*arguments, **keywords)
         return type(self.module).forward(self.module, *arguments, **keywords)  # a compiler cannot trace own()
+
+    def pass_on_in_eval(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
+        """A call with gradients in ``eval()`` that may be an evaluation: ``from_pretrained`` gives a model in this mode."""
+        kind = type(self.module)
+        if kind not in _said_in_eval and any(parameter.requires_grad for parameter in self.module.parameters()):
+            _said_in_eval.add(kind)
+            warnings.warn(
+                f"{kind.__name__} runs in eval() with gradients, and as without holotrain: call model.train() to train it, or "
+                "evaluate within torch.no_grad()",
+                stacklevel=4,
+            )
+        return self.pass_on(arguments, keywords)
 
     def refuse_replica(self) -> nn.Module:
         """What ``nn.DataParallel`` calls to copy the module: the copy would run the parts of this module."""
@@ -95,8 +110,22 @@ class ReplacedForward(ABC):
         )
 
     @property
+    def __func__(self) -> Callable:
+        """It as a function of the module, too: what wraps a forward may take it for a bound method."""
+
+        @wraps(type(self.module).forward)
+        def forward(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+            return self(*arguments, **keywords)
+
+        return forward
+
+    @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.own())
+
+
+_said_in_eval: WeakSet[type] = WeakSet()
+"""Classes of which a warning has said that they run in ``eval()`` with gradients."""
 
 
 @contextmanager

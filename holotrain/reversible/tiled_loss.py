@@ -81,15 +81,46 @@ def _head_of(model: nn.Module) -> nn.Module | None:
 
 
 class TiledLoss(ReplacedForward):
-    """The forward of a language model, which makes its loss tile by tile in training with labels."""
+    """The forward of a language model, which makes its loss tile by tile in training with labels.
+
+    Trainers of TRL make the loss themselves, of the model's base and the weight of its head: then it is theirs as a whole.
+    """
 
     KEY, WHAT = "_tiled_loss", "model"
-    IN_EVAL = False  # an evaluation looks at the logits
     most_logits: int | None
 
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        base = getattr(module, "base_model", module)
+        self._runs, self._watch = False, None if base is module else base.register_forward_pre_hook(self._say_whose)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        self._runs = "fused_lm_head" not in keywords
+        try:
+            return super().__call__(*arguments, **keywords)
+        finally:
+            self._runs = False
+
+    def remove(self) -> None:
+        super().remove()
+        if self._watch is not None:
+            self._watch.remove()
+
+    def _say_whose(self, base: nn.Module, arguments: tuple) -> None:
+        if self._watch is not None and not self._runs and base.training and torch.is_grad_enabled():
+            self._watch.remove()
+            self._watch = None
+            warnings.warn(
+                f"head and loss of {type(self.module).__name__} are not taken in holotrain's tiles, since something else calls "
+                f"its {type(base).__name__}, as trainers of TRL do, which take them in chunks of their own; MLPs are in tiles",
+                stacklevel=3,
+            )
+
     def train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
-        if keywords.get("labels") is None:
+        if keywords.get("labels") is None or not self._runs:
             return self.pass_on(arguments, keywords)
+        if not self.module.training:  # an evaluation looks at the logits
+            return self.pass_on_in_eval(arguments, keywords)
         return loss_in_tiles(self.module, partial(self.own(), *arguments, **keywords), self.most_logits)
 
 
