@@ -16,6 +16,9 @@ class Coupling:
 
     A branch reads the source, and what it returns updates the target. The inverse knows the coupled target, the source and what
     the branch returned. If the updates are rounded to a fixed-point grid, it is exact.
+
+    A subclass that couples otherwise keeps shape and dtype, works on a tile of tokens as on all, and raises a ValueError for a
+    grid on which its inverse is not exact. What autograd saves of :meth:`couple` stays until the backward.
     """
 
     def __init__(self, grid: Grid | None = None) -> None:
@@ -63,11 +66,16 @@ class ReversibleBlock(nn.Module):
             the pre-norm MLP.
         exchange: return the streams swapped, (y2, y1). The next block's f then reads the stream that this block's f updated.
 
+    Attributes:
+        coupling: how streams are updated; a class of blocks may set another one.
+
     Shapes: x1, x2, y1 and y2 have the same shape, with any number of dimensions.
 
     Raises:
         TypeError: f or g is not a module.
     """
+
+    coupling: type[Coupling] = Coupling
 
     def __init__(self, f: nn.Module, g: nn.Module, exchange: bool = False) -> None:
         super().__init__()
@@ -94,7 +102,7 @@ class ReversibleBlock(nn.Module):
             update: runs each branch; a :class:`ReversibleSequence` sets it. None: plain autograd.
         """
         if update is None:  # not "or": the compiler of torch 2.11 cannot take the truth value of a partial
-            update = Coupling().update
+            update = self.coupling().update
         y1 = update("f", self.f, x1, x2, f_kwargs or {})
         y2 = update("g", self.g, x2, y1, g_kwargs or {})
         return self.placed(y1, y2)
@@ -121,7 +129,7 @@ class ReversibleBlock(nn.Module):
 
         f and g must be deterministic (no dropout).
         """
-        coupling = Coupling(grid)
+        coupling = self.coupling(grid)
         y1, y2 = self.placed(y1, y2)
         x2 = coupling.undo(y2, y1, self.g(y1, **(g_kwargs or {})))
         x1 = coupling.undo(y1, x2, self.f(x2, **(f_kwargs or {})))

@@ -117,6 +117,7 @@ class Reads:
 
     Attributes:
         tensors: the parameters; after the forward also the buffers of modules that changed none.
+        addresses: theirs, each by itself, to look one up.
         hooked: whether forward hooks are registered.
     """
 
@@ -146,6 +147,7 @@ class Reads:
             else:
                 self._copies.append((buffers.present, buffers.copies))
         self._buffers.clear()
+        self.addresses = {address: address for address in map(id, self.tensors)}
         self._held, self._versions = [*map(dict, self._owners)], [*map(_version, self.tensors)]
         # Held, so that their memory is not used again, at the same address, when ``.data`` is replaced.
         self._storages = [*map(Tensor.untyped_storage, self.tensors)]

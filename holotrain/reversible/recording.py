@@ -30,7 +30,7 @@ from holotrain.reversible.kept_results import Casts, KeptResults
 from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, require_unwrapped
 from holotrain.reversible.settings import Call, Draws, generators_among, one_convolution, python_generators_among
 
-_kind_of = attrgetter("shape", "dtype", "__class__")
+_kind_of = attrgetter("shape", "dtype")
 
 
 class History:
@@ -41,7 +41,7 @@ class History:
         python_generators: of Python and NumPy.
         verified: a replay was compared with the forward in full.
         runs: their number.
-        kinds: shapes, dtypes and classes of what its latest run saved.
+        kinds: shapes and dtypes of what its latest run saved.
         places: those of them that are leaves, or views or casts of leaves.
     """
 
@@ -49,7 +49,7 @@ class History:
         attributes = [value for part in parts for value in vars(part).values()]
         self.generators, self.python_generators = generators_among(attributes), python_generators_among(attributes)
         self.verified, self.runs = False, 0
-        self.kinds: list[tuple[torch.Size, torch.dtype, type]] = []
+        self.kinds: list[tuple[torch.Size, torch.dtype]] = []
         self.places: list[int] = []
 
 
@@ -70,7 +70,7 @@ class Recorded:
         casts: shared with the other tiles.
 
     Attributes:
-        kinds: shape, dtype and class of each tensor that autograd would have saved.
+        kinds: shape and dtype of each tensor that autograd would have saved.
         saved: what autograd saved in the latest replay; None where the backward has taken it.
 
     Raises:
@@ -94,7 +94,7 @@ class Recorded:
         if keep and any(map(is_compiled, parts)):
             raise ValueError("keep does not work with compiled branches; do not compile f and g, or set keep=()")
         self.name, self.module, self.call, self.tile = name, module, call, tile
-        self.kinds: list[tuple[torch.Size, torch.dtype, type]] = []
+        self.kinds: list[tuple[torch.Size, torch.dtype]] = []
         self.saved: list[Tensor | None] = []
         self._forward, self._arguments = forward or module, Arguments(keywords)
         self._history = history = _histories.get(module) or _histories.setdefault(module, History(parts))
@@ -104,8 +104,11 @@ class Recorded:
         self._draws = Draws(call, history.generators + generators_among(leaves), python)
         self._pair = next_pair(call.device) if call.on_gpu else None
         self._kept, self._casts = KeptResults(keep) if keep else None, casts
-        # Leaves that the forward saved, or views or casts of them: a parameter's place (else None), the leaf, its version.
-        self._leaves: list[tuple[int | None, Tensor, int]] = []
+        # Among what was saved: what the module holds, by address (else None); views and casts of parameters (place, address).
+        self._own: list[int | None] = []
+        self._derived: list[tuple[int, int]] = []
+        # Other leaves that were saved, and their versions.
+        self._leaves: list[tuple[Tensor, int]] = []
         history.runs += 1
 
     def run(self, source: Tensor, supply: Callable[[Self], None]) -> Any:
@@ -158,17 +161,22 @@ class Recorded:
 
     def _note(self, source: Tensor, packed: list[Tensor]) -> None:
         """Notes what autograd would have saved: kinds, and leaves. Most runs save the same, and share one list."""
-        history, kinds = self._history, [*map(_kind_of, packed)]
-        if kinds != history.kinds:  # else the leaves are where they were
+        history, kinds, addresses = self._history, [*map(_kind_of, packed)], self._reads.addresses
+        if kinds != history.kinds:  # else leaves are where they were in earlier runs, or at fewer places
             history.kinds, history.places = kinds, [*range(len(packed))]
-        self.kinds, places, history.places = history.kinds, history.places, []
+        self.kinds, self._own = history.kinds, [*map(addresses.get, map(id, packed))]
+        places, history.places = history.places, []
         for place in places:
             leaf = _leaf_of(packed[place])
             if leaf is None:
                 continue
             history.places.append(place)
-            if leaf is not source:
-                self._leaves.append((place if isinstance(leaf, nn.Parameter) else None, leaf, leaf._version))
+            if self._own[place] is not None or leaf is source:
+                continue
+            if id(leaf) in addresses or isinstance(leaf, nn.Parameter):
+                self._derived.append((place, id(leaf)))
+            if id(leaf) not in addresses:
+                self._leaves.append((leaf, leaf._version))
 
     def replay(self, source: Tensor, output: bool = True, ahead: bool = False) -> tuple[Any, list[Tensor]]:
         """Runs the branch again: returns the output, detached, and the tensors that autograd saves.
@@ -199,7 +207,7 @@ class Recorded:
                 if len(packed) == last:  # an operation saves its inputs before it runs: its product is left out
                     raise _AllSaved
 
-        update = self._called_as_then(source if self.tile is None else source[:, self.tile].contiguous(), pack, ahead)
+        result = self._called_as_then(source if self.tile is None else source[:, self.tile].contiguous(), pack, ahead)
         if self._casts is not None and self.tile is not None and self.tile.start == 0:
             self._casts.release()
         saved = packed.copy()
@@ -207,9 +215,10 @@ class Recorded:
         if not verified and versions != [tensor._version for tensor in saved]:
             raise RuntimeError(f"a tensor that {type(self.module).__name__} needs for its gradient {_MODIFIED} after its use")
         self._require_same(saved)
-        self._draws.require_same(self.name)
-        history.verified = True
-        return update.detach() if isinstance(update, Tensor) else tree_map_only(Tensor, Tensor.detach, update), saved
+        if not verified:
+            self._draws.require_same(self.name)  # a later replay may stop before the last draw
+            history.verified = True
+        return result.detach() if isinstance(result, Tensor) else tree_map_only(Tensor, Tensor.detach, result), saved
 
     def _called_as_then(self, source: Tensor, pack: Callable, ahead: bool) -> Any:
         """Calls the module with all as it was before the forward; None if it has been stopped."""
@@ -278,17 +287,17 @@ class Recorded:
                 f"recomputation ({different}), so it did something else; its forward must do the same whenever it runs on the "
                 "same input, also if a list that it appends to has been cleared"
             )
-        for place, leaf, version in self._leaves:
-            if place is not None and _leaf_of(saved[place]) is not leaf:
-                raise RuntimeError(
-                    f"{name} read other parameters in the recomputation than in the forward, such as those of another adapter; "
-                    "change what is active after the backward"
-                )
-            if leaf._version != version:
-                raise RuntimeError(
-                    f"a tensor that {name} reads, other than its parameters, {_MODIFIED} between the forward and its "
-                    "recomputation in the backward"
-                )
+        own = [*map(self._reads.addresses.get, map(id, saved))]
+        if own != self._own or any(id(_leaf_of(saved[place])) != leaf for place, leaf in self._derived):
+            raise RuntimeError(
+                f"{name} read other parameters in the recomputation than in the forward, such as those of another adapter; "
+                "change what is active after the backward"
+            )
+        if any(leaf._version != version for leaf, version in self._leaves):
+            raise RuntimeError(
+                f"a tensor that {name} reads, other than its parameters, {_MODIFIED} between the forward and its recomputation "
+                "in the backward"
+            )
 
     def release(self) -> None:
         """After a replay that ran ahead: lets go of the results that were kept for it, unless the graph stays."""
@@ -303,10 +312,11 @@ _SAME_WEIGHT = {"ToCopyBackward0", "TBackward0", "TransposeBackward0"}
 
 
 def _leaf_of(tensor: Tensor) -> Tensor | None:
-    """The leaf with a gradient that a tensor is, or of which it is a view or a cast."""
+    """The leaf with a gradient that a tensor is, or of which it is a view or a cast; also a parameter without, if a view."""
+    base = tensor._base
     if not tensor.requires_grad:
-        return None
-    leaf = tensor if tensor.is_leaf else tensor._base
+        return base if isinstance(base, nn.Parameter) else None
+    leaf = tensor if tensor.is_leaf else base
     if leaf is not None and leaf.is_leaf:
         return leaf
     node = tensor.grad_fn  # makes an object for Python, which takes longer than the rest

@@ -7,6 +7,7 @@ branches go on a tape (:mod:`holotrain.reversible.tape`), which rebuilds their i
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from holotrain.reversible.block_inputs import WAYS
 from holotrain.reversible.checks import RebuildChecks
 from holotrain.reversible.context import has_no_data
 from holotrain.reversible.coupling import Coupling, same_tensor
+from holotrain.reversible.grid import Grid
 from holotrain.reversible.kept_results import Casts
 from holotrain.reversible.reads import is_sharded
 from holotrain.reversible.recording import Recorded
@@ -28,11 +30,13 @@ from holotrain.schedules import Schedule
 
 
 class Pass:
-    """One forward over the blocks of a sequence. It holds streams with their graph, which holds the tape: no tape may hold it.
+    """One forward over the blocks of a sequence.
+
+    It holds streams, whose graph holds the tape. So a tape holds no pass.
 
     Args:
         device: of the streams.
-        coupling: of the blocks.
+        grid: of the streams; None: they are not rounded.
         checks: of what is rebuilt.
         tile: tokens of a tile, in which branches are taken that work token by token; None: all are taken whole.
 
@@ -45,12 +49,12 @@ class Pass:
     streams: tuple[Tensor, Tensor]
     halves: int
 
-    def __init__(self, device: torch.device, coupling: Coupling, checks: RebuildChecks, tile: int | None = None) -> None:
-        self.call, self.coupling, self.checks, self.tile = Call(device), coupling, checks, tile
+    def __init__(self, device: torch.device, grid: Grid | None, checks: RebuildChecks, tile: int | None = None) -> None:
+        self.call, self.grid, self.checks, self.tile = Call(device), grid, checks, tile
         self.tape: Tape | None = None
 
-    def of_block(self, number: int, schedule: Schedule, block: nn.Module, streams: tuple[Tensor, Tensor]) -> Stored:
-        """The schedule of the next block; ``number`` is for a trace, and ``streams`` are those before the block."""
+    def of_block(self, number: int, schedule: Schedule, block: nn.Module, streams: tuple[Tensor, Tensor]) -> BlockSchedule:
+        """What is done with the next block; ``number`` is for a trace, and ``streams`` are those before the block."""
         kind = _KINDS[schedule.kind]
         if kind is not Rebuilt:
             self.end(*streams)
@@ -58,7 +62,7 @@ class Pass:
             self._begin_tape(*streams)
         if kind is Stored:
             self.call.present = None  # a stored block may draw random numbers
-        return kind(self, number, schedule, schedule.ahead and not is_sharded(type(block)))
+        return kind(self, number, schedule, block)
 
     def _begin_tape(self, x1: Tensor, x2: Tensor) -> None:
         if x1.dtype.itemsize < 4:
@@ -67,15 +71,15 @@ class Pass:
                 "to 0.3 after 96 blocks); keep the streams in fp32 and train under torch.autocast",
                 stacklevel=5,
             )
-        self.tape, self.halves = Tape(self.coupling), 0
-        self.wrote(x1, x2)
+        self.tape, self.halves = Tape(), 0
+        self.hold(x1, x2)
 
-    def wrote(self, target: Tensor, source: Tensor) -> None:
-        """After a rebuilt branch, with what it wrote and what it read."""
+    def hold(self, target: Tensor, source: Tensor) -> None:
+        """At the start of a tape, and after each branch on it, with what the branch wrote and what it read."""
         self.streams, self._versions = (target, source), (target._version, source._version)
 
     def has_crossed(self, first: Tensor, second: Tensor) -> bool:
-        """Whether two tensors are what the latest branch wrote and what it read; False if the other way round.
+        """Whether the first tensor is what the latest branch wrote, and the second what it read; False: the reverse.
 
         Raises:
             ValueError: they are neither, so a hook replaced or changed them.
@@ -102,44 +106,53 @@ class Pass:
             self.tape = None
 
 
-class Stored:
-    """A block whose activations autograd keeps. Other schedules are subclasses.
+class BlockSchedule(ABC):
+    """What is done with one block in one forward. A new schedule is a subclass, named in ``_KINDS``.
 
     Args:
-        run: the forward that it is part of.
+        current: the forward.
         number: of the block, for a trace.
-        ahead: a rebuilt branch may be replayed ahead of its turn.
+        schedule: its options.
     """
 
-    def __init__(self, run: Pass, number: int, schedule: Schedule, ahead: bool) -> None:
-        self.run, self.number, self.schedule, self.ahead = run, number, schedule, ahead
+    def __init__(self, current: Pass, number: int, schedule: Schedule, block: Any) -> None:
+        self.current, self.number, self.schedule = current, number, schedule
+        self.coupling: Coupling = block.coupling(current.grid)
+        self.may_run_ahead = schedule.ahead and not is_sharded(type(block))
 
+    @abstractmethod
     def update(self, name: str, branch: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
         """Runs a branch of the block on the source, and returns the target, updated with its output."""
-        return self.run.coupling.update(name, branch, target, source, keywords)
 
     def recorded(
         self, name: str, branch: nn.Module, source: Tensor, keywords: dict, kind: type[Recorded] = Recorded
     ) -> Iterator[tuple[Any, Tensor]]:
         """The branch, to be recorded, and what it reads; once for each tile, if it is taken in tiles."""
-        run = self.run
-        given = f"{self.number}.{name}", branch, keywords, run.call, self.schedule.keep, None
+        call, tokens = self.current.call, self.current.tile
+        given = f"{self.number}.{name}", branch, keywords, call, self.schedule.keep, None
         # Where the input is not kept as it is, each tile would fetch or restore the whole.
-        if run.tile is None or self.schedule.input != "checkpoint" or why_whole(branch, run.tile, source, keywords):
+        if tokens is None or self.schedule.input != "checkpoint" or why_whole(branch, tokens, source, keywords):
             yield kind(*given), source
             return
-        casts = Casts() if run.call.settings.casts_weights else None
-        parts = torch.unsafe_split(source, run.tile, 1)  # no views: what a branch writes to its part is noticed
-        for tile, part in zip(tiles_of(source, run.tile), parts, strict=True):
+        casts = Casts() if call.settings.casts_weights else None
+        parts = torch.unsafe_split(source, tokens, 1)  # no views: what a branch writes to its part is noticed
+        for tile, part in zip(tiles_of(source, tokens), parts, strict=True):
             yield kind(*given, tile, casts), part.contiguous()
 
     def coupled(self, target: Tensor, source: Tensor, outputs: list[Tensor]) -> Tensor:
         # One alone may be no tensor, which the coupling refuses.
-        return self.run.coupling.couple(target, source, outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))
+        return self.coupling.couple(target, source, outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))
 
 
-class Checkpointed(Stored):
-    """A block that keeps the inputs of its branches, in one of the :data:`~holotrain.reversible.block_inputs.WAYS`."""
+class Stored(BlockSchedule):
+    """Autograd keeps all activations."""
+
+    def update(self, name: str, branch: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
+        return self.coupling.update(name, branch, target, source, keywords)
+
+
+class Checkpointed(BlockSchedule):
+    """The inputs of branches are kept, in one of the :data:`~holotrain.reversible.block_inputs.WAYS`."""
 
     def update(self, name: str, branch: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
         outputs = [
@@ -147,6 +160,29 @@ class Checkpointed(Stored):
             for recorded, part in self.recorded(name, branch, source, keywords)
         ]
         return self.coupled(target, source, outputs)
+
+
+class Rebuilt(BlockSchedule):
+    """Nothing is kept: branches are on the tape. With ``ahead`` this is PaReprop."""
+
+    def update(self, name: str, branch: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
+        current, outputs = self.current, []
+        tape, crossed = current.tape, current.has_crossed(source, target)
+        assert tape is not None
+        if current.halves == 1 and not has_no_data(source):  # one branch has nothing rebuilt before it
+            tape.check = current.checks.of_blocks(current.streams[1], current.grid)
+        for recorded, part in self.recorded(name, branch, source, keywords, OnTape):
+            recorded.coupling, recorded.place, recorded.first = self.coupling, len(tape.branches), current.halves == 0
+            recorded.crossed, recorded.ahead = crossed, self.may_run_ahead
+            outputs.append(recorded.run(part, tape.supply))
+            tape.branches.append(recorded)
+        coupled = self.coupled(target, source, outputs)
+        current.halves += 1
+        current.hold(coupled, source)
+        return coupled
+
+
+_KINDS: dict[str, type[BlockSchedule]] = {"stored": Stored, "checkpointed": Checkpointed, "rebuilt": Rebuilt}
 
 
 def from_stored(recorded: Recorded, source: Tensor, way: str = "checkpoint", part: Tensor | None = None) -> Any:
@@ -186,26 +222,3 @@ def checkpointed(
     if torch.compiler.is_compiling():  # the compiler checkpoints by rules of its own
         return checkpoint(module if forward is None else forward, x, use_reentrant=False, **keywords)
     return from_stored(Recorded(name or type(module).__name__, module, keywords, Call(x.device), (), forward), x, backward)
-
-
-class Rebuilt(Stored):
-    """A block that keeps nothing: its branches are on the tape. ``ahead`` is PaReprop."""
-
-    def update(self, name: str, branch: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
-        run, outputs = self.run, []
-        tape, crossed = run.tape, run.has_crossed(source, target)
-        assert tape is not None
-        if run.halves == 1 and not has_no_data(source):  # one branch has nothing rebuilt before it
-            tape.check = run.checks.of_blocks(run.streams[1], run.coupling.grid)
-        for recorded, part in self.recorded(name, branch, source, keywords, OnTape):
-            recorded.place, recorded.first = len(tape.branches), run.halves == 0
-            recorded.crossed, recorded.ahead = crossed, self.ahead
-            outputs.append(recorded.run(part, tape.supply))
-            tape.branches.append(recorded)
-        coupled = self.coupled(target, source, outputs)
-        run.halves += 1
-        run.wrote(coupled, source)
-        return coupled
-
-
-_KINDS: dict[str, type[Stored]] = {"stored": Stored, "checkpointed": Checkpointed, "rebuilt": Rebuilt}

@@ -16,7 +16,7 @@ from holotrain.reversible.backward_option import Shorthand
 from holotrain.reversible.checks import RebuildChecks
 from holotrain.reversible.context import backward_id, has_no_data, in_trace
 from holotrain.reversible.coupling import Coupling, ReversibleBlock
-from holotrain.reversible.grid import FixedPointGrid
+from holotrain.reversible.grid import FixedPointGrid, Grid
 from holotrain.reversible.schedule import Pass, checkpointed
 from holotrain.reversible.settings import generators_among, generators_unmoved
 from holotrain.reversible.tokenwise import require_tile
@@ -109,14 +109,13 @@ class ReversibleSequence(nn.Module):
             if self.grid.known or has_no_data(x1):
                 grid = self.grid.in_call(x1)
                 x1, x2 = grid.entered(x1), grid.entered(x2)
-        coupling = Coupling(grid)
         schedules = self.schedules if torch.is_grad_enabled() else [SCHEDULES["autograd"]] * len(self.blocks)
-        run, kinds = self._recompute, {schedule.kind for schedule in schedules}
+        through, kinds = self._by_schedule, {schedule.kind for schedule in schedules}
         if torch.compiler.is_compiling() and "rebuilt" in kinds:
-            run = self._outside_the_graph
+            through = self._outside_the_graph
         elif torch.compiler.is_compiling() or kinds <= {"stored"}:
-            run = self._run
-        x1, x2 = run(schedules, x1, x2, keywords, coupling)
+            through = self._stored_or_compiled
+        x1, x2 = through(schedules, x1, x2, keywords, grid)
         if self.grid is not None and grid is not None and torch.is_grad_enabled() and backward_id() == -1:
             self.grid.follow(grid)
         return x1, x2
@@ -131,33 +130,34 @@ class ReversibleSequence(nn.Module):
             raise ValueError(f"keyword arguments for {counted(len(keywords), 'block')} of {depth}")
         return keywords
 
-    def _run(
-        self, schedules: list[Schedule], x1: Tensor, x2: Tensor, keywords: list, coupling: Coupling
+    def _stored_or_compiled(
+        self, schedules: list[Schedule], x1: Tensor, x2: Tensor, keywords: list, grid: Grid | None
     ) -> tuple[Tensor, Tensor]:
-        """Stores everything, or, in a model that is compiled as a whole, has the compiler checkpoint, by rules of its own."""
-        for number, (schedule, block, (f_kwargs, g_kwargs)) in enumerate(zip(schedules, self.blocks, keywords, strict=False)):
+        """Stores everything, or has the compiler checkpoint, in a model that is compiled as a whole."""
+        for number, (schedule, block, (f_kwargs, g_kwargs)) in enumerate(zip(schedules, self.blocks, keywords, strict=True)):
+            coupling = cast(ReversibleBlock, block).coupling(grid)
             update = coupling.update if schedule.kind == "stored" else partial(_checkpointed, coupling)
             with in_trace("forward", number):
                 x1, x2 = block(x1, x2, f_kwargs, g_kwargs, update=update)
         return x1, x2
 
-    def _recompute(
-        self, schedules: list[Schedule], x1: Tensor, x2: Tensor, keywords: list, coupling: Coupling
+    def _by_schedule(
+        self, schedules: list[Schedule], x1: Tensor, x2: Tensor, keywords: list, grid: Grid | None
     ) -> tuple[Tensor, Tensor]:
         self.checks.begin()
         schedules = self.checks.in_force(schedules, self.blocks)
-        run, hooked = Pass(x1.device, coupling, self.checks, self.tile), _has_any_global_hook()
-        for number, (schedule, block, (f_kwargs, g_kwargs)) in enumerate(zip(schedules, self.blocks, keywords, strict=False)):
+        current, hooked = Pass(x1.device, grid, self.checks, self.tile), _has_any_global_hook()
+        for number, (schedule, block, (f_kwargs, g_kwargs)) in enumerate(zip(schedules, self.blocks, keywords, strict=True)):
             if hooked or block._forward_pre_hooks or block._forward_hooks:
-                run.call.present = None  # a hook may draw random numbers
-            update = run.of_block(number, schedule, block, (x1, x2)).update
+                current.call.present = None  # a hook may draw random numbers
+            update = current.of_block(number, schedule, block, (x1, x2)).update
             with in_trace("forward", number):
                 x1, x2 = block(x1, x2, f_kwargs, g_kwargs, update=update)
-        run.end(x1, x2)
+        current.end(x1, x2)
         return x1, x2
 
     _outside_the_graph = torch.compiler.disable(
-        _recompute,
+        _by_schedule,
         reason="blocks that are rebuilt run outside the compiled graph: compile without fullgraph=True, or each block with "
         'block.compile(), or set backward="checkpoint"',
     )

@@ -29,11 +29,12 @@ class OnTape(Recorded):
 
     Attributes:
         place: on the tape.
-        first: it is of the first branch, whose target nobody needs.
+        first: it belongs to the first branch: nobody needs the stream before it.
         crossed: its source is what the branch before it wrote; if not, it is that one's source.
         ahead: it may be replayed ahead of its turn.
     """
 
+    coupling: Coupling
     place: int
     first: bool
     crossed: bool
@@ -53,8 +54,7 @@ class Tape:
         check: of the stream that the first branch reads; None: it is not checked.
     """
 
-    def __init__(self, coupling: Coupling) -> None:
-        self._coupling = coupling
+    def __init__(self) -> None:
         self.check: StreamCheck | None = None
         self.branches: list[OnTape] = []
         # What ``branches[_position]``, the next to be rebuilt, wrote and read.
@@ -132,11 +132,11 @@ class Tape:
     def _undo(self, branch: OnTape, coupled: Tensor, source: Tensor, output: Tensor) -> None:
         """Inverts the coupling of a branch or of a tile; the first tile, which comes last, completes that of its branch."""
         if branch.tile is None:
-            target = self._coupling.undo(coupled, source, output)
+            target = branch.coupling.undo(coupled, source, output)
         else:
             tile = slice(None), branch.tile
             target = self._target = torch.empty_like(coupled) if self._target is None else self._target
-            target[tile] = self._coupling.undo(coupled[tile], source[tile], output)
+            target[tile] = branch.coupling.undo(coupled[tile], source[tile], output)
             if branch.tile.start > 0:
                 return
             self._target = None

@@ -280,6 +280,56 @@ def test_a_branch_that_seeds_what_it_draws(engine):
     assert_same(engine, lambda: Drawing(DRAWS["NumPy"], seed=3))
 
 
+@recomputing_engines
+def test_a_branch_that_seeds_what_it_draws_last_may_run_again_more_than_once(engine):
+    """A second replay stops when all is saved, before the last draw."""
+
+    class DrawsLast(Branch):
+        def forward(self, x):
+            random.seed(3)
+            return super().forward(x) + random.random()
+
+    def twice(net):
+        loss = loss_of(net) + loss_of(net)
+        return [
+            *torch.autograd.grad(loss, [*net.parameters()], retain_graph=True),
+            *torch.autograd.grad(loss, net.parameters()),
+        ]
+
+    assert_same(engine, DrawsLast, twice)
+
+
+class Switched(nn.Module):
+    """Reads one of two tensors of equal shape, which it holds without a gradient, or which a list holds."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.scale, self.kind, self.active = nn.Parameter(torch.ones(8)), kind, 0
+        weights = [torch.full((8, 8), 0.1 * number, dtype=F64) for number in (1, 2)]
+        self.foreign = [nn.Parameter(each) for each in weights]
+        for number, each in enumerate(weights):
+            if kind == "buffer":
+                self.register_buffer(f"weight{number}", each)
+            else:
+                setattr(self, f"weight{number}", nn.Parameter(each, requires_grad=False))
+
+    def forward(self, x):
+        weight = self.foreign[self.active] if self.kind == "foreign" else getattr(self, f"weight{self.active}")
+        return (x * self.scale) @ (weight.view(8, 8) if self.kind == "view" else weight)
+
+
+@recomputing_engines
+@pytest.mark.parametrize("kind", ["frozen", "view", "buffer", "foreign"])
+def test_another_weight_of_the_same_shape_is_refused(engine, kind):
+    _, net = both(engine, lambda: Switched(kind).double())
+    for _ in range(2):  # in the first step more is compared
+        gradients(net)
+    loss = loss_of(net)
+    net.blocks[1].g.active = 1
+    with pytest.raises(RuntimeError, match="read other parameters in the recomputation"):
+        loss.backward()
+
+
 class LateWriter(Branch):
     """Its buffer changes the result, and is changed by the forward from some step on."""
 
