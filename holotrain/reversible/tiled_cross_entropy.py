@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holotrain.reversible import loss_ops
 from holotrain.reversible.context import has_no_data
@@ -246,5 +247,31 @@ class _KnownGradients(torch.autograd.Function):
             raise RuntimeError("the gradients of a loss in tiles are given once; a second backward needs a second forward")
         gradients, ctx.gradients = ctx.gradients, None
         factor = torch.where(ctx.count == 0, 0, gradient / ctx.count)  # no label at all: zeros, as without tiles
-        scaled = [each.mul_(factor).to(dtype) for each, dtype in zip(gradients, ctx.dtypes, strict=True)]
-        return None, None, None, *scaled
+        found, nodes = [], [node for node, _ in ctx.next_functions[2:]]
+        for dtype, node in zip(ctx.dtypes, nodes, strict=True):
+            gradient = gradients.pop(0).mul_(factor)
+            found.append(None if _added_to_leaf(node, gradient) else gradient.to(dtype))
+        return None, None, None, *found
+
+
+def _added_to_leaf(node: Any, gradient: Tensor) -> bool:
+    """Adds a gradient to the ``.grad`` of a leaf at once, if autograd would. It would keep it until the leaf's last gradient
+    has come: at the end of the backward, if the weight of the head is that of the embedding, with a copy for their sum.
+
+    Args:
+        node: to which the gradient belongs.
+    """
+    leaf = getattr(node, "variable", None)
+    if leaf is None or is_traceable_wrapper_subclass(leaf) or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+        return False
+    try:
+        accumulates = torch._C._will_engine_execute_node(node)  # private: no public function tells
+    except RuntimeError:  # in torch.autograd.grad, which returns it
+        return False
+    if not accumulates or (leaf.grad is not None and leaf.grad.layout != torch.strided):
+        return False
+    if leaf.grad is None:
+        leaf.grad = gradient.to(leaf.dtype)
+    else:
+        leaf.grad += gradient
+    return True
