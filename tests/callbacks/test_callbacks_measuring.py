@@ -151,13 +151,6 @@ def test_throughput_is_what_the_clock_says(lag):
     assert not memo.of("throughput/mfu") and not memo.of("throughput/tokens_per_second")
 
 
-@pytest.mark.parametrize(("own", "trainers"), [(None, 0), (0, 1)])
-def test_a_period_of_zero_logs_nothing(own, trainers):
-    _, memo = timed_fit(monitor=ThroughputMonitor(own), samples=12, batch=3, log_every_n_steps=trainers)
-    rows = [*memo.rows, *fit(Module(), MemoryMonitor(own), validation=True, log_every_n_steps=trainers).rows]
-    assert not [name for _, row in rows for name in row if "/" in name]
-
-
 def test_validation_does_not_count_and_all_accumulated_batches_do():
     accumulated = {"samples": 24, "batch": 2, "accumulate_grad_batches": 3, "max_epochs": 2, "log_every_n_steps": 3}
     _, memo = timed_fit(validation=True, val_check_interval=6, **accumulated)

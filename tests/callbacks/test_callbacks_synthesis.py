@@ -103,18 +103,6 @@ def test_a_fused_optimizer_with_scaled_gradients_and_several_optimizers_are_refu
         fit(SynthesisCallback(), module=Regression(optimizers=2))
 
 
-@pytest.mark.parametrize(("options", "clip"), [({"momentum": 0.9}, None), ({}, 1.0), ({}, None)])
-def test_an_optimizer_that_remembers_too_and_a_clipped_update_are_warned_of(options, clip):
-    callback, module = SynthesisCallback(), Regression(**options)
-    trainer = quiet_trainer(max_epochs=1, callbacks=[callback], gradient_clip_val=clip)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        trainer.fit(module, torch.utils.data.DataLoader(BATCHES, batch_size=None))
-    said = [str(warning.message) for warning in told]
-    assert any("SGD also averages gradients (momentum)" in each for each in said) == bool(options)
-    assert any("gradient_clip_val=1.0 clips the update after the synthesis" in each for each in said) == bool(clip)
-
-
 def test_a_module_within_and_patterns_that_select_its_parameters():
     module, _ = fit(SynthesisCallback("bind", module="layers"))
     assert_equal_parameters(module, loop({"mode": "bind"})[0])

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -10,10 +9,8 @@ import torch
 from compared import assert_equal_parameters
 from small_trainings import quiet_trainer
 from torch import nn
-from torch.autograd import DeviceType
 from torch.utils.data import DataLoader
 
-from holotrain.callbacks import trace
 from holotrain.callbacks.trace import TraceProfiler
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
@@ -69,20 +66,6 @@ def test_a_few_batches_are_traced_and_the_rest_is_left_alone(tmp_path):
     assert_equal_parameters(module, fit(None, 20))
 
 
-def test_a_kernel_counts_once_with_the_operator_that_launched_it():
-    fields = ("key", "device_type", "self_device_time_total", "count", "is_user_annotation")
-    rows = [
-        ("aten::mm", DeviceType.CPU, 3000.0, 2, False),
-        ("gemm_kernel", DeviceType.CUDA, 3000.0, 2, False),
-        ("aten::add", DeviceType.CPU, 1000.0, 1, False),
-        ("add_kernel", DeviceType.CUDA, 1000.0, 1, False),
-        ("batch 4", DeviceType.CUDA, 4000.0, 1, True),
-    ]
-    operators = [SimpleNamespace(**dict(zip(fields, row, strict=True))) for row in rows]
-    lines = trace.most_expensive(operators, "self_device_time_total")
-    assert lines == ["aten::mm: 75.0%, 3.000 ms in 2 calls", "aten::add: 25.0%, 1.000 ms in 1 call"]
-
-
 def test_a_training_that_fails_leaves_a_trace(tmp_path):
     class Failing(Module):
         def training_step(self, batch, batch_idx):
@@ -94,16 +77,3 @@ def test_a_training_that_fails_leaves_a_trace(tmp_path):
         fit(TraceProfiler(tmp_path), 6, Failing())
     assert [name for name in names(tmp_path) if name.startswith("batch ")] == ["batch 4", "batch 5"]
     assert not torch.autograd.profiler._is_profiler_enabled
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_on_a_gpu_kernels_are_traced(tmp_path):
-    profiler = TraceProfiler(tmp_path)
-    trainer = pl.Trainer(
-        accelerator="gpu", devices=1, max_epochs=1, profiler=profiler, logger=False, enable_checkpointing=False
-    )
-    trainer.fit(Module(), DataLoader(torch.ones(12, 4), 2))
-    assert {path.name for path in tmp_path.iterdir()} == LEFT
-    assert any(event.get("cat") == "kernel" for event in events_in(tmp_path))
-    assert len(profiler.most_expensive) == 5

@@ -198,14 +198,6 @@ def test_no_checkpoint_holds_half_an_accumulated_batch(tmp_path, accumulated):
     assert {path.name for path in again.iterdir()} == {f"step={step}.ckpt" for step in range(3, 10)}
 
 
-def test_a_request_to_stop_waits_for_the_optimizer_step(tmp_path, accumulated):
-    """As that of max_time, which may come after any batch."""
-    stop = At(6, lambda trainer: setattr(trainer, "should_stop", True))
-    seen, _, _ = fit([stop, last_checkpoint(tmp_path / "last.ckpt")], **ACCUMULATED)
-    assert len(seen) == 10
-    assert_resumed(fit(checkpoint=tmp_path / "last.ckpt", **ACCUMULATED), accumulated, 10)
-
-
 @pytest.mark.parametrize(("signum", "step"), [(signal.SIGTERM, 4), (signal.SIGINT, 7)])
 def test_a_signal_saves_and_ends_and_the_rest_follows(tmp_path, signum, step):
     """In the middle of an epoch the checkpoint follows at once; at its last batch, after the epoch. Afterwards, and after a
@@ -220,15 +212,6 @@ def test_a_signal_saves_and_ends_and_the_rest_follows(tmp_path, signum, step):
     assert [signal.getsignal(number) for number in SaveOnSignal.SIGNALS] == handlers
     assert torch.load(path, weights_only=True)["global_step"] == step + 1
     assert_resumed(fit(checkpoint=path), reference, step + 1)
-
-
-def test_a_signal_after_the_last_epoch_ends_too(tmp_path, capfd):
-    reference, path, late = fit(), tmp_path / "last.ckpt", pl.Callback()
-    late.on_train_end = send(signal.SIGTERM)
-    with pytest.raises(Interrupted):
-        fit([late, SaveOnSignal(path)])
-    assert "holotrain: SIGTERM: saving" in capfd.readouterr().err
-    assert_resumed(fit(checkpoint=path), reference, STEPS)
 
 
 def best_and_last(folder, save_top_k=1, mode="max"):

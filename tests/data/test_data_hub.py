@@ -6,15 +6,13 @@ import pickle
 import re
 from itertools import chain
 from pathlib import Path
-from unittest.mock import Mock
 
 import datasets
 import pytest
 import torch
-from data_files import documents_of, write_folder, write_saved_images
+from data_files import documents_of, write_saved_images
 from resumed_loaders import same, stream
 
-from holotrain.checkpoints.exact_resume import KEY, ExactResume
 from holotrain.data import HubImages, HubText, hub
 from holotrain.data.sampler import set_data_shard
 from holotrain.data.text import batches
@@ -143,44 +141,6 @@ def test_a_stream_continues_with_as_many_workers_only(saved, small_windows):
         second.load_state_dict(text(saved).train_dataloader().state_dict())
 
 
-def shard_of(saved, rank, size):
-    set_data_shard(rank, size)
-    return streamed(saved, context=16, batch_size=2).train_dataloader()
-
-
-@pytest.mark.usefixtures("small_windows")
-@pytest.mark.parametrize(("before", "after"), [((0, 1), (0, 0, 1, 1)), ((0, 0, 1, 1), (0, 1))])
-def test_a_stream_continues_where_its_shard_was(saved, before, after):
-    """The shard of each rank, of two: DDP on two processes, and tensor parallel on four in groups of two."""
-    states, following = [], {}
-    for shard in before:
-        loader = shard_of(saved, shard, 2)
-        batches = iter(loader)
-        next(batches)
-        states.append({"loader": loader.state_dict(), "grids": []})
-        following[shard] = next(batches)["tokens"]
-    assert not torch.equal(*following.values())
-
-    def resumed(rank, shard, size=2):
-        loader, callback = shard_of(saved, shard, size), ExactResume()
-        trainer = Mock(global_rank=rank, world_size=len(after), global_step=1, max_steps=-1, train_dataloader=loader)
-        trainer.strategy.distributed_sampler_kwargs = {"rank": shard, "num_replicas": size}
-        trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = False
-        trainer.fit_loop.state_dict.return_value = {}
-        progress = {"epoch_loop.batch_progress": {"is_last_batch": True}, "state_dict": {}}
-        held = {KEY: {"random": states, "shares": 2}, "global_step": 1, "loops": {"fit_loop": progress}, "callbacks": {}}
-        callback.on_load_checkpoint(trainer, torch.nn.Identity(), held)
-        callback.on_train_start(trainer, torch.nn.Identity())
-        return loader
-
-    for rank, shard in enumerate(after):
-        assert torch.equal(next(iter(resumed(rank, shard)))["tokens"], following[shard])
-    with pytest.raises(UserError, match="as many data parallel processes as before, 2, not 4"):
-        resumed(0, 0, size=4)
-    with pytest.raises(UserError, match="position is that of shard 1, not 0"):
-        shard_of(saved, 0, 2).load_state_dict(states[-1]["loader"])
-
-
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     return write_saved_images(tmp_path_factory.mktemp("images") / "saved")
@@ -214,20 +174,6 @@ def write_lines(folder, *names):
         (folder / name).write_text(f"{name}\n")
 
 
-SPLITS = {
-    "data/train_sft-00000-of-00002 data/train_sft-00001-of-00002 data/gen-00000-of-00001": {"train_sft", "gen"},
-    "my-val/a training/a": {"validation", "train"},
-    "a b": {"train"},
-}
-
-
-@pytest.mark.parametrize("names", SPLITS)
-def test_files_of_a_folder_belong_to_the_splits_that_they_name(tmp_path, names):
-    write_lines(tmp_path / "in", *(f"{name}.txt" for name in names.split()))
-    kind, found = hub.files_in(tmp_path / "in", None, tmp_path / "cache")
-    assert kind == "text" and {*found} == SPLITS[names] and sum(map(len, found.values())) == len(names.split())
-
-
 def test_a_folder_of_several_formats_is_read_as_the_one_that_is_chosen(tmp_path):
     write_lines(tmp_path / "in", "a.txt", "b.csv", "README.md", ".hidden/a.parquet")
     with pytest.raises(UserError, match=r"^data\.format: the files are of several formats, csv and text; choose one$"):
@@ -238,14 +184,6 @@ def test_a_folder_of_several_formats_is_read_as_the_one_that_is_chosen(tmp_path)
         hub.files_in(tmp_path / "in", "parquet", tmp_path / "cache")
     with pytest.raises(UserError, match=r"^data: cannot read .*\*\.nothing"):
         HubText(str(tmp_path / "in/*.nothing"), cache_dir=str(tmp_path / "cache")).opened()
-
-
-def test_the_classes_of_images_may_stand_in_a_file_beside_them(tmp_path):
-    folder = write_folder(tmp_path / "in", parts=("train",), classes=("all",))
-    rows = [f"{path.name},{'odd' if path.suffix == '.jpg' else 'even'}" for path in sorted((folder / "train/all").iterdir())]
-    (folder / "train/all/metadata.csv").write_text("\n".join(["file_name,kind", *rows]) + "\n")
-    data = pictures(folder, label="kind", val_fraction=0.3)
-    assert data.class_names == ["even", "odd"] and len(data.split("train")) == 4
 
 
 @pytest.mark.parametrize("name", [".", "data", "data/*.txt"])

@@ -47,20 +47,6 @@ def built(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("size", [1, 7, 600])
-def test_tokens_in_several_chunks_are_one_row(folder, monkeypatch, size):
-    whole = prepared(folder)
-    monkeypatch.setattr(tokenise, "BATCH", size)
-    data = prepared(folder, cache_dir=str(folder.parent / f"cache{size}"))
-    chunks = len(data.part("train").tokens.chunks)
-    assert (chunks > 1) == (size < 600) and tokens(data) == tokens(whole)
-    assert not len(data.part("train").tokens[4:2])
-    row, cut = whole.part("train").tokens[:], data.part("train").tokens
-    for first in range(0, len(row), 97):
-        for last in (first, first + 1, first + 50, len(row) + 5):
-            assert np.array_equal(cut[first:last], row[first:last])
-
-
 def test_a_batch_may_hold_more_tokens_than_32_bits_count():
     found = tokenise.table(np.zeros(2**31 + 5, np.uint8), np.array([2**31, 5]), [None, None])  # never touched
     assert found["tokens"].chunk(0).offsets.to_pylist() == [0, 2**31, 2**31 + 5]

@@ -128,13 +128,6 @@ def test_classified_documents_are_cut_short_and_labelled(folder):
     assert sorted(place.tolist()) == list(range(data.counts["test"]["documents"]))
 
 
-def test_widths_are_rounded_up_within_the_budget(folder):
-    data = documents(folder, pad_to_multiple_of=8, max_tokens=96)
-    for loader in (data.train_dataloader(), data.val_dataloader()):
-        batches = [batch["tokens"] for batch in loader]
-        assert all(tokens.shape[1] % 8 == 0 and tokens.numel() <= 96 for tokens in batches) and len(batches) > 4
-
-
 class Reads(pl.LightningModule):
     def predict_step(self, batch, _):
         return batch
@@ -156,18 +149,6 @@ def test_loose_files_keep_order_and_name_under_lightning(tmp_path):
     with pytest.warns(UserWarning, match="left out 2 rows"):
         alone = text_files(tmp_path / "c.jsonl", ByteTokenizer(), 32, packed=False, batch_size=4)
     assert next(iter(alone))["names"] == names[2:] and len([*tmp_path.rglob("*")]) == 3  # nothing is written beside them
-
-
-def test_plain_text_needs_no_column_and_may_be_read_by_lines(tmp_path):
-    """As a model that learned from the column of a CSV file, or from lines, is asked."""
-    (tmp_path / "a.txt").write_text("one\n\nthree\n")
-    found = {}
-    for unit in ("file", "line"):
-        loader = text_files(tmp_path, ByteTokenizer(), 32, packed=False, batch_size=4, text="review", unit=unit)
-        batch = next(iter(loader))
-        found[unit] = dict(zip(batch["names"], batch["lengths"].tolist(), strict=True))
-    name = str(tmp_path / "a.txt")
-    assert found == {"file": {name: 13}, "line": {f"{name}:1": 5, f"{name}:3": 7}}
 
 
 def test_token_lists_of_ones_own_in_a_plain_loader():

@@ -1,16 +1,12 @@
 """Packed blocks: all of the text, cut elsewhere every epoch, taken up exactly where it was left."""
 
-import pickle
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from compared import assert_equal
 
 from holotrain.data import TextFiles
-from holotrain.data.text.sources import text_files
-from holotrain.data.tokenizers import ByteTokenizer
 from holotrain.errors import UserError
 
 CONTEXT = 16
@@ -63,39 +59,9 @@ def test_training_covers_the_text_in_blocks_that_overlap_by_one(folder):
     assert len(offsets) > 5 and min(offsets)[0] == 0 and min(rest for _, rest in offsets) == 0  # no end always waits
 
 
-def test_a_pickled_data_set_holds_no_text_and_maps_the_files_anew(folder):
-    dataset = packed(folder).train_dataloader().dataset
-    pickled = pickle.dumps(dataset)
-    assert len(pickled) < 4000 < packed(folder).counts["train"]["tokens"]
-    keys = [(0, 3), (0, 1)]
-    assert_equal(pickle.loads(pickled).__getitems__(keys), dataset.__getitems__(keys))
-
-
 def test_a_part_that_is_shorter_than_a_block_is_refused(folder):
     size = packed(folder).counts["train"]["tokens"]
     whole = packed(folder, context=size - 1)
     assert [batch["tokens"].shape for batch in whole.train_dataloader()] == [(1, size)]
     with pytest.raises(UserError, match=f"data.context: {size} is out of range; the train part has {size} tokens: {size - 1}"):
         packed(folder, context=size).train_dataloader()
-
-
-def test_loose_texts_are_all_targets_and_keep_their_names(tmp_path):
-    tokenizer = ByteTokenizer()
-    texts = {"b.txt": "short", "a.txt": "a longer text of several blocks " * 3}
-    for name, text in texts.items():
-        (tmp_path / name).write_text(text)
-    found = {str(tmp_path / name): [] for name in texts}
-    loader = text_files(tmp_path, tokenizer, CONTEXT, packed=True, batch_size=2)
-    for batch in loader:
-        for row, length, name in zip(batch["tokens"], batch["lengths"], batch["names"], strict=True):
-            assert torch.all(row[length:] == tokenizer.pad_id) and length <= CONTEXT + 1
-            found[name] += row[1:length].tolist()
-    names = [name for batch in loader for name in batch["names"]]
-    assert names == sorted(names) and set(names) == set(found)
-    for name, text in texts.items():
-        assert found[str(tmp_path / name)] == [*text.encode(), tokenizer.end_id]
-    with pytest.raises(UserError, match="no file or folder .*gone"):
-        text_files(tmp_path / "gone", tokenizer, CONTEXT, packed=True, batch_size=2)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="no text in .*empty"):
-        text_files(tmp_path / "empty", tokenizer, CONTEXT, packed=True, batch_size=2)

@@ -67,22 +67,6 @@ def test_rows_of_files(tmp_path):
         assert found == [("first", "1"), ("second", "1"), ("é", "3")]
 
 
-def test_json_files_of_a_project_are_plain_text_and_a_missing_column_names_the_file(tmp_path):
-    settings = '{"name": "project"}'
-    write(tmp_path, "package.json", settings.encode())
-    write(tmp_path, "a.txt", b"text")
-    write(tmp_path, "b.txt", b"more")
-    found = module(tmp_path, str(tmp_path / "*.*"), val_fraction=0.3, test_fraction=0.3)
-    assert sorted(chain(*(documents_of(found, part) for part in ("train", "val", "test")))) == ["more", "text", settings]
-    write(tmp_path, "b.csv", b"n,m\n1,2\n")
-    one_line(lambda: module(tmp_path, str(tmp_path / "*.*")), r"data\.text: the rows of .*b\.csv have no column 'text'; they")
-    write(tmp_path, "c.csv", b"text\na\n")
-    one_line(lambda: module(tmp_path, str(tmp_path / "*.csv")), r"data: \S*c\.csv has other columns than \S*b\.csv")
-    write(tmp_path, "c.csv", b"n,m\n1,2\n")
-    options = {"val_files": str(tmp_path / "a.txt"), "test_files": str(tmp_path / "b.txt")}
-    one_line(lambda: module(tmp_path, str(tmp_path / "*.csv"), **options), r"rows of .*b\.csv and 1 other \.csv file have no")
-
-
 def test_a_field_of_a_csv_file_is_text_as_it_is_written(tmp_path):
     path = Path(write(tmp_path, "a.csv", b"text,flag,n\nNA,True,007\nnull,False,-1\n1.50,True,10\nnan,False,9\n"))
     assert texts_of(path, label="flag") == [("NA", "True"), ("null", "False"), ("1.50", "True"), ("nan", "False")]
@@ -158,6 +142,15 @@ def test_patterns_name_and_hold_out_files(tmp_path):
         assert min(file.name for file in matches("files", str(tmp_path / pattern))) == name
     for pattern, name in {"a[1].txt": "a[1].txt", "a[12].txt": "a1.txt"}.items():  # a name of a file goes before a pattern
         assert [file.name for file in matches("files", str(tmp_path / pattern))] == [name]
+
+
+def test_few_files_are_held_out_by_document_and_equal_ones_never_on_both_sides(tmp_path):
+    lines = [f"line {number % 150}" for number in range(300)]
+    pattern = write(tmp_path, "a.txt", "\n".join(lines).encode())
+    data = module(tmp_path, pattern, unit="line", val_fraction=0.2, test_fraction=0.2)
+    train, *held = [documents_of(data, part) for part in ("train", "val", "test")]
+    assert sorted(chain(train, *held)) == sorted(lines) and not {*train} & {*chain(*held)}
+    assert all(len({*part}) > 10 for part in (train, *held))
 
 
 def test_labels_of_folders_and_fields(tmp_path):

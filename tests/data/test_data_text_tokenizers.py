@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer as Encoder
 from tokenizers import models, pre_tokenizers
 
-from holotrain.data.tokenizers import NAMES, ByteTokenizer, SubwordTokenizer, tokenizer_from_json, tokenizer_named
+from holotrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, tokenizer_from_json, tokenizer_named
 from holotrain.errors import UserError
 
 SAMPLES = [
@@ -58,12 +58,6 @@ def test_text_comes_back_without_special_tokens(tokenizer):
     ids, lengths = tokenizer.encode_batch(texts())
     parts = np.split(ids, np.cumsum(lengths)[:-1])
     assert [part.tolist() for part in parts] == [tokenizer.encode(text).tolist() for text in texts()]
-
-
-def test_bytes_that_are_no_text_are_shown_as_such(tokenizer):
-    assert ByteTokenizer().encode(bytes(range(256))).tolist() == list(range(256))
-    assert ByteTokenizer().decode([0xFF, 0x61]) == "\ufffda"
-    assert tokenizer.decode(tokenizer.encode("half a pair: \ud800.")) == "half a pair: ?."
 
 
 def test_tokenizers_travel_as_text(tokenizer):
@@ -116,13 +110,6 @@ def test_the_vocabulary_of_a_causal_model_stays_as_it_is(tmp_path):
     assert tokenizer_from_json(tokenizer.to_json()).specials == tokenizer.specials
 
 
-def test_names_that_ordinary_tokens_have_are_refused(tmp_path):
-    path = word_level(tmp_path / "t.json", ordinary=NAMES["mask"])
-    with pytest.raises(UserError, match=r"t\.json has no special token <mask>") as error:
-        tokenizer_named(str(path)).add_mask()
-    assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -139,13 +126,6 @@ def test_what_is_no_tokenizer_is_refused_in_one_line(tmp_path, monkeypatch, name
     with pytest.raises(UserError, match=message) as error:
         tokenizer_named(name)
     assert "\n" not in str(error.value)
-
-
-def test_bytes_are_counted_in_tokenizers_that_are_not_byte_level(tmp_path):
-    words = {"##ing": 3, "\u2581the": 4, "<0x0A>": 1, "é": 2}
-    tokenizer = tokenizer_named(str(word_level(tmp_path / "t.json", ordinary=words)))
-    assert tokenizer.byte_lengths[3 : 3 + len(words)].tolist() == list(words.values())
-    assert tokenizer.byte_lengths[list(tokenizer.specials.values())].tolist() == [0] * 3
 
 
 def test_a_forked_process_reads_on_by_itself():

@@ -17,7 +17,7 @@ from torch import Tensor
 from tracked_memory import TrackedMemory
 
 from holotrain.error_diffusion import ErrorDiffusionNetwork
-from holotrain.error_diffusion.cells import alignment, dead_cells, sign_violations
+from holotrain.error_diffusion.cells import alignment, sign_violations
 from holotrain.error_diffusion.rules import BACKPROPAGATION, RULES, WORKSPACE, contract
 
 
@@ -250,16 +250,6 @@ def test_alignment_is_the_cosine_of_the_two_gradients():
     assert 0.05 < found < 0.999
 
 
-def test_dead_cells_are_those_that_lie_flat_for_all_samples():
-    network, x, _ = example(outputs=1, depth=1, width=2)
-    assert dead_cells(network, x) == 0
-    with torch.no_grad():
-        network.incoming.zero_()
-        network.incoming[0, 0, 0, :, 0] = 100  # the first excitatory cell is driven to its limit
-    assert dead_cells(network, x) == 0.25
-    assert dead_cells(network, torch.cat([x, torch.zeros(1, 5, dtype=x.dtype)])) == 0  # where nothing drives it, it could learn
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -274,23 +264,6 @@ def test_dead_cells_are_those_that_lie_flat_for_all_samples():
 def test_impossible_networks_are_refused(arguments, says):
     with pytest.raises(ValueError, match=says):
         ErrorDiffusionNetwork(4, 1, **arguments)
-
-
-@pytest.mark.parametrize("shape", [(5,), (3, 4), (3, 2, 3)])
-def test_other_inputs_are_refused(shape):
-    network, _, _ = example()
-    with pytest.raises(ValueError, match=r"\(batch, 5\)"):
-        network(torch.rand(shape))
-    assert network(torch.rand(2, 5, 1, dtype=torch.float64)).shape == (2, 3)
-
-
-def test_inputs_cannot_ask_for_a_gradient():
-    network, x, _ = example()
-    with pytest.raises(ValueError, match="no gradient for its inputs"):
-        network(x.requires_grad_())
-    with network.ruled_by(BACKPROPAGATION):
-        network(x).sum().backward()
-    assert x.grad is not None
 
 
 @pytest.mark.cuda

@@ -1,7 +1,6 @@
 """An optimizer that steps in the backward: the same weights to the bit, and what it refuses; and states in few bits."""
 
 import copy
-import gc
 import io
 import re
 import sys
@@ -20,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from holotrain.optimizers import InBackward
 from holotrain.optimizers.low_bit import low_bit
 from holotrain.optimizers.stepping import CombinedOptimizer
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, recording, tape
+from holotrain.reversible import ReversibleBlock, ReversibleSequence
 from holotrain.schedules import OF_REVERSIBLE
 from holotrain.tasks.optimizer_functions import ShardedAdafactor
 
@@ -113,28 +112,6 @@ def test_weights_are_those_of_the_usual_step_to_the_bit(name, backward, half):
         assert same(found, expected)
 
 
-def test_weights_are_the_same_when_recomputation_runs_ahead(monkeypatch):
-    """As on a GPU: a branch is recomputed before the parameters of the one behind it are stepped."""
-    order = []
-    run = recording.Recorded.replay
-
-    def noted(branch, *args, **options):
-        order.append(branch.name)
-        return run(branch, *args, **options)
-
-    monkeypatch.setattr(tape, "side_of", lambda stream: tape.SameStream())
-    monkeypatch.setattr(recording.Recorded, "replay", noted)
-    for shared in (False, True):
-        usual, net = Net("pareprop", shared), Net("pareprop", shared)
-        expected = train(usual, adamw(usual))
-        optimizer = InBackward(adamw(net))
-        names = {parameter: name for name, parameter in net.named_parameters()}
-        order.clear()
-        optimizer.observe(lambda parameter, names=names: order.append(names[parameter]))
-        assert same(train(net, optimizer), expected)
-        assert order.index("2.f") < order.index("blocks.blocks.2.g.4.weight")
-
-
 @pytest.mark.parametrize(("make", "first"), paired([sgd, adamw, muon, OPTIMIZERS["8 bits"]], [False, True]))
 def test_a_training_resumes_to_the_bit_with_it_and_without_it(make, first):
     def optimizer_of(net, in_backward):
@@ -152,45 +129,6 @@ def test_a_training_resumes_to_the_bit_with_it_and_without_it(make, first):
         after = optimizer_of(resumed, then)
         after.load_state_dict(copy.deepcopy(state))
         assert same(train(resumed, after, range(3, 6)), expected)
-
-
-def test_a_closure_runs_and_a_gradient_that_is_assigned_is_used():
-    net, usual = nn.Linear(3, 3), nn.Linear(3, 3)
-    usual.load_state_dict(net.state_dict())
-    ours, theirs = InBackward(SGD(net.parameters(), lr=0.1)), SGD(usual.parameters(), lr=0.1)
-    for module, optimizer in ((net, ours), (usual, theirs)):
-
-        def closure(module=module, optimizer=optimizer):
-            optimizer.zero_grad()
-            loss = module(torch.ones(2, 3)).square().sum()
-            loss.backward()
-            return loss
-
-        assert optimizer.step(closure).item() > 0
-        optimizer.zero_grad()
-        module.bias.grad = torch.ones(3)
-        optimizer.step()
-    assert same([*net.parameters()], [*usual.parameters()])
-
-
-def test_only_the_last_one_steps_and_none_after_it_is_removed_or_deleted():
-    net = nn.Linear(2, 2)
-
-    def is_stepped():
-        before = net.weight.detach().clone()
-        net(torch.ones(1, 2)).sum().backward()
-        changed, net.weight.grad = net.weight.detach() - before, None
-        net.bias.grad = None
-        return round(changed.abs().max().item(), 3)
-
-    first = InBackward(SGD(net.parameters(), lr=0.1))
-    assert is_stepped() == 0.1
-    second = InBackward(SGD(net.parameters(), lr=0.2))
-    assert is_stepped() == 0.2
-    first.remove()  # of nothing
-    del second
-    gc.collect()
-    assert is_stepped() == 0
 
 
 class Borrowing(nn.Module):

@@ -21,10 +21,8 @@ if not dist.is_available():
 from layer_cases import INPUTS, leaf, order_of, random, share, uneven, uneven_columns, worst
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
 
 from holotrain.overlap.styles import OverlappedColwise, OverlappedRowwise
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
@@ -153,21 +151,6 @@ def mixed() -> dict[str, float]:
     return found | {"copied": worst([(copied(distributed), out)])}
 
 
-def wrapped() -> dict[str, float]:
-    """Within a checkpoint, and under fully_shard over another mesh dimension, which has one rank here."""
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    reference, x = mlp(), leaf(random(3, 5, INPUTS, seed=1))
-    squared([reference(x)]).backward()
-    repeated, sharded = parallel(mlp(), {}), parallel(mlp(), {}, mesh=mesh["tp"])
-    fully_shard(sharded, mesh=mesh["dp"])
-    squared([checkpoint(repeated, x, use_reentrant=False)]).backward()
-    squared([sharded(x)]).backward()
-    return {
-        "checkpoint": worst(parameter_gradients(repeated, reference)),
-        "fsdp": worst(parameter_gradients(sharded, reference)),
-    }
-
-
 def stack(backward: str) -> ReversibleSequence:
     return ReversibleSequence([ReversibleBlock(mlp(2 * i), mlp(2 * i + 1)) for i in range(3)], backward)
 
@@ -188,7 +171,7 @@ def reversible() -> dict[str, float]:
     return found
 
 
-STYLED = {"styles": styled, "mixed": mixed, "wrapped": wrapped, "reversible": reversible}
+STYLED = {"styles": styled, "mixed": mixed, "reversible": reversible}
 
 
 def find(rank: int) -> dict:
@@ -207,7 +190,7 @@ def found(tmp_path_factory) -> dict:
     return found_by_processes(Path(__file__), tmp_path_factory.mktemp("overlap"))
 
 
-COUNTS = {"linear": 2 * (2 + 2 + 2 + 3 + 4) * 6, "styles": 10, "mixed": 5, "reversible": 4, "wrapped": 2}
+COUNTS = {"linear": 2 * (2 + 2 + 2 + 3 + 4) * 6, "styles": 10, "mixed": 5, "reversible": 4}
 
 
 @pytest.mark.parametrize("part", COUNTS)

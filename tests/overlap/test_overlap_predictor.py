@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from holotrain.overlap import predictor
 from holotrain.overlap.groups import Columns, Job, group_sizes
 from holotrain.overlap.predictor import Link, Predictor, makespan
 from holotrain.overlap.signals import Overlap
@@ -85,44 +84,6 @@ def test_the_best_is_the_best_of_everything(collective, kind, bandwidth):
     assert tried(chosen) == pytest.approx(seconds)
     assert least <= seconds * (1 + 1e-12) <= 1.00501 * least
     assert len(chosen) == min(len(sizes) for sizes in everything if tried(sizes) <= 1.005 * least)
-
-
-@pytest.mark.parametrize(("collective", "covered"), [("all_reduce", False), ("all_reduce", True), ("reduce_scatter", False)])
-def test_few_rows_are_cut_by_columns(collective, covered):
-    """As if all time went into reading: each group of rows would read the whole weight."""
-    of, link = Job(3, 4, 40, collective, 2, torch.float32, CPU, covered), Link(4e5, 1e-6)
-
-    def reading(job, rows):
-        return 1e-6 * (rows * job.inputs + job.inputs * job.outputs)
-
-    from_reading = Predictor(reading, link)
-    chosen, seconds = from_reading.best(of)
-    assert isinstance(chosen, Columns) and len(chosen) > 1 and sum(chosen.sizes) == 40
-    assert seconds < min(from_reading.seconds(of, rows) for rows in ([3], [2, 1], [1, 2], [1, 1, 1]))
-    assert from_reading.seconds(of, Columns(2)) == from_reading.seconds(of, Columns([20, 20]))
-    computed = [reading(of.turned, size) for size in chosen.sizes]
-    sent = [link.seconds(collective, of.message(3) * size // 40, 2) for size in chosen.sizes]
-    assert seconds == pytest.approx(simulated(computed, sent, 0.0, reading(of.turned, 40) if covered else 0.0))
-
-
-@pytest.mark.parametrize(("collective", "rounds"), [("all_reduce", 2), ("reduce_scatter", 1)])
-def test_a_link(collective, rounds):
-    link = Link(100.0, 7.0, ramp=50.0)
-    assert link.speed(50) == 50.0
-    assert link.seconds(collective, 150, 4) == pytest.approx(7 + rounds * 3 / 4 * 150 / 75)
-    assert link.seconds(collective, 0, 4) == link.seconds(collective, 150, 1) == 7
-
-
-def test_on_a_gpu_groups_beside_a_collective_lose_what_it_takes(monkeypatch):
-    for name, value in {"sms_of": lambda device: 4, "TILE_ROWS": 1, "TILE_COLUMNS": 6}.items():
-        monkeypatch.setattr(predictor, name, value)
-    link = Link(1e30, 0.0)
-    seconds = Predictor(lambda job, rows: 1.0 * rows, link).seconds
-    assert seconds(job(), [30]) == 30
-    assert seconds(job(), [10, 20]) == pytest.approx(10 + 20 * 2)  # 5 waves of 4 SMs are 10 of 2
-    assert seconds(job(collective="all_gather"), [10, 20]) == pytest.approx(10 * 2 + 20)
-    # 4 columns by 30 rows of 6 are 20 tiles: 5 waves of 4 SMs, 10 of 2
-    assert seconds(job(), Columns([2, 4])) == pytest.approx(2 + 4 * 2)
 
 
 @pytest.mark.parametrize(

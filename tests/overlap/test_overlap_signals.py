@@ -11,13 +11,13 @@ import pytest
 import torch
 from covering import long
 from emulated_collectives import EmulatedCollectives
-from interpreted import code_for, needs_triton, run_interpreted
+from interpreted import needs_triton, run_interpreted
 from torch import Tensor
 
 from holotrain.overlap import row_parallel_linear, signals
 from holotrain.overlap.functions import AllReduce, ReduceScatter
 from holotrain.overlap.groups import Columns, spans
-from holotrain.overlap.predictor import TILE_COLUMNS, Link
+from holotrain.overlap.predictor import Link
 from holotrain.overlap.signals import Overlap, tiles_of
 
 SIZES = (1, 2, 3, 7, 16, 31, 33, 64, 65, 100, 127, 128, 129, 150, 191)
@@ -76,24 +76,6 @@ def check(draw: random.Random) -> None:
     assert ((out.double() - like).abs() <= 2 * bound + torch.finfo(dtype).eps * size).all(), drawn
     assert (around[0].isnan() & around[-1].isnan()).all(), drawn  # nothing is written outside of the output
     assert counts.equal(tiles[:, 4].bincount(minlength=len(groups)).int()), drawn
-
-
-@pytest.mark.slow
-@needs_triton
-@pytest.mark.parametrize("aligned", [True, False])
-def test_wide_reads_and_writes_come_where_strides_allow_them(aligned):
-    """Of code that Triton makes for a GPU, which takes no GPU. 128 bits that are not aligned to 128 bits are a fault there."""
-    from holotrain.overlap.kernel import _product
-
-    pointers, tables = ("x", "matrix", "bias", "out"), ("tiles", "counts")
-    strides = ("columns", "inner", "x_row_stride", "matrix_inner_stride")
-    sizes = {"TILE_ROWS": signals.TILE_ROWS, "TILE_COLUMNS": TILE_COLUMNS, "TILE_INNER": 64}
-    constants = {"x_inner_stride": 1, "matrix_column_stride": 1, "HAS_BIAS": True} | sizes
-    kinds = dict.fromkeys(_product.arg_names, "i32") | dict.fromkeys(pointers, "*bf16") | dict.fromkeys(tables, "*i32")
-    multiples = (*pointers, *tables, *(strides if aligned else ()))
-    made = code_for(90, _product, kinds, constants, multiples, num_warps=8, num_stages=3)
-    assert ("cp.async.cg" in made) == ("st.global.v4" in made) == aligned
-    assert ("ld.global.b16" in made) == ("st.global.b16" in made) == (not aligned)
 
 
 @needs_triton

@@ -1,14 +1,11 @@
 """Choices measured once, kept, validated. Nothing is timed."""
 
 import json
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
-from compared import assert_equal
 from emulated_collectives import EmulatedCollectives
-from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain.overlap import tuner as module
 from holotrain.overlap.groups import COLLECTIVES, Job
@@ -57,14 +54,6 @@ def test_each_shape_is_measured_once_and_confirmed(measured, emulated, tmp_path)
     assert measured == []
 
 
-def test_rows_that_are_alike_share_a_choice(measured, emulated, tmp_path):
-    tuner = Tuner(tmp_path)
-    chosen = {rows: tuner(replace(JOB, rows=rows), emulated) for rows in range(1801, 1921)}
-    assert all(sum(sizes) == rows and min(sizes) > 0 for rows, sizes in chosen.items())
-    assert measured.count("link") == 1 and len({len(sizes) for sizes in chosen.values()}) == 1
-    assert all(abs(a - b) <= 1 for a, b in zip(chosen[1919], chosen[1920], strict=True))
-
-
 def test_a_choice_is_kept_in_a_file_of_its_own(measured, emulated, tmp_path):
     first = Tuner(tmp_path, LINK)
     sizes = first(JOB, emulated)
@@ -95,22 +84,3 @@ def test_a_broken_file_is_named_and_written_anew(measured, emulated, tmp_path, d
     with pytest.warns(UserWarning, match="is not a valid choice of groups"):
         assert Tuner(tmp_path)(JOB, emulated) == sizes
     assert path.read_text() == kept
-
-
-def test_a_file_of_other_versions_is_named_and_measured_anew(measured, emulated, tmp_path, monkeypatch):
-    for cuda in ("13.2", "13.3"):
-        monkeypatch.setattr(module, "versions", lambda device, cuda=cuda: {"torch": "2.15", "CUDA": cuda})
-        with pytest.warns(match="was measured with CUDA 13.2, now 13.3; measuring") if cuda == "13.3" else nullcontext():
-            Tuner(tmp_path)(JOB, emulated)
-        assert measured and len(list(tmp_path.iterdir())) == 1
-        measured.clear()
-        assert Tuner(tmp_path)(JOB, emulated) and measured == []
-
-
-def test_a_trial_is_seen_by_no_one(tmp_path):
-    """It draws no random numbers of the training's, and its operations are not those of the step."""
-    tuner, before = Tuner(tmp_path), torch.get_rng_state()
-    with FlopCounterMode(display=False) as counter, torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        tuner(JOB, EmulatedCollectives(Link(1e9, 0.0), 2))
-    assert counter.get_total_flops() == 0
-    assert_equal(before, torch.get_rng_state())

@@ -22,8 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 from holotrain.synthesis import HolographicSynthesis
-from holotrain.synthesis.keys import Layer, layers_of
-from holotrain.synthesis.updates import Updates
 
 BATCH, STEPS = 8, 5
 UNEVEN = (5, 3)
@@ -58,7 +56,6 @@ def trained(
     spoiled: bool = False,
     sharded: bool = False,
     stop: int | None = None,
-    kind: type[HolographicSynthesis] = HolographicSynthesis,
 ) -> tuple[nn.Module, HolographicSynthesis]:
     """A model and its synthesis after training on full batches, or on this rank's part of each batch.
 
@@ -71,14 +68,14 @@ def trained(
     if sharded:
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     net = model if rank is None or sharded else DistributedDataParallel(model)
-    synthesis = kind(model, **{"block_length": 32} | options)
+    synthesis = HolographicSynthesis(model, **{"block_length": 32} | options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(1)
     for step in range(STEPS):
         if step == stop:
             kept = copy.deepcopy(synthesis.state_dict())
             synthesis.remove()
-            synthesis = kind(model, block_length=32, **options)
+            synthesis = HolographicSynthesis(model, block_length=32, **options)
             synthesis.load_state_dict(kept)
         optimizer.zero_grad()
         for part in range(accumulate):
@@ -128,56 +125,18 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 SHARDED = {
-    "FSDP2, shared": {"mode": "shared", "superpose": 4},
-    "FSDP2, shared, every option": {**CASES["every option"], "match_norm": False, "cosine_floor": None},
     "FSDP2, blocks within shares": {"decay": 0.8, "match_norm": True, "mix": 0.1, "covers": lambda _, p: p.ndim > 1},
     "FSDP2, entries on one rank": {"subsample": 0.9, "match_norm": True, "covers": lambda name, _: name == "head.weight"},
-    "FSDP2, NaN on one rank": {"mode": "shared"},
+    "FSDP2, NaN on one rank": {"covers": lambda _, p: p.ndim > 1},
 }
-"""Those with ``covers`` are of weights whose blocks of entries each lie within the share of one process."""
-
-
-class ByShares(HolographicSynthesis):
-    """In one process: what each process does with its rows of the parameters, as those of a smaller model."""
-
-    def __init__(self, model: nn.Module, **options) -> None:
-        super().__init__(model, **options)
-        self._parts = []
-        for rank in range(2):
-            layers = [
-                Layer(layer.module, {name: nn.Parameter(p.detach()[own(p, rank)]) for name, p in layer.parameters.items()})
-                for layer in layers_of(model)
-            ]
-            of = [p for layer in layers_of(model) for p in layer.parameters.values()]
-            shares = [p for layer in layers for p in layer.parameters.values()]
-            self._parts.append((rank, of, shares, Updates(layers, self.options, torch.empty(0, dtype=torch.float64))))
-
-    def step(self) -> bool:
-        keys = self._keys.take()
-        if not sum(p.grad.sum() for p in self.parameters).isfinite():
-            self.skipped += 1
-            for parameter in self.parameters:
-                parameter.grad = None
-            return False
-        for rank, of, shares, updates in self._parts:
-            for parameter, share in zip(of, shares, strict=True):
-                share.grad = parameter.grad[own(parameter, rank)]  # a view
-            updates.step([share.grad for share in shares], keys, self.steps, False)
-        self.steps += 1
-        return True
-
-
-def own(parameter: torch.Tensor, rank: int) -> slice:
-    """The rows of a process."""
-    most = -(-len(parameter) // 2)
-    return slice(rank * most, (rank + 1) * most)
+"""Of weights whose blocks of entries each lie within the share of one process."""
 
 
 def compared_in_shares(name: str, options: dict) -> dict:
     how = {"spoiled": "NaN" in name}
     model, synthesis = trained(options, dist.get_rank(), sharded=True, **how)
     again, _ = trained(options, dist.get_rank(), sharded=True, stop=3, **how)
-    alone, reference = trained_alone(options, kind=HolographicSynthesis if "covers" in options else ByShares, **how)
+    alone, reference = trained_alone(options, **how)
     whole, resumed = ([p.full_tensor() for p in of.parameters()] for of in (model, again))
     return {"same resumed": all(map(torch.equal, whole, resumed))} | differences(whole, synthesis, alone, reference)
 
@@ -195,9 +154,9 @@ def find(rank: int) -> dict:
 
 
 def test_two_processes_train_as_one_does(tmp_path):
-    """Under FSDP2 as one does whose layers are the rows of each process; as one does, where no block has rows of both."""
+    """Under FSDP2 where no block of entries is in both."""
     found = found_by_processes(Path(__file__), tmp_path)
-    assert len(found) == 14
+    assert len(found) == 12
     for case, figures in found.items():
         skipped = 1 if "NaN" in case else 0
         assert figures["error"] <= 1e-10, case

@@ -9,7 +9,7 @@ from covering import paired, pairwise
 from engine_cases import ENGINES, Branch, sequence
 from torch import nn
 
-from holotrain.synthesis import HolographicSynthesis, delayed, updates
+from holotrain.synthesis import HolographicSynthesis, updates
 
 F64 = torch.float64
 
@@ -139,19 +139,6 @@ def test_remove_leaves_no_trace():
     assert_equal(grads(model), grads(untouched))
 
 
-@pytest.mark.parametrize("options", [{"covers": lambda name, _: name.startswith("0")}, {"subsample": 0.5}])
-def test_nan_in_entries_that_are_not_covered_skips_the_step_too(options):
-    model = network()
-    synthesis = HolographicSynthesis(model, **options)
-    model(data()).sum().backward()
-    model[2].weight.grad.fill_(torch.nan)
-    with pytest.warns(UserWarning, match="skipped"):
-        assert not synthesis.step()
-    assert all(parameter.grad is None for parameter in model.parameters())
-    model(data()).sum().backward()
-    assert synthesis.step() and all(grad.isfinite().all() for grad in grads(model))
-
-
 def loaded(changes=None, **options):
     """A synthesis with these options, given the state of one without, or a changed one."""
     state = HolographicSynthesis(network()).state_dict()
@@ -238,23 +225,6 @@ def stepped(device: str, precision: torch.dtype, options: dict, skipped: int = 3
         assert synthesis.step() == (step != skipped)
     assert (synthesis.steps, synthesis.skipped) == (5, 1)
     return [parameter.grad.cpu() for parameter in model.parameters()]
-
-
-@pytest.mark.parametrize(
-    ("options", "skipped"),
-    [
-        ({"ema": 0.5, "key_ema": 0.5, "decay_warmup": 9}, 4),
-        ({"mode": "shared", "cosine_floor": 0.2, "dtype": "fp16"}, 4),
-        (PUBLISHED | {"block_length": None}, 4),
-        ({"covers": lambda name, _: name.startswith("0")}, 3),
-    ],
-)
-def test_with_a_split_the_thread_finds_nan_unless_a_gradient_is_used_at_once(options, skipped, monkeypatch):
-    """The GPU's way of going about it, on a CPU: the step that would apply the update is skipped, and all else is the same."""
-    options = options | {"split": "cpu"}
-    expected = stepped("cpu", F64, options)
-    monkeypatch.setattr(delayed, "SYNCHRONOUS", ())
-    assert_equal(stepped("cpu", F64, options, skipped=skipped), expected)
 
 
 @pytest.mark.cuda

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from compared import assert_equal_parameters
 from small_trainings import Memo, quiet_trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from holotrain.callbacks import ErrorDiffusionMonitor
-from holotrain.error_diffusion.cells import sign_violations
 from holotrain.models import ImageErrorDiffusion
 from holotrain.tasks import ErrorDiffusionClassifier
 
@@ -66,16 +64,6 @@ def test_a_step_is_the_rules_update(options, parts):
         assert (parameter >= start).all() and (parameter > start).any()
 
 
-@pytest.mark.parametrize("rule", ["article", "backpropagation"])
-def test_clamping_keeps_signs_that_the_rule_breaks(rule):
-    broken, kept = task_of(rule=rule, lr=3.0), task_of(rule=rule, lr=3.0, clamp_signs=True)
-    for task in (broken, kept):
-        fit(task, batches(), max_epochs=5)
-    assert sign_violations(broken.model) > 0
-    assert sign_violations(kept.model) == 0
-    assert any((parameter == 0).any() for parameter in kept.model.parameters())
-
-
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2}])
 def test_the_monitor_logs_signs_dead_cells_and_alignment(options):
     memo = fit(task_of(), batches(count=64), ErrorDiffusionMonitor(every_n_steps=2), **options)
@@ -85,11 +73,3 @@ def test_the_monitor_logs_signs_dead_cells_and_alignment(options):
     assert all(value == 0 for _, value in found["sign_violations"])
     assert all(0 <= value < 1 for _, value in found["dead_cells"])
     assert all(0 < value < 1 for _, value in found["alignment"])
-
-
-def test_the_monitor_changes_nothing():
-    tasks = task_of(), task_of()
-    fit(tasks[0], batches(), ErrorDiffusionMonitor(1))
-    fit(tasks[1], batches())
-    assert_equal_parameters(*tasks)
-    assert not tasks[0].model._forward_hooks

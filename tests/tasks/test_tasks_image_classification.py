@@ -1,7 +1,6 @@
 """The task: losses, schedules, and which parameters decay."""
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -106,21 +105,6 @@ def test_a_graphed_task_trains_as_an_ordinary_one(monkeypatch):
     torch.testing.assert_close(*weights, rtol=0, atol=0)
     with pytest.raises(ValueError, match="cuda_graph sets gradients anew in each batch; set accumulate_grad_batches=1"):
         quiet_trainer(max_epochs=1, accumulate_grad_batches=2).fit(task, DataLoader(batches, batch_size=None))
-
-
-def test_metrics_that_the_configuration_names_are_those_of_torchmetrics_and_select_checkpoints(holotrain):
-    from left_by_runs import summary
-    from small_run import SMALL
-
-    named = "task.metrics={f1: F1Score, recall: {metric: Recall, average: micro}}"
-    words = [named, "callbacks.checkpoint.monitor=val/f1", "hydra.run.dir=run", "logger=none"]
-    holotrain.done("fit", *SMALL, *words)
-    left = summary(Path("run"))
-    found = left["metrics"]
-    assert (left["monitor"], left["mode"]) == ("val/f1", "max") and {"val/f1", "test/f1", "best/val/f1"} <= found.keys()
-    assert found["test/recall"] == pytest.approx(found["test/accuracy"])
-    holotrain.done("test", "ckpt_path=run", "hydra.run.dir=again")
-    assert summary(Path("again"))["metrics"]["test/f1"] == pytest.approx(found["test/f1"])
 
 
 @pytest.mark.parametrize(

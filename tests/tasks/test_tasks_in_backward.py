@@ -9,7 +9,7 @@ from small_models import IMAGE
 from small_trainings import Memo, quiet_trainer
 from torch.utils.data import DataLoader
 
-from holotrain.callbacks import OptimizationMonitor, SynthesisCallback
+from holotrain.callbacks import SynthesisCallback
 from holotrain.models import RevViT
 from holotrain.optimizers import InBackward
 from holotrain.tasks import ImageClassifier, optimizer_functions, schedules
@@ -47,29 +47,6 @@ def test_a_training_is_the_same_to_the_bit(make, precision):
         assert trainer.global_step == 6 and all(parameter.grad is None for parameter in ours.parameters())
         assert_equal(ours.state_dict(), usual.state_dict())
         assert logged.of("train/loss") == expected.of("train/loss") and logged.of("train/lr") == expected.of("train/lr")
-
-
-def test_norms_are_those_of_the_usual_step():
-    found = []
-    for in_backward in (False, True):
-        task = task_of(MAKERS["adamw"], in_backward)
-        task.model.head.bias.requires_grad_(False)
-        _, memo = fit(task, callbacks=[OptimizationMonitor(2)])
-        found.append([memo.of(f"optimization/{name}") for name in ("gradient_norm", "update_ratio")])
-        if in_backward:
-            assert not task.trainer.optimizers[0]._observers
-    for expected, norms in zip(*found, strict=True):
-        assert [step for step, _ in norms] == [step for step, _ in expected] == [2, 4, 6]
-        assert [norm for _, norm in norms] == pytest.approx([norm for _, norm in expected], rel=1e-5)
-
-
-def test_nothing_steps_after_the_training():
-    task = task_of(MAKERS["sgd"], True)
-    trainer, _ = fit(task, steps=1)
-    before = task.model.head.weight.detach().clone()
-    task.model(torch.randn(2, 1, 8, 8)).sum().backward()
-    assert torch.equal(task.model.head.weight, before) and task.model.head.weight.grad is not None
-    assert InBackward.among(trainer.optimizers) is not None
 
 
 class Scaling(pl.plugins.precision.MixedPrecision):

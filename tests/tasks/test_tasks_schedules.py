@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from small_trainings import quiet_trainer
 from torch import nn
-from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 
 import holotrain
@@ -66,17 +66,6 @@ def test_a_training_that_is_lengthened_follows_the_longer_schedule_from_its_firs
     assert rest == pytest.approx(whole[2 * BATCHES :], rel=1e-12) and rest[0] > 0.1
 
 
-def test_steps_are_counted_where_accumulation_changes_by_epoch():
-    def noting(optimizer, steps):
-        counts.append(steps)
-        return cosine(optimizer, steps)
-
-    counts = []
-    rates = rates_of(noting, 4, callbacks=[GradientAccumulationScheduler({0: 1, 2: 3})])
-    assert counts == [2 * BATCHES + 2 * 2]  # in the last epochs 4 batches make 2 steps
-    assert rates[-1] < 0.02
-
-
 def composed_schedule(*words):
     config = holotrain.compose("fit", [f"scheduler.{word}" for word in words]).scheduler
     return lambda optimizer, steps: make_scheduler(config, 3, optimizer, steps)
@@ -111,10 +100,3 @@ def test_a_metric_that_the_task_does_not_log_is_refused():
     plateau = composed_schedule("_target_=torch.optim.lr_scheduler.ReduceLROnPlateau", "monitor=val/los")
     with pytest.raises(UserError, match="scheduler.monitor: .* Did you mean 'val/loss'"):
         rates_of(plateau, 1)
-
-
-def test_a_users_function_may_return_options_of_lightning():
-    def by_epoch(optimizer, steps):
-        return {"scheduler": StepLR(optimizer, 1, 0.5), "interval": "epoch"}
-
-    assert rates_of(by_epoch, 2) == [1.0] * BATCHES + [0.5] * BATCHES

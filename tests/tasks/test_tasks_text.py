@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from holotrain.models import RevGPT, RevRoBERTa
-from holotrain.tasks import CausalLM, MaskedLM, SequenceClassifier
-from holotrain.tasks.language import attended, masked
+from holotrain.tasks import CausalLM, MaskedLM
+from holotrain.tasks.language import masked
 
 SMALL = {"vocab": 20, "context": 8, "dim": 16, "depth": 2, "heads": 2}
 BYTES = torch.tensor([1] * 10 + [2] * 6 + [0] * 4)
@@ -96,15 +96,3 @@ def test_masked_loss_is_a_mean_over_masked_words():
         nats += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
         count += (targets != -100).sum().item()
     assert found["val/loss"] == pytest.approx(nats / count, rel=1e-5)
-
-
-def test_predictions_of_texts_say_which_they_are():
-    torch.manual_seed(0)
-    task = SequenceClassifier(RevRoBERTa(**SMALL, classes=4), classes=4).eval()
-    batch = {"tokens": torch.randint(16, (3, 8)), "lengths": torch.tensor([8, 2, 5])}
-    found = task.predict_step(batch | {"index": torch.tensor([2, 0, 1])}, 0)
-    assert found["index"].tolist() == [2, 0, 1]
-    probabilities = task(batch["tokens"], attended(batch)).softmax(-1)
-    torch.testing.assert_close(found["class"], probabilities.argmax(-1))
-    torch.testing.assert_close(found["probability"], probabilities.max(-1).values)
-    assert "index" not in task.predict_step(batch, 0)
