@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from holotrain.api import export, fit, generate, load, plan, predict, test, validate
-    from holotrain.config.start import compose
+    from holotrain.config.command_line import compose
     from holotrain.errors import UserError
 
 __version__ = "0.1.0"
@@ -17,7 +17,7 @@ _PACKAGES = (
 )
 """Packages for use in one's own code, which need no import of their own."""
 
-_ELSEWHERE = {"compose": "holotrain.config.start", "UserError": "holotrain.errors"}
+_ELSEWHERE = {"compose": "holotrain.config.command_line", "UserError": "holotrain.errors"}
 
 
 def __getattr__(name: str) -> Any:

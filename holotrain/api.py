@@ -26,9 +26,9 @@ from holotrain.commands.prepare import described_model
 from holotrain.commands.run import Run, read_summary
 from holotrain.commands.screen import quietly
 from holotrain.config import checkpointed
+from holotrain.config.command_line import compose
 from holotrain.config.command_options import COMMANDS, ExportConfig, RunConfig
 from holotrain.config.objects import PYTHON_OBJECT, full_name
-from holotrain.config.start import compose
 from holotrain.errors import UserError, as_user_error
 from holotrain.folders import as_word, checkpoint_path, relative_to_cwd, run_folder
 from holotrain.models import saved

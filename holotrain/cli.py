@@ -24,9 +24,19 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from holotrain.config.command_line import HELP, Arguments, command_help, explaining, overview, parse, quoted, readable
-from holotrain.config.signatures import to_plain
-from holotrain.config.start import Job, Start, prepare_sweep, read_jobs
+from holotrain.config.command_line import (
+    HELP,
+    Arguments,
+    Job,
+    Start,
+    command_help,
+    overview,
+    parse,
+    prepare_sweep,
+    quoted,
+    read_jobs,
+)
+from holotrain.config.signatures import explaining, to_plain
 from holotrain.config.structured import composed, config_folder, key_of, register
 from holotrain.errors import UserError, files_named
 from holotrain.folders import LAST_CHECKPOINT, as_word, relative_to_cwd
@@ -104,7 +114,7 @@ def _run(argv: list[str]) -> int:
     arguments = parse(argv)
     register(arguments.resume)
     if arguments.help:
-        with explaining(arguments):
+        with explaining():
             print(command_help(arguments))
         return 0
     launch = Launch(arguments, process)
@@ -142,7 +152,7 @@ class Launch:
         launch = hydra_main(version_base="1.3", config_path=config_folder(), config_name=arguments.primary)(self.job)
         try:
             if not arguments.multirun or arguments.shows:
-                with explaining(arguments):
+                with explaining():
                     launch()
             else:
                 self._sweep(launch)
@@ -163,7 +173,7 @@ class Launch:
         quieten()
         sys.argv.append(f"hydra.sweep.dir={quoted(str(folder))}")
         try:
-            with explaining(self.arguments):
+            with explaining():
                 launch()
             if not read_jobs(folder, began):
                 raise UserError("-m: the sweep has no job, because one of its options has no value; range(0) has none")
@@ -205,7 +215,7 @@ class Launch:
         if swept:
             job.write(folder)
         if swept and "json=-" not in job.overrides:
-            print(f"job {job.number}: {' '.join(map(readable, job.overrides))}")
+            print(f"job {job.number}: {' '.join(job.overrides)}")
         self._run_job(job, config, hydra, folder)
         value = None
         if swept:
@@ -271,7 +281,7 @@ class Launch:
     def show(self) -> int:
         """``--cfg job``: prints the configuration."""
         arguments = self.arguments
-        with explaining(arguments):
+        with explaining():
             config = composed(arguments.primary, arguments.overrides, arguments.config_dir)
             config = self.start.with_defaults(config, arguments.overrides)
             print(OmegaConf.to_yaml(config, resolve="--resolve" in arguments.flags), end="")

@@ -46,7 +46,7 @@ def begin(options: argparse.Namespace) -> dict[str, object]:
 
 def sizes_of(family: str) -> dict[str, dict[str, Any]]:
     """The arguments of each size of a family of models, such as ``vit``, as ``model=vit_tiny`` has them."""
-    models = json.loads((Path(__file__).parents[1] / "conf" / "_models.json").read_text(encoding="utf-8"))
+    models = json.loads((Path(__file__).parents[1] / "conf" / "_options.json").read_text(encoding="utf-8"))
     return {name.lower(): sizes for name, sizes in models["families"].items()}[family]
 
 

@@ -264,7 +264,8 @@ def made_small(line: Line) -> Small:
         family = next((name for name in MODELS if re.fullmatch(rf"((rev|my)_)?{name}(_\w+)?", given["model"])), None)
     options = [] if "ckpt_path" in given else [*MODELS.get(family, ()), *DATA.get(data, ())]  # a checkpoint brings its own
     always = LIMITS.get(command, {}) | ({} if command in ("plan", "generate", "export") else EVALUATED)
-    if command == "fit" and (given.get("debug") == "fast" or ("trainer.max_steps" not in given and data[:4] != "text")):
+    fast = given.get("trainer.fast_dev_run") == "true"
+    if command == "fit" and (fast or ("trainer.max_steps" not in given and data[:4] != "text")):
         always = {key: value for key, value in always.items() if key != "trainer.max_steps"}
     if given.get("resume") == "true":
         always |= {"trainer.max_epochs": "2"}

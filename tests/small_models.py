@@ -24,7 +24,7 @@ TRANSFORMERS = [f"{prefix}{family}" for family in FAMILIES for prefix in ("", "R
 
 def sizes_of(family: str) -> dict:
     """The arguments of each size of a family, such as ``ViT``, as ``model=vit_tiny`` has them."""
-    models = json.loads((Path(__file__).parents[1] / "conf" / "_models.json").read_text(encoding="utf-8"))
+    models = json.loads((Path(__file__).parents[1] / "conf" / "_options.json").read_text(encoding="utf-8"))
     return models["families"][family]
 
 

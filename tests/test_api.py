@@ -110,7 +110,6 @@ def test_compose_returns_the_options_of_the_command_line(here):
 
 
 def test_a_command_that_is_none(here):
-    assert "'-m' is a flag of the command line; compose takes overrides" in refusal(holotrain.compose, "fit", ["-m"])
     config = holotrain.compose("fit")
     assert "test takes compose('test', ...), not a FitConfig" in refusal(holotrain.test, config)
     assert "they belong into compose(...)" in refusal(holotrain.fit, config, overrides=["seed=1"])
@@ -156,7 +155,6 @@ def test_a_module_and_data_of_a_program(here, run):
     ("objects", "words", "expected"),
     [
         ({"model": 3}, [], "expected a Module as model="),
-        ({"model": Alone()}, ["optimizer.lr=1"], "optimizer.lr=1: the given task takes no optimizer"),
         ({"model": Net()}, ["trainer=ddp"], "trainer=ddp: an object is in one process only"),
         ({"data": holotrain.data.Digits(batch_size="auto")}, [], "batch_size='auto' is for data that are named"),
         ({}, [*SMALL, "trainer=ddp", "trainer.devices=2"], "torchrun --standalone --nproc-per-node 2 -m holotrain fit"),

@@ -27,7 +27,7 @@ from holotrain.commands.run import Run
 from holotrain.config import checkpointed
 from holotrain.config.build import build_data, build_task, class_names, train_part
 from holotrain.config.command_options import Config, FitConfig, RunConfig
-from holotrain.config.devices import check_device, check_division, check_training_device
+from holotrain.config.devices import check_device, check_division
 from holotrain.config.objects import PYTHON_OBJECT
 from holotrain.config.option_groups import HUGGING_FACE, TEXT, is_a
 from holotrain.config.structured import to_container
@@ -62,8 +62,6 @@ def prepare(config: Config, run: Run) -> tuple[Config, pl.LightningDataModule, P
     if resumes:  # a job of a resumed sweep may not have started
         start = run.last_checkpoint if run.last_checkpoint.exists() else None
     check_device(config.trainer)
-    if isinstance(config, FitConfig):
-        check_training_device(config)
     if start is not None:
         check_same(config, start, FOR_ANY_USE)
         config = chosen_before(config, start) if resumes else config
@@ -223,7 +221,7 @@ def described_model(
 
     Args:
         trust: packages whose own classes may be called, in addition to holotrain's models; None: what the file names may be,
-            because :func:`~holotrain.config.start.start_checkpoint` has checked it.
+            because :func:`~holotrain.config.command_line.start_checkpoint` has checked it.
         model: takes the weights of a checkpoint; None: a new one of the class that the checkpoint names.
 
     Raises:

@@ -18,13 +18,12 @@ import torch
 from torch import nn
 
 from holotrain.config.checkpointed import COMMAND_LINE_ONLY
-from holotrain.config.command_line import readable
+from holotrain.config.command_line import LOCAL_LOGGERS
 from holotrain.config.command_options import FitConfig, RunConfig
 from holotrain.config.devices import device_name
 from holotrain.config.objects import PYTHON_OBJECT
 from holotrain.config.option_groups import EARLY_STOPPING, is_a
 from holotrain.config.signatures import read_fields
-from holotrain.config.start import LOCAL_LOGGERS
 from holotrain.config.structured import LOG, key_of
 from holotrain.errors import UserError
 from holotrain.folders import LAST_CHECKPOINT, as_word, refuse_links, write_whole
@@ -38,7 +37,7 @@ SUMMARY = "summary.json"
 OF_FIT = {option.name for option in fields(FitConfig)} - {option.name for option in fields(RunConfig)} - {"resume"}
 """Options of fit alone, which a checkpoint does not keep."""
 
-WRITTEN_IN_PLACE = (LOG, LAST_CHECKPOINT.parts[0], "tensorboard", "csv", "fit-profile.txt")
+WRITTEN_IN_PLACE = (LOG, LAST_CHECKPOINT.parts[0], "tensorboard", "csv")
 """What a run opens to write, or makes files in. All else is written under another name, and renamed."""
 
 
@@ -190,7 +189,7 @@ def write_summary(run: Run, config: RunConfig, model: nn.Module, status: str = "
     summary = Summary(
         command=run.command,
         status=status,
-        overrides=[readable(word) for word in run.overrides],
+        overrides=[*run.overrides],
         choices=run.choices,
         device=device_name(trainer.accelerator),
         precision=trainer.precision,

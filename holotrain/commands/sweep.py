@@ -14,10 +14,9 @@ from holotrain.callbacks.measured import FIGURES
 from holotrain.commands import plan
 from holotrain.commands.run import read_summary
 from holotrain.commands.screen import console, plain, short
-from holotrain.config.command_line import readable
+from holotrain.config.command_line import Job
 from holotrain.config.command_options import FitConfig
 from holotrain.config.option_groups import TEXT, is_a
-from holotrain.config.start import Job
 from holotrain.errors import UserError, check_choice
 from holotrain.folders import write_table
 from holotrain.numeric import counted
@@ -68,7 +67,7 @@ def show_sweep(command: str, folder: Path, jobs: dict[Path, Job]) -> None:
     row_of = plan.row if command == "plan" else _row
     rows = []
     for place, job in jobs.items():
-        options = dict(readable(word).lstrip("+").partition("=")[::2] for word in job.overrides)
+        options = dict(word.lstrip("+").partition("=")[::2] for word in job.overrides)
         row = {"job": job.number, "status": "failed"} | options
         try:
             found = None if job.error else row_of(place)

@@ -2,8 +2,7 @@
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from lightning.pytorch.callbacks import ProgressBar, WeightAveraging
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -49,7 +47,6 @@ from holotrain.models.saved import allocated
 from holotrain.numeric import bits_in
 from holotrain.optimizers.stepping import InBackward
 from holotrain.parallel.rank import ProcessRank
-from holotrain.reversible.context import has_no_data
 from holotrain.reversible.sequence import checks_in
 from holotrain.schedules import ON_MISMATCH
 from holotrain.targets import TARGET, first_line, instantiate, needed
@@ -67,11 +64,14 @@ def build_object(where: str, config: ObjectConfig, kind: type, *positional: Any,
     if config.object is not None:
         return _on_default_device(config.object)
     schema = schema_of(where)
-    own = {name: value for name, value in config.arguments.items() if value is not None or name not in schema.null_if_known}
+    own = schema.of_class(config.arguments)
     parameters = {*signature(config.target).options, *config.arguments}
     context = {name: value for name, value in context.items() if name in parameters and own.get(name) is None}
     with as_user_error(where, schema.options(config.target), schema.elsewhere):
-        result = instantiate({TARGET: config.target, **own}, *positional, **context)
+        try:
+            result = instantiate({TARGET: config.target, **own}, *positional, **context)
+        except (ArithmeticError, AssertionError, MisconfigurationException) as error:
+            raise ValueError(f"{config.target}: {first_line(error)}") from error
         if not isinstance(result, kind):
             raise ValueError(f"{config.target} is not a {kind.__name__}; calling it gives a {type(result).__name__}")
     return result
@@ -113,13 +113,13 @@ def data_properties(data: pl.LightningDataModule) -> dict[str, Any]:
 
 def with_data_properties(group: str, chosen: ObjectConfig, facts: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a model or a task, with the facts under the names of its parameters, which must not contradict them."""
-    other = groups.MODEL_OPTIONS if group == "model" else ()
-    arguments = {name: value for name, value in chosen.arguments.items() if name not in other}
+    schema = schema_of(group)
+    arguments = schema.of_class(chosen.arguments)
     for name, value in facts.items():
         if takes(chosen, name) and arguments.setdefault(name, value) != value:
             raise UserError(f"{group}.{name}: {arguments[name]} does not fit the data, which have {value}; leave it out")
-    for name, option in schema_of(group).options(chosen.target).items():
-        if option.default is REQUIRED and name not in arguments:
+    for name, option in signature(chosen.target).options.items():
+        if option.default is REQUIRED and name not in {*arguments, *schema.reserved}:
             raise UserError(f"{group}.{name}: the data do not tell it; give {group}.{name}=...")
     return arguments
 
@@ -136,9 +136,8 @@ def description(config: RunConfig, data: pl.LightningDataModule) -> dict[str, An
         found["tokenizer"] = data.tokenizer.to_json()
     if statistics := getattr(data, "statistics", None):  # mean and deviation of the channels of images
         found["statistics"] = [list(numbers) for numbers in statistics]
-    if (classes := class_names(config, data)) is not None:
-        found["class_names"] = classes
-    return found
+    classes = class_names(config, data)
+    return found if classes is None else found | {"class_names": classes}
 
 
 def class_names(config: RunConfig, data: pl.LightningDataModule) -> list[str] | None:
@@ -153,10 +152,6 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
     assert chosen is not None
     with as_user_error("model"), allocated():
         model = build_object("model", replace(chosen, arguments=model_arguments(config, facts)), nn.Module)
-    if isinstance(model, pl.LightningModule):  # whose steps and optimizer would not be used
-        raise UserError(
-            f"model.{TARGET}: {chosen.target} is a LightningModule, which is a task; give task.{TARGET}={chosen.target}"
-        )
     with as_user_error("backward.blocks ([] chooses them again)" if backward.blocks else f"backward={backward.kind}"):
         if backward.blocks:
             schedule_blocks(model, backward.blocks)
@@ -173,15 +168,13 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
 def model_arguments(config: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the model's class; ``facts``: from :func:`data_properties`."""
     assert config.model is not None
-    heads = [option for task, option in groups.TASK_OPTIONS.items() if is_a(config.task, task)]
+    heads = [head for task, (_, _, head) in groups.COMPATIBLE.items() if is_a(config.task, task)]
     if heads and is_a(config.model, groups.HUGGING_FACE):
         facts = facts | {"head": heads[0]}
     arguments, backward = with_data_properties("model", config.model, facts), config.backward
     if takes(config.model, "backward"):
         kind = default_backward(config.model) if backward.kind in (None, groups.AUTO) else backward.kind
         engine = {name: value for name, value in backward.engine().items() if name != "tile" or takes(config.model, name)}
-        for name in [name for name in engine if not takes(config.model, name)]:
-            raise UserError(f"backward.{name}: {config.model.name} has no such option, as what is not reversible; leave it out")
         arguments |= ({} if kind is None else {"backward": kind}) | engine
     return arguments
 
@@ -197,7 +190,7 @@ def prepare_weights(model: nn.Module, config: ObjectConfig, read: bool) -> None:
             report = load_pretrained(model, read_weights(config.pretrained)) if read and config.pretrained else None
     if report:
         print(report, file=sys.stderr)
-    with as_user_error("model", groups.MODEL_OPTIONS), allocated():
+    with as_user_error("model", schema_of("model").own), allocated():
         train_part(model, config.trained, config.adapters, config.quantised)
 
 
@@ -218,9 +211,6 @@ def train_part(
 def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = False) -> pl.LightningModule:
     """The LightningModule with its model; ``begin``: with the pretrained weights, if any, since no checkpoint is loaded."""
     described = description(config, data)
-    classes = described["facts"].get("classes", 0)
-    if is_a(config.task, groups.SEQUENCE_CLASSIFIER) and is_a(config.data, groups.TEXT) and classes < 2:
-        raise UserError(f"data.label: the texts have {classes} classes; give the field or column of the class, or folder")
     if config.model is None:
         return task_of(None, config, described)
     model = build_model(config, described["facts"])
@@ -262,45 +252,22 @@ def make_optimizer(chosen: ObjectConfig, clip_value: float | None, model: nn.Mod
     Args:
         clip_value: to what an optimizer that steps in the backward clips the entries of gradients; of others the trainer does.
     """
-    arguments = {name: value for name, value in chosen.arguments.items() if name != groups.IN_BACKWARD}
-    with as_user_error("optimizer", arguments):
-        of = model if takes(chosen, "model") else decay_groups(model, arguments.get("weight_decay", 0.0))
-    optimizer = build_object("optimizer", replace(chosen, arguments=arguments), Optimizer, of)
-    if not chosen.arguments.get(groups.IN_BACKWARD, False):
+    with as_user_error("optimizer", chosen.arguments):
+        of = model if takes(chosen, "model") else decay_groups(model, chosen.arguments.get("weight_decay", 0.0))
+    optimizer = build_object("optimizer", chosen, Optimizer, of)
+    if not chosen.arguments.get("in_backward", False):
         return optimizer
-    with as_user_error(f"optimizer.{groups.IN_BACKWARD}"):
-        if not any(map(has_no_data, model.parameters())):  # of a plan
-            _require_steps_alone(partial(make_optimizer, chosen.with_arguments(in_backward=False), None))
+    with as_user_error("optimizer.in_backward"):
         return InBackward(optimizer, clip_value)
-
-
-def _require_steps_alone(make: Callable[[nn.Module], Optimizer]) -> None:
-    """Raises a ValueError if an optimizer does not step each parameter as it would alone. It is tried with a small model."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), suppress(RuntimeError):  # InBackward found a common state
-        torch.manual_seed(0)
-        usual = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        alone = copy.deepcopy(usual)
-        optimizers = make(usual), InBackward(make(alone))
-        for _ in range(2):
-            for size, (one, other) in enumerate(zip(usual.parameters(), alone.parameters(), strict=True), 1):
-                one.grad = torch.randn_like(one) * 10.0**size
-                other.grad = one.grad.clone()
-            for optimizer in optimizers:
-                optimizer.step()
-        if all(map(torch.equal, usual.parameters(), alone.parameters())):
-            return
-    raise ValueError("this optimizer steps all parameters together; set it to false")
 
 
 def make_scheduler(chosen: ObjectConfig, epochs: int | None, optimizer: Optimizer, steps: int) -> LRScheduler | dict[str, Any]:
     """The schedule of an optimizer; with Lightning's options for it, if it does not advance after every optimizer step. The
     length of the training, in optimizer steps or epochs, is passed as ``steps`` or ``total_steps``."""
-    own = {name: value for name, value in chosen.arguments.items() if name not in groups.SCHEDULER_OPTIONS}
     interval, monitor = (chosen.arguments.get(name) for name in ("interval", "monitor"))
     plateau = is_a(chosen, groups.PLATEAU)
     by_epoch = interval == "epoch" or (plateau and interval is None)
     length = epochs if by_epoch and epochs and epochs > 0 else steps
-    chosen = replace(chosen, arguments=own)
     scheduler = build_object("scheduler", chosen, LRScheduler, optimizer, steps=length, total_steps=length)
     if not by_epoch and not plateau:
         return scheduler
@@ -318,7 +285,7 @@ def build_trainer(
     process: ProcessRank | None = None,
 ) -> pl.Trainer:
     """A trainer that writes its files to ``folder``; ``batches``: in an epoch of the training, if it is one."""
-    own = {name: value for name, value in config.arguments.items() if name not in groups.TRAINER_OPTIONS}
+    own = schema_of("trainer").of_class(config.arguments)
     plugins = own.pop("plugins") or []
     with as_user_error("trainer.plugins"):
         plugins = [*instantiate(plugins if isinstance(plugins, list) else [plugins]), CheckpointFiles()]
@@ -333,9 +300,6 @@ def build_trainer(
             plugins.append(DoublePrecision())
     if profiler == "trace":
         own["profiler"] = TraceProfiler(folder)
-    elif profiler is not None:
-        kind = {"simple": SimpleProfiler, "advanced": AdvancedProfiler}[profiler]
-        own["profiler"] = kind(dirpath=folder, filename="profile")
     if process is not None and not process.is_main:
         own["profiler"] = None
     if batches is not None:

@@ -18,9 +18,8 @@ from yaml import YAMLError
 
 from holotrain.config.command_options import RunConfig
 from holotrain.config.objects import PYTHON_OBJECT
-from holotrain.config.option_groups import GROUPS
 from holotrain.config.signatures import signature, typed_fields
-from holotrain.config.structured import config_folder, models, structured, to_container
+from holotrain.config.structured import config_folder, stored, structured, to_container
 from holotrain.errors import UserError, as_user_error, did_you_mean
 from holotrain.models import checkpoint_files
 from holotrain.models.saved import read_config
@@ -155,29 +154,25 @@ def require_trusted(
         computing = COMPUTING if where in ("optimizer", "scheduler") else ()
         if (where, str(target)) in named or is_defined_in(str(target), [*packages, *computing]):
             continue
+        remedy = f"if you trust it, add trust={str(target).partition('.')[0]}"
         if target == PYTHON_OBJECT:
-            raise UserError(
-                f"ckpt_path: {path} was trained with an object of Python code as {where}; give it to holotrain.fit, test "
-                f"or validate in Python as {where}=..., or call the model of holotrain.load(..., model=...)"
-            )
-        raise UserError(
-            f"ckpt_path: {path} names {target!r} as {where}, but neither the command line nor a file in conf or "
-            f"--config-dir does; if you trust it, add trust={str(target).partition('.')[0]}"
-        )
+            remedy = f"give it to holotrain.fit, test or validate in Python as {where}=..., or to holotrain.load as model=..."
+        said = f"names {target!r} as {where}, but neither the command line nor a file in conf or --config-dir does"
+        raise UserError(f"ckpt_path: {path} {said}; {remedy}")
 
 
 def _named(words: Iterable[str], config_dir: str | None) -> set[tuple[str, str]]:
     """The classes that a file may name, each with its place in a configuration: those of the command line, of ``conf`` and of
     the user's folder."""
-    named = {("model.adapters", ADAPTERS), *(("model", node[TARGET]) for node in models().values())}
+    nodes = [(group, node) for group, options in stored().items() for node in options.values()]
+    named = {("model.adapters", ADAPTERS), *((group, node[TARGET]) for group, node in nodes if TARGET in node)}
     for key, _, value in (word.lstrip("+").partition("=") for word in words):
         if key.endswith(f".{TARGET}"):
             named.add((key.removesuffix(f".{TARGET}"), value))
-    for group in {*GROUPS, "experiment", "debug", "sweep"}:
-        for folder in filter(None, (config_folder(), config_dir)):
-            for path in Path(folder, group).rglob("*.yaml"):
-                with suppress(YAMLError, OmegaConfBaseException, OSError):  # it vouches for nothing
-                    node = OmegaConf.to_container(OmegaConf.load(path))
-                    of_group, of_all = targets(node, group), targets(node)  # the files of some groups change others
-                    named |= {(where, str(target)) for where, target in [*of_group, *of_all]}
+    for folder in filter(None, (config_folder(), config_dir)):
+        for path in Path(folder).rglob("*.yaml"):
+            with suppress(YAMLError, OmegaConfBaseException, OSError):  # it vouches for nothing
+                node = OmegaConf.to_container(OmegaConf.load(path))
+                of_group = targets(node, path.relative_to(folder).parts[0])
+                named |= {(where, str(target)) for where, target in [*of_group, *targets(node)]}  # some files change others
     return named

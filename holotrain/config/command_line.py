@@ -1,84 +1,76 @@
-"""The command line: a command, flags and overrides, in any order, and ``--help``."""
+"""From the words of a command line, or of a call in Python, and the checkpoint that they name, to a checked configuration; and
+``--help``, and the jobs of a sweep.
+
+The checkpoint's configuration, as plain data, is the primary configuration that Hydra composes with. Nothing in it becomes an
+argument, an override, the name of a group or an interpolation, and it does not decide where files are written.
+"""
+
+from __future__ import annotations
 
 import argparse
 import json
 import re
 import textwrap
-from collections.abc import Generator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from omegaconf import MISSING, OmegaConf
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import OverrideParseException
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 
-from holotrain.config.command_options import COMMANDS, options_of
-from holotrain.config.option_groups import GROUPS, NAMED_GROUPS, BackwardConfig, schema_of
-from holotrain.config.signatures import CONFIGURATION_ERRORS, explained, literal, require_not_gone, to_plain
-from holotrain.config.structured import composed, key_of, option_names, with_defaults
-from holotrain.errors import UserError, did_you_mean
-from holotrain.targets import TARGET, first_line
+from holotrain.config import option_groups as groups
+from holotrain.config import structured as hydra
+from holotrain.config.command_options import COMMANDS, RunConfig, options_of
+from holotrain.config.signatures import explaining, literal, literally, read_fields, to_plain
+from holotrain.config.structured import checked, composed, key_of, nodes_of, with_defaults, without_replaced_options
+from holotrain.errors import UserError, check_choice
+from holotrain.files import write_json
+from holotrain.folders import LAST_CHECKPOINT, checkpoint_path, refuse_links, relative_to_cwd, run_folder
+from holotrain.targets import TARGET
 
 HELP = {"--help", "-h"}
-
-VERBATIM = {
-    *("ckpt_path", "images", "texts", "prompt", "prompts", "to", "output_dir", "hydra.run.dir", "hydra.sweep.dir"),
-    *("data.root", "data.name", "data.files", "data.val_files", "data.test_files", "data.cache_dir", "data.tokenizer"),
-    "model.pretrained",
-}
-"""Overrides whose values are paths or text. They may contain characters that have a meaning in Hydra's grammar."""
-
-ESCAPES = r"\\+(?='|\$\{|\Z)"
-"""Backslashes before a quote, an interpolation or the end of a quoted text, half of which are the text's own."""
 
 
 @dataclass
 class Arguments:
-    """A command line, split."""
+    """A command line, split.
+
+    Args:
+        words: the overrides as given.
+        parsed: the same as Hydra reads them.
+        flags: those for Hydra.
+        shows: ``job``, or another part of the configuration that is only printed.
+        primary: name of the primary configuration: that of the command, or that of a checkpoint.
+    """
 
     command: str
-    words: list[str] = field(default_factory=list)
-    """the overrides as given"""
-
-    overrides: list[str] = field(default_factory=list)
-    """the same with paths and texts escaped for Hydra"""
-
-    parsed: list[Override] = field(default_factory=list)
-    """the overrides as Hydra reads them"""
-
-    flags: list[str] = field(default_factory=list)
-    """those for Hydra"""
-
-    help: bool = False
-    multirun: bool = False
-    config_dir: str | None = None
-    shows: str | None = None
-    """``job``, or another part of the configuration that is only printed"""
-
-    primary: str = ""
-    """name of the primary configuration: that of the command, or that of a checkpoint"""
+    words: list[str]
+    parsed: list[Override]
+    flags: list[str]
+    help: bool
+    multirun: bool
+    config_dir: str | None
+    shows: str | None
+    primary: str
 
     @property
-    def single(self) -> list[str]:
-        """The overrides with one value, which are no part of a sweep."""
-        return [word for word, each in zip(self.overrides, self.parsed, strict=True) if not each.is_sweep_override()]
+    def overrides(self) -> list[str]:
+        """With paths and texts escaped for Hydra."""
+        return [str(each.input_line) for each in self.parsed]
 
     @property
     def resume(self) -> bool:
         return (self.value("resume") or "").lower() == "true"
 
     def value(self, key: str) -> str | None:
-        """The value of the last override of ``key``, unquoted and resolved; None if there is none."""
-        for word in reversed(self.words):
-            name, equals, value = word.lstrip("+").partition("=")
-            if equals and name == key:
-                if "${" not in value:
-                    return value.strip("'\"")
-                with explaining(self):
-                    return str(OmegaConf.select(composed(self.command, self.single, self.config_dir, with_hydra=True), key))
-        return None
+        """The value of the last override of ``key``, unquoted; None if there is none."""
+        found = [word.partition("=")[2] for word in self.words if "=" in word and key_of(word) == key]
+        return found[-1].strip("'\"") if found else None
 
 
 class _Flags(argparse.ArgumentParser):
@@ -95,81 +87,47 @@ class _Flags(argparse.ArgumentParser):
         self.add_argument("--info", "-i", choices=("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"))
 
     def error(self, message: str) -> NoReturn:
-        if message.startswith(said := "unrecognized arguments"):
-            hint = "options are written key=value, such as trainer.max_epochs=3"
-            message = f"there is no flag{message.removeprefix(said)}; {hint}"
-        raise UserError(message)
+        raise UserError(f"{message}; options are written key=value, such as trainer.max_epochs=3")
 
 
 def parse(argv: list[str]) -> Arguments:
     """Splits the command line. Raises a UserError if a flag or an override is not well-formed."""
     require_text(argv)
     command, *rest = argv
-    if command not in COMMANDS:
-        require_not_gone(command)
-        commands = [*COMMANDS, "init"]
-        raise UserError(f"{command!r} is not a command; use one of {', '.join(commands)}.{did_you_mean(command, commands)}")
+    check_choice("the command", command, [*COMMANDS, "init"])
     found = _Flags().parse_intermixed_args(rest)
     if found.config_dir and not Path(found.config_dir).is_dir():
         raise UserError(f"--config-dir: there is no folder {found.config_dir}")
     flags = ["--multirun"] * found.multirun + ["--resolve"] * found.resolve
     flags += [f"--{name}={value}" for name in ("cfg", "info") if (value := getattr(found, name))]
     flags += [f"--config-dir={found.config_dir}"] if found.config_dir else []
-    overrides = [_override(command, word) for word in found.overrides]
-    arguments = Arguments(command, found.overrides, overrides, flags=flags, help=found.help, primary=command)
-    arguments.multirun = found.multirun or "hydra.mode=MULTIRUN" in overrides
-    arguments.config_dir, arguments.shows = found.config_dir, found.cfg or found.info
-    with explaining(arguments):
-        arguments.parsed = OverridesParser.create().parse_overrides(overrides)
-    if not (arguments.multirun or arguments.help or arguments.shows):
-        for word in found.overrides:
-            if re.match(r"[+]*(sweep=|hydra[./](sweep|sweeper|launcher)\b)", word) and not word.endswith("=null"):
-                raise UserError(f"{word}: it is about a sweep; add -m to run one")
-    return arguments
+    with explaining():
+        parsed = [_override(command, word) for word in found.overrides]
+    multirun, shows = found.multirun or "hydra.mode=MULTIRUN" in found.overrides, found.cfg or found.info
+    if "sweep" in map(key_of, found.overrides) and not (multirun or shows or found.help):
+        raise UserError("sweep: add -m to run one")
+    return Arguments(command, found.overrides, parsed, flags, found.help, multirun, found.config_dir, shows, primary=command)
 
 
-def _override(command: str, word: str) -> str:
-    """A word as Hydra takes it."""
-    key = key_of(word)
-    if not key or ("=" not in word and not word.startswith("~")):
-        near = did_you_mean(word, ("resume=true", "test=false", "compile=true"))
-        raise UserError(f"{word!r} is not an override; write group=option or key=value, without spaces around =.{near}")
-    require_not_gone(key)
-    options = {*options_of(COMMANDS[command]), "experiment", "debug", "sweep", "hydra"}
-    unknown = re.split(r"[./@]", key)[0] not in options and not word.startswith(("+", "~"))
-    return f"{'++' * unknown}{_verbatim(word)}"  # `with_defaults` refuses it, where all options are there
-
-
-def _verbatim(override: str) -> str:
-    """A path or a text is quoted, unless the user has quoted it. Commas and brackets of paths keep their meaning."""
-    key, _, value = override.partition("=")
-    name = key_of(override)
-    if name not in VERBATIM or key.startswith("~"):
-        return override
+def _override(command: str, word: str) -> Override:
+    """A word as Hydra reads it. A value that is none in Hydra's grammar, and every prompt, is taken literally."""
+    key, equals, value = word.partition("=")
+    name, parser = key_of(word), OverridesParser.create()
+    if not name or not (equals or word.startswith("~")):
+        raise UserError(f"{word!r} is not an override; write group=option or key=value, without spaces around =")
+    options = {*options_of(COMMANDS[command]), "experiment", "sweep", "hydra"}
+    if re.split(r"[./@]", name)[0] not in options and not word.startswith(("+", "~")):
+        key = f"++{key}"  # `with_defaults` refuses it, where all options are there
+    value = str(Path(value).expanduser()) if value.startswith("~/") else value
     if name != "prompt":
-        if value in ("", "''", '""'):  # as of a shell's variable that is not set
-            raise UserError(f"{name}: the value is empty; give one, or leave {name}= out")
-        if value == "~" or value.startswith("~/"):
-            value = str(Path(value).expanduser())
-        is_list = name.endswith("files") and value[0] == "["
-        if re.fullmatch(r"[\w./,*+@-]*", value, re.ASCII) or value[0] in "'\"$" or is_list:
-            return f"{key}={value}"
-    return f"{key}={quoted(value)}"
+        with suppress(OverrideParseException):
+            return parser.parse_overrides([f"{key}{equals}{value}"])[0]
+    return parser.parse_overrides([f"{key}={quoted(value)}"])[0]
 
 
 def quoted(text: str) -> str:
-    """A text as the value of an override. Hydra's grammar reads quotes and the backslashes before them; OmegaConf reads
-    interpolations."""
-    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text)
-    return f"'{literal(escaped)}'"
-
-
-def readable(override: str) -> str:
-    """An override as one would say it: a text without the quotes and the escapes that :func:`quoted` gives it."""
-    key, _, value = override.partition("=")
-    if len(value) < 2 or not (value.startswith("'") and value.endswith("'")):
-        return override
-    return f"{key}={re.sub(ESCAPES, lambda found: found[0][: len(found[0]) // 2], value[1:-1])}"
+    """A text as the value of an override: Hydra's grammar reads quotes, and OmegaConf interpolations."""
+    return QuotedString(literal(text), Quote.single).with_quotes()
 
 
 def require_text(words: list[str]) -> None:
@@ -177,20 +135,6 @@ def require_text(words: list[str]) -> None:
     for word in words:
         if re.search("[\0\ud800-\udfff]", word):
             raise UserError(f"{word!a} is not text in UTF-8")
-
-
-@contextmanager
-def explaining(arguments: Arguments) -> Generator[None]:
-    """Raises a UserError if Hydra or OmegaConf do not accept ``arguments``, which are composed inside."""
-    try:
-        yield
-    except CONFIGURATION_ERRORS as error:
-        raise explained(error) from None  # in Python, what follows would be pages of Hydra's frames
-    except (ValueError, TypeError, AssertionError) as error:  # of group=null, group=3, and of values of Hydra's own options
-        groups, words = option_names(arguments.config_dir), zip(arguments.overrides, arguments.parsed, strict=True)
-        chosen = [word for word, each in words if each.key_or_group in groups and not isinstance(each.value(), str | list)]
-        named = [*chosen, *(word for word in arguments.overrides if key_of(word).startswith("hydra"))]
-        raise UserError(f"{named[0]}: {first_line(error)}" if named else first_line(error)) from None
 
 
 FLAGS = """\
@@ -220,19 +164,184 @@ def command_help(arguments: Arguments) -> str:
     command, overrides = arguments.command, [word for word in arguments.overrides if not word.startswith("hydra.")]
     plain = to_plain(with_defaults(command, composed(command, overrides, arguments.config_dir)))
     lines = [f"holotrain {command}: {COMMANDS[command].__doc__}", "", FLAGS, "", "Groups:"]
-    for group, options in option_names(arguments.config_dir).items():
+    for group, options in hydra.option_names(arguments.config_dir).items():
         lines.append(textwrap.fill(" ".join(options), 100, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16))
     lines += ["", "Options:"]
-    nodes = {"": {name: value for name, value in plain.items() if name not in GROUPS}}
-    for group in GROUPS:
-        members = {f"{group}.{name}": node for name, node in plain[group].items()} if group in NAMED_GROUPS else {}
-        nodes |= members if group in NAMED_GROUPS else {group: plain[group] or {}}
-    for where, values in nodes.items():
-        schema = BackwardConfig if where == "backward" else COMMANDS[command]
-        options = schema_of(where).options(values[TARGET]) if TARGET in values else options_of(schema)
+    own = {name: value for name, value in plain.items() if name not in groups.GROUPS}
+    for where, values in ({"": own, "backward": plain["backward"]} | nodes_of(plain)).items():
+        schema = groups.BackwardConfig if where == "backward" else COMMANDS[command]
+        options = groups.schema_of(where).options(values[TARGET]) if TARGET in values else options_of(schema)
         for name, value in values.items():
             shown = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
             option = f"{where}.{name}=".lstrip(".") + ("..." if shown == MISSING else shown)
             meaning = options[name].meaning.split(". ")[0].replace("``", "").rstrip(".") if name in options else ""
             lines.append(f"  {option:<45} {meaning}".rstrip())
     return "\n".join(lines)
+
+
+LOCAL_LOGGERS = ("tensorboard", "csv", "none")
+"""Options of the group ``logger`` that a resumed run takes over. Others send data out, so the command line must name them."""
+
+
+def start_checkpoint(arguments: Arguments) -> dict[str, Any] | None:
+    """What the checkpoint that ``ckpt_path=`` or ``resume=true`` name holds of its run; None: they name none.
+
+    A sweep of trainings has none: each job composes its own configuration and continues in its own folder. Other sweeps may
+    vary everything but the checkpoint.
+
+    Raises:
+        UserError: there is no such file, it is not a checkpoint of holotrain, or it names a class that is not trusted.
+    """
+    named, root = arguments.value("ckpt_path") or "null", arguments.value("output_dir") or "runs"
+    if arguments.multirun and arguments.command == "fit":
+        return None
+    if arguments.resume:
+        folder = Path(arguments.value("hydra.run.dir") or run_folder(arguments.command, root, True)).expanduser()
+        path = folder / LAST_CHECKPOINT
+        if not path.exists():
+            raise UserError(f"resume=true: {folder} has no checkpoint; to start it from the beginning, leave out resume=true")
+    elif named != "null":
+        path = checkpoint_path(named, arguments.command, root)
+    else:
+        return None
+    from holotrain.config.checkpointed import KEY, load, require_trusted  # imports torch
+
+    start = load(path)[KEY]
+    packages = re.findall(r"[\w.]+", arguments.value("trust") or "")
+    require_trusted(start["config"], path, packages, arguments.words, arguments.config_dir)
+    return start
+
+
+def primary(arguments: Arguments, start: dict[str, Any]) -> str:
+    """Registers the primary configuration of a command that starts from a checkpoint, and returns its name.
+
+    The values of the checkpoint stand in it as plain data, after the defaults of the command. Every group is an empty entry of
+    its defaults list, so that the command line can choose an option from it.
+    """
+    keys = {*map(key_of, arguments.overrides)}
+    if "data.download" in keys and not {"data.root", "data"} & keys:
+        raise UserError("data.root: data.download=true writes into it, so a checkpoint cannot name it; give data.root=...")
+    plain = dict(start["config"])
+    if arguments.command != "fit" or "trainer" in keys:  # the number of processes may change; the other options stay
+        plain["trainer"] = {name: value for name, value in plain["trainer"].items() if name not in groups.PROCESS_OPTIONS}
+    if "model.name" in keys and plain["model"]:  # the configuration of another network
+        plain["model"] = {name: value for name, value in plain["model"].items() if name != "config"}
+    for group in ({*groups.OBJECT_GROUPS, "callbacks"} - {"trainer"}) & keys:  # the option replaces what the checkpoint has
+        del plain[group]
+    before = start["choices"].get("logger") if arguments.resume else None  # a file does not decide what is sent where
+    logger = before if before in LOCAL_LOGGERS else LOCAL_LOGGERS[0]
+    order = [group for group in groups.GROUPS if group not in ("task", "trainer")]
+    order += ["task", "experiment", "sweep"]  # last, since these may change the option of another group
+    chosen = [{group: logger if group == "logger" else None} for group in order]
+    node = hydra.options(arguments.command, [{"trainer": "default"}, "_self_", *chosen])
+    node.merge_with(literally(plain))
+    ConfigStore.instance().store(name="_checkpoint", node=node)
+    return "_checkpoint"
+
+
+class Start:
+    """What a run starts from: the words of a command line, whose primary configuration is set, and the checkpoint that they
+    name."""
+
+    def __init__(self, arguments: Arguments) -> None:
+        start = start_checkpoint(arguments)
+        if start is not None:
+            arguments.primary = primary(arguments, start)
+        self.arguments = arguments
+        self.before: dict[str, Any] = {} if start is None else start["config"]
+        self.chosen_before: dict[str, str] = {} if start is None else start["choices"]
+
+    def with_defaults(self, config: DictConfig, overrides: list[str]) -> DictConfig:
+        """What Hydra composed, as a structured config with all options, whose names and types are checked."""
+        plain = without_replaced_options(to_plain(config), overrides, self.before)
+        return with_defaults(self.arguments.command, OmegaConf.create(plain))
+
+    def structured(self, config: DictConfig, overrides: list[str], chosen: Mapping[str, str | None] | None = None) -> RunConfig:
+        """What Hydra composed, as dataclasses. Checks the options, but not what only their classes know.
+
+        Args:
+            chosen: Hydra's choice of each group.
+
+        Raises:
+            UserError: a mistake in the configuration.
+        """
+        typed = checked(self.arguments.command, self.with_defaults(config, overrides))
+        if typed.ckpt_path is not None:
+            if self.arguments.command != "fit" and self.arguments.value("ckpt_path") is None:
+                raise UserError("ckpt_path: a file in --config-dir cannot name it; give it on the command line")
+            typed.ckpt_path = str(checkpoint_path(typed.ckpt_path, self.arguments.command, typed.output_dir))
+        options = {group: option for group, option in (chosen or {}).items() if option and "/" not in group}
+        typed.choices = {"backward": typed.backward.name} | self.chosen_before | options
+        for key in map(key_of, overrides):
+            if key.endswith(f".{TARGET}"):  # its class is none of the options
+                typed.choices.pop(key.removesuffix(f".{TARGET}"), None)
+        typed.overrides = overrides
+        return typed
+
+
+JOB = "job.json"
+
+
+@dataclass
+class Job:
+    """What a job leaves as ``job.json``, first when it begins: until it ends, its error is that its process died."""
+
+    number: int
+    overrides: list[str]
+    exit_status: int = 1
+    error: str | None = "its process died"
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / JOB, vars(self))
+
+
+def read_jobs(folder: Path, since: float) -> dict[Path, Job]:
+    """The jobs that have begun since a time, by their folders, in order. What is not one of our files is left out."""
+    kinds = {each.name: str(each.type) for each in fields(Job)}
+    jobs = {}
+    for path in [path for path in folder.rglob(JOB) if path.stat().st_mtime >= since]:
+        with suppress(UserError):
+            jobs[path.parent] = Job(**read_fields(path, kinds, "job", ("error",)))
+    return dict(sorted(jobs.items(), key=lambda item: item[1].number))
+
+
+def prepare_sweep(arguments: Arguments) -> Path:
+    """The folder of a sweep that is about to start."""
+    single = [str(each.input_line) for each in arguments.parsed if not each.is_sweep_override()]
+    named = [word for word in single if re.match(r"[+]*(hydra|output_dir|sweep)\b", word)]
+    with explaining():
+        hydra_config = composed(arguments.primary, named, arguments.config_dir, with_hydra=True).hydra
+        folder = relative_to_cwd(Path(str(hydra_config.sweep.dir)))
+    refuse_links(folder, ["multirun.yaml", *(path.name for path in folder.glob("*") if path.name.isdigit())])
+    return folder
+
+
+def compose(command: str = "fit", overrides: Collection[str] = (), config_dir: str | Path | None = None) -> RunConfig:
+    """The checked configuration that the command line ``holotrain COMMAND OVERRIDES`` would run.
+
+    Args:
+        command: fit, validate, test, predict, generate, export or plan.
+        overrides: as on the command line, such as ``["model=rev_vit_small", "optimizer.lr=1e-3"]``.
+        config_dir: folder of YAML files of your own, as ``--config-dir``.
+
+    Returns:
+        The options as attributes, such as ``config.optimizer.lr``.
+
+    Raises:
+        UserError: a mistake; one line that says what is wrong, where, and the nearest valid choice.
+    """
+    arguments = parse([command, *(["--config-dir", str(config_dir)] if config_dir else []), *overrides])
+    hydra.register(arguments.resume)
+    start = Start(arguments)
+    with explaining():
+        composition = composed(arguments.primary, arguments.overrides, arguments.config_dir, with_hydra=True)
+    words = to_plain(composition.hydra.overrides.task)  # unresolved: interpolations mean other options
+    chosen = to_plain(composition.hydra.runtime.choices)
+    with open_dict(composition):
+        del composition["hydra"]
+    config = start.structured(composition, words, chosen)
+    config.folder = arguments.value("hydra.run.dir")
+    if config.folder is None and arguments.resume:
+        config.folder = run_folder(command, config.output_dir, True)
+    return config

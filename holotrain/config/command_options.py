@@ -11,11 +11,11 @@ from typing import Any, Literal, Self, TypeVar, cast
 
 from holotrain.config import option_groups as groups
 from holotrain.config.objects import ObjectConfig
-from holotrain.config.option_groups import BackwardConfig, is_a, loads_weights, takes
+from holotrain.config.option_groups import BackwardConfig, is_a, loads_weights
 from holotrain.config.signatures import Option, signature
-from holotrain.errors import UserError, as_user_error, check_choice, refuse
+from holotrain.errors import UserError, as_user_error, check_choice
 from holotrain.numeric import parse_bytes, require_at_least, require_within
-from holotrain.schedules import AUTO, PLAIN
+from holotrain.schedules import AUTO
 
 
 class Composed:
@@ -73,9 +73,6 @@ class RunConfig(Composed):
         require_within(0, 2**32, seed=self.seed)
         if isinstance(self.compile, str):
             check_choice("compile", self.compile, ["max-autotune-no-cudagraphs"])
-        for option, texts in (("name", [self.name or "-"]), ("tags", self.tags)):
-            if wrong := [text for text in texts if not text.isprintable() or not text.strip()]:
-                raise UserError(f"{option}: {wrong[0]!r} is not one line of text")
         if self.memory is not None:
             with as_user_error("memory"):
                 parse_bytes(self.memory)
@@ -105,7 +102,7 @@ class RunConfig(Composed):
 
     @property
     def steps_in_backward(self) -> bool:
-        return getattr(self.optimizer, groups.IN_BACKWARD, False)
+        return getattr(self.optimizer, "in_backward", False)
 
 
 class CheckpointConfig(RunConfig):
@@ -116,18 +113,13 @@ class CheckpointConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.ckpt_path and not (self.or_pretrained and loads_weights(self.model.plain() if self.model else None)):
-            also = ", or a model with pretrained weights" if self.or_pretrained else ""
-            raise UserError(f"ckpt_path: {self.command} needs a checkpoint; give ckpt_path=best, or the folder of a run{also}")
+            raise UserError("ckpt_path: a checkpoint is needed; give ckpt_path=best, or the folder of a run")
         if self.batch_is_open:
             raise UserError(f"{self.batch_option[0]}=auto: only fit and plan support auto; give a number")
 
     @property
     def checkpoint(self) -> Path:
         return Path(cast(str, self.ckpt_path))  # which is required
-
-    @property
-    def command(self) -> str:
-        return next(name for name, schema in COMMANDS.items() if schema is type(self))
 
 
 @dataclass
@@ -148,8 +140,8 @@ class FitConfig(RunConfig):
     """test the best checkpoint after training"""
     objective: str | None = None
     """what a sweep optimises, such as test/accuracy or step_seconds; null: the metric that selects the best checkpoint"""
-    profiler: Literal["simple", "advanced", "trace"] | None = None
-    """simple, advanced: write fit-profile.txt; trace: trace.json.gz (for ui.perfetto.dev) and a table of operators"""
+    profiler: Literal["trace"] | None = None
+    """trace: trace.json.gz (for ui.perfetto.dev) and a table of operators; see also trainer.profiler"""
 
 
 class ValidateConfig(CheckpointConfig):
@@ -175,12 +167,11 @@ class PredictConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        learned = "texts" if is_a(self.data, groups.TEXT) else "images" if is_a(self.data, groups.IMAGES) else None
-        other = {"texts": self.images, "images": self.texts}.get(learned or "")
         if is_a(self.task, groups.MASKED_LM):
             raise UserError("predict: MaskedLM predicts nothing; use a checkpoint of sequence_classification or causal_lm")
-        if other is not None:
-            raise UserError(f"predict: the checkpoint learned from {learned}; give {learned}=...")
+        other = "texts" if is_a(self.data, groups.IMAGES) else "images" if is_a(self.data, groups.TEXT) else "to"
+        if getattr(self, other, None) is not None:
+            raise UserError(f"predict: the checkpoint learned from {self.data.name}, not from {other}; leave {other}= out")
 
 
 @dataclass
@@ -249,19 +240,13 @@ def options_of(schema: type) -> dict[str, Option]:
 
 def check_task(config: RunConfig) -> None:
     """Raises a UserError if the data or the model are none for the task, as far as all are ours."""
-    task, model, data = config.task, config.model, config.data
-    ours = next((each for each in groups.COMPATIBLE if is_a(task, each)), None)
-    if ours is None:
-        return
-    models, of = groups.COMPATIBLE[ours]
-    tasks = [f"task={groups.TASK_OPTIONS[each]}" for each, (_, other) in groups.COMPATIBLE.items() if is_a(data, other)]
-    if tasks and not is_a(data, of):
-        kind, other = "images" if of == groups.IMAGES else "text", " or ".join(tasks)
-        raise UserError(f"data: {task.name} learns from {kind}, which {data.name} does not have; use other data, or {other}")
-    tasks = [f"task={groups.TASK_OPTIONS[each]}" for each, (some, _) in groups.COMPATIBLE.items() if is_a(model, *some)]
-    if model is not None and tasks and not is_a(model, *models):
-        names, other = " or ".join(target.rpartition(".")[2] for target in models), " or ".join(tasks)
-        raise UserError(f"model: {task.name} trains {names}, not {model.name}; use another model, or {other}")
+    models, data = next(((some, of) for ours, (some, of, _) in groups.COMPATIBLE.items() if is_a(config.task, ours)), ((), ""))
+    others = {model for some, _, _ in groups.COMPATIBLE.values() for model in some}
+    if models and not is_a(config.data, data) and is_a(config.data, groups.IMAGES, groups.TEXT):
+        raise UserError(f"data: {config.task.name} learns from {data.rpartition('.')[2]}, not from {config.data.name}")
+    if models and not is_a(config.model, *models) and is_a(config.model, *others):
+        names = " or ".join(target.rpartition(".")[2] for target in models)
+        raise UserError(f"model: {config.task.name} trains {names}, not {config.model.name}")
 
 
 def check_trainer(trainer: ObjectConfig) -> None:
@@ -269,124 +254,58 @@ def check_trainer(trainer: ObjectConfig) -> None:
     if not is_a(trainer, groups.TRAINER):
         raise ValueError(f"{trainer.target} is not Lightning's Trainer")
     counts = ("devices", "num_nodes", "tensor_parallel", "overlap", "timeout", "microbatches", "nccl_max_ctas")
-    for name in (*counts, "accumulate_grad_batches", "check_val_every_n_epoch"):
+    for name in (*counts, "pipeline_stages", "accumulate_grad_batches", "check_val_every_n_epoch"):
         require_at_least(1, **{name: getattr(trainer, name)})
-    require_at_least(2, pipeline_stages=trainer.pipeline_stages)
     require_at_least(0, gradient_clip_val=trainer.gradient_clip_val)
-    usual = signature("holotrain.config.option_groups.trainer_options").options
-    for name, strategies in groups.OF_STRATEGIES.items():
-        if trainer.strategy not in strategies and getattr(trainer, name) != usual[name].default:
-            raise ValueError(f"{name}: needs trainer={' or '.join(strategies)}")
-    interval, limits = trainer.val_check_interval, (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches)
-    has_no_limit = trainer.max_epochs in (None, -1) and trainer.max_steps < 0 and trainer.max_time is None
-    several = trainer.devices not in (1, AUTO) or trainer.num_nodes not in (1, None)
-    is_interval = interval is None or (type(interval) in (int, float) and interval != 0)
-    refuse(
-        {
-            "trainer.devices: trainer=default uses one process; for several, use trainer=ddp, fsdp, tp or pipeline": (
-                several and trainer.strategy == "single"
-            ),
-            "trainer.signals: needs trainer.overlap": trainer.signals and trainer.overlap is None,
-            "trainer.max_epochs=-1: needs a limit; set trainer.max_steps or trainer.max_time": has_no_limit,
-            "trainer.max_epochs, max_steps and limit_train_batches: with 0 nothing is trained; use validate": 0 in limits,
-            f"trainer.val_check_interval: {interval!r} is no number of batches and no fraction above 0": not is_interval,
-        }
-    )
-
-
-_ACCUMULATION, _SCALING = "trainer.accumulate_grad_batches above 1", "trainer.precision=16-mixed"
-_SHARDED = (
-    *(f"{_SCALING}; use bf16-mixed", "task=error_diffusion; use trainer=ddp", "an average of the weights; use trainer=ddp"),
-    *("backward=auto; choose it yourself", "an automatic batch size; give a number", "plan; use trainer=default"),
-    "a command of one process; use trainer=default",
-)
-_DIVIDED = (*_SHARDED, *(f"{each}; use trainer=fsdp or ddp" for each in ("model.adapters", "model.quantised", "a synthesis")))
-EXCLUSIVE = {
-    "optimizer.in_backward": (
-        *("several processes; use trainer=default", _ACCUMULATION, f"{_SCALING}; use bf16-mixed", "a synthesis"),
-        *("trainer.gradient_clip_val by norm; use trainer.gradient_clip_algorithm=value, or null", "backward.cuda_graph"),
-        "task=error_diffusion",
-    ),
-    "backward.cuda_graph": (
-        *("several processes; use trainer=default", _ACCUMULATION, f"{_SCALING}; use bf16-mixed"),
-        *("batches that vary in shape", "checkpointing of a plain model; use backward=autograd"),
-    ),
-    "synthesis.cuda_graph": ("several processes; use trainer=default",),
-    "task=error_diffusion": (
-        *("recomputation; use backward=autograd", "a synthesis; use synthesis=none", "compile; use backward.cuda_graph"),
-        "optimizer=muon; use error_diffusion, sgd or adamw",
-    ),
-    "trainer=ddp": ("a command of one process; use trainer=default",),
-    "trainer=fsdp": _SHARDED,
-    "trainer=tp": _DIVIDED,
-    "trainer=pipeline": (
-        *(*_DIVIDED, "model.trained=head; use trainer=fsdp or ddp", f"{_ACCUMULATION}; use trainer.microbatches"),
-        "an optimizer of few bits; use trainer=ddp, or optimizer=adafactor",
-    ),
-    "compile": ("backward.keep or results to keep in backward.blocks",),
-    "backward=auto": ("an automatic batch size; give one of the two",),
-    "model.trained=head": ("model.adapters",),
-    "scheduler.monitor": ("a schedule that follows no metric; leave it out",),
-    "trainer.overfit_batches": ("data.streaming",),
-}
-"""What does not go together, though no class says so, and what to do: a result would be wrong, or an option without effect."""
-
-SEARCHES = (
-    "lightning.pytorch.callbacks.batch_size_finder.BatchSizeFinder",
-    "lightning.pytorch.callbacks.lr_finder.LearningRateFinder",
-)
-"""Callbacks of Lightning that run trainings of their own before a training."""
+    if trainer.strategy == "single" and (trainer.devices not in (1, AUTO) or trainer.num_nodes not in (1, None)):
+        raise ValueError("devices: trainer=default uses one process; for several, use trainer=ddp, fsdp, tp or pipeline")
+    if trainer.max_epochs in (None, -1) and trainer.max_steps < 0 and trainer.max_time is None:
+        raise ValueError("max_epochs=-1: needs a limit; set trainer.max_steps or trainer.max_time")
+    if 0 in (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches):
+        raise ValueError("max_epochs, max_steps and limit_train_batches: with 0 nothing is trained; use validate")
 
 
 def check_groups(config: RunConfig) -> None:
     """Raises a UserError if options of several groups exclude each other."""
-    for name, each in config.callbacks.items():
-        if is_a(each, *SEARCHES):
-            raise UserError(
-                f"callbacks.{name}: {each.name} does not work here; see -m sweep=learning_rate, data.batch_size=auto"
-            )
     option, _ = config.batch_option
     for other in ("data.batch_size", "data.max_tokens"):
         if other != option and getattr(config.data, other.removeprefix("data."), None) == AUTO:
             raise UserError(f"{other}=auto: {option} sets the batch size here; give {option}=auto")
-    used = in_use(config)
-    for one, others in EXCLUSIVE.items():
-        for other in others:
-            if used[one] and used[other.partition(";")[0]]:
+    for one, is_used, others in exclusive(config):
+        for other, is_used_too in others.items():
+            if is_used and is_used_too:
                 raise UserError(f"{one}: does not go together with {other}")
 
 
-def in_use(config: RunConfig) -> dict[str, object]:
-    """The options of :data:`EXCLUSIVE`, and whether they are in use."""
-    task, backward, synthesis, trainer = config.task, config.backward, config.synthesis, config.trainer
-    return {
-        "task=error_diffusion": is_a(task, groups.ERROR_DIFFUSION),
-        "batches that vary in shape": is_a(task, groups.MASKED_LM, groups.SEQUENCE_CLASSIFIER),
-        "data.streaming": getattr(config.data, "streaming", False),
-        "an automatic batch size": config.batch_is_open,
-        "model.trained=head": getattr(config.model, "trained", "all") == "head",
-        "model.adapters": getattr(config.model, "adapters", 0),
-        "model.quantised": getattr(config.model, "quantised", None),
-        "backward=auto": backward.open,
-        "backward.cuda_graph": backward.cuda_graph,
-        "backward.keep or results to keep in backward.blocks": backward.keep or any("+" in each for each in backward.blocks),
-        "recomputation": backward.kind not in (None, PLAIN[0]),
-        "checkpointing of a plain model": backward.kind in (*PLAIN[1:], AUTO) and not takes(config.model, "store"),
-        "a synthesis": synthesis is not None,
-        "synthesis.cuda_graph": getattr(synthesis, "cuda_graph", False),
-        "optimizer=muon": getattr(config.optimizer, "target", None) == groups.MUON,
-        "an optimizer of few bits": getattr(config.optimizer, "target", None) == groups.LOW_BIT,
-        "optimizer.in_backward": config.steps_in_backward,
-        "scheduler.monitor": getattr(config.scheduler, "monitor", None),
-        "a schedule that follows no metric": not is_a(config.scheduler, groups.PLATEAU),
-        "an average of the weights": config.average,
-        "several processes": trainer.strategy != "single",
-        **{f"trainer={name}": trainer.strategy == name for name in ("ddp", "fsdp", "tp", "pipeline")},
-        "a command of one process": isinstance(config, PredictConfig | GenerateConfig | ExportConfig),
-        _SCALING: trainer.precision == "16-mixed",
-        _ACCUMULATION: trainer.accumulate_grad_batches > 1,
-        "trainer.gradient_clip_val by norm": trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value",
-        "trainer.overfit_batches": trainer.overfit_batches,
-        "compile": config.compile,
-        "plan": isinstance(config, PlanConfig),
+def exclusive(config: RunConfig) -> list[tuple[str, Any, dict[str, Any]]]:
+    """What does not go together, though no class says so, since a result would be wrong: an option, whether it is in use, and
+    the others with whether they are."""
+    trainer, backward, strategy = config.trainer, config.backward, f"trainer={config.trainer.strategy}"
+    several: dict[str, Any] = {"several processes": trainer.strategy != "single"}
+    stepwise = {
+        "trainer.accumulate_grad_batches above 1": trainer.accumulate_grad_batches > 1,
+        "trainer.precision=16-mixed": trainer.precision == "16-mixed",
     }
+    by_norm = trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value"
+    clipped = {"clipping by norm; use trainer.gradient_clip_algorithm=value": by_norm}
+    captured, synthesis = {"backward.cuda_graph": backward.cuda_graph}, {"a synthesis": config.synthesis is not None}
+    diffused = {"task=error_diffusion": is_a(config.task, groups.ERROR_DIFFUSION)}
+    varied = {"batches that vary in shape": is_a(config.task, groups.MASKED_LM, groups.SEQUENCE_CLASSIFIER)}
+    automatic = {"an automatic batch size": config.batch_is_open}
+    whole = {
+        **{"backward=auto": backward.open, "an average of the weights": config.average},
+        **{"plan": isinstance(config, PlanConfig), "trainer.precision=16-mixed": stepwise["trainer.precision=16-mixed"]},
+    }
+    model = {name: getattr(config.model, name, None) for name in ("adapters", "quantised", "trained")}
+    adapted = {"model.adapters": model["adapters"], "model.quantised": model["quantised"]}
+    few_bits = {"an optimizer of few bits": getattr(config.optimizer, "target", None) == groups.LOW_BIT}
+    return [
+        ("optimizer.in_backward", config.steps_in_backward, several | stepwise | synthesis | captured | clipped | diffused),
+        ("backward.cuda_graph", backward.cuda_graph, several | stepwise | varied),
+        ("synthesis.cuda_graph", getattr(config.synthesis, "cuda_graph", False), several),
+        ("task=error_diffusion", diffused["task=error_diffusion"], synthesis),
+        (strategy, trainer.strategy in ("fsdp", "tp", "pipeline"), whole | automatic | diffused),
+        (strategy, trainer.strategy in ("tp", "pipeline"), adapted | synthesis),
+        (strategy, trainer.strategy == "pipeline", {"model.trained=head": model["trained"] == "head"} | stepwise | few_bits),
+        ("backward=auto", backward.open, automatic),
+    ]

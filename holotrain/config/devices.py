@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
+import math
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -12,10 +11,8 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
-from holotrain.config.command_options import RunConfig
 from holotrain.config.objects import ObjectConfig
-from holotrain.config.option_groups import LOW_BIT
-from holotrain.errors import as_user_error, refuse
+from holotrain.errors import UserError, as_user_error
 from holotrain.numeric import counted
 from holotrain.overlap.tuner import Tuner
 from holotrain.parallel.rank import ProcessRank
@@ -47,36 +44,9 @@ def autocast_of(config: ObjectConfig, device: str | None = None) -> AbstractCont
 
 
 def check_device(config: ObjectConfig) -> None:
-    """Raises a UserError if the accelerator is missing or does not support the precision."""
-    kind, precision = device_kind(config.accelerator), config.precision
-    lacks_bfloat16 = kind == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
-    refuse(
-        {
-            f"trainer.accelerator={config.accelerator}: there is none here; use trainer.accelerator=cpu": (
-                config.accelerator in ("gpu", "mps") and kind == "cpu"
-            ),
-            "trainer.precision=16-mixed: needs a GPU; use bf16-mixed or 32-true": precision == "16-mixed" and kind == "cpu",
-            "trainer.precision=64-true: this GPU has no float64; use 32-true": precision == "64-true" and kind == "mps",
-            "trainer.precision=bf16-mixed: this GPU has no bfloat16; use 16-mixed": precision == "bf16-mixed"
-            and lacks_bfloat16,
-        }
-    )
-
-
-def check_training_device(config: RunConfig) -> None:
-    """Raises a UserError if the device does not support the configuration."""
-    on_gpu = device_kind(config.trainer.accelerator) == "cuda"
-    compiler = os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc")))  # as Triton looks for one
-    low_bit = getattr(config.optimizer, "target", None) == LOW_BIT
-    refuse(
-        {
-            "backward.cuda_graph: needs an NVIDIA GPU; set it to false": config.backward.cuda_graph and not on_gpu,
-            "synthesis.cuda_graph: needs an NVIDIA GPU; set it to false": (
-                getattr(config.synthesis, "cuda_graph", False) and not on_gpu
-            ),
-            "optimizer.bits: on a GPU its step needs a C compiler; install gcc or set CC": low_bit and on_gpu and not compiler,
-        }
-    )
+    """Raises a UserError if the accelerator is missing."""
+    if config.accelerator in ("gpu", "mps") and device_kind(config.accelerator) == "cpu":
+        raise UserError(f"trainer.accelerator={config.accelerator}: there is none here; use trainer.accelerator=cpu")
 
 
 def model_parallel_size(config: ObjectConfig, process: ProcessRank) -> int:
@@ -111,37 +81,27 @@ def build_strategy(config: ObjectConfig, process: ProcessRank | None) -> Strateg
 def validation_and_logging(config: ObjectConfig, batches: int) -> dict[str, Any]:
     """Lightning's arguments for when to validate and log: as configured, and at the latest at the end of the training.
 
-    If ``max_epochs`` ends the training and an epoch has fewer batches than ``val_check_interval``, every epoch is validated,
-    unless ``check_val_every_n_epoch`` is None.
+    If ``max_epochs`` ends the training and an epoch has fewer batches than ``val_check_interval``, every epoch is validated.
 
     Args:
         batches: number of batches per epoch, before limit_train_batches.
     """
     limit = config.overfit_batches or (1.0 if config.limit_train_batches is None else config.limit_train_batches)
     batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
-    interval = 1.0 if config.val_check_interval is None else config.val_check_interval
-    found = {"val_check_interval": interval, "check_val_every_n_epoch": config.check_val_every_n_epoch}
     if not batches or config.fast_dev_run:
-        return found
-    of_epochs, of_steps = _batches_until_the_end(config, batches)
-    last = min((each for each in (of_epochs, of_steps) if each is not None), default=None)
-    if last is not None and config.log_every_n_steps is not None:
-        steps = max(1, last // config.accumulate_grad_batches)
-        found["log_every_n_steps"] = min(config.log_every_n_steps, steps)
-    if isinstance(interval, int) and batches < interval and last == of_epochs and config.check_val_every_n_epoch:
-        found["val_check_interval"] = interval = 1.0
-    if isinstance(interval, int):
-        return found | {"val_check_interval": min(interval, last or interval), "check_val_every_n_epoch": None}
-    if last is not None and last < batches * config.check_val_every_n_epoch * interval:
-        return found | {"val_check_interval": last, "check_val_every_n_epoch": None}
-    return found
-
-
-def _batches_until_the_end(config: ObjectConfig, batches: int) -> tuple[int | None, int | None]:
-    """The batches until max_epochs and until max_steps, for ``batches`` an epoch; None: no limit."""
-    of_epochs = config.max_epochs * batches if (config.max_epochs or 0) > 0 else None
-    if config.max_steps <= 0:
-        return of_epochs, None
-    steps_an_epoch = -(-batches // config.accumulate_grad_batches)
-    epochs, steps = divmod(config.max_steps, steps_an_epoch)
-    return of_epochs, epochs * batches + steps * config.accumulate_grad_batches
+        return {}
+    interval = 1.0 if config.val_check_interval is None else config.val_check_interval
+    every, accumulated = config.check_val_every_n_epoch, config.accumulate_grad_batches
+    last = of_epochs = config.max_epochs * batches if (config.max_epochs or 0) > 0 else math.inf
+    if config.max_steps > 0:
+        epochs, steps = divmod(config.max_steps, -(-batches // accumulated))  # the last batches of an epoch step as well
+        last = min(last, epochs * batches + steps * accumulated)
+    found = {}
+    if config.log_every_n_steps and last < math.inf:
+        found["log_every_n_steps"] = min(config.log_every_n_steps, max(1, last // accumulated))
+    if isinstance(interval, int) and batches < interval and last == of_epochs < math.inf and every:
+        interval = 1.0
+    if isinstance(interval, float) and batches * (every or 1) * interval <= last:
+        return found | {"val_check_interval": interval, "check_val_every_n_epoch": every}
+    interval = last if isinstance(interval, float) else min(interval, last)
+    return found | {"val_check_interval": interval, "check_val_every_n_epoch": None}

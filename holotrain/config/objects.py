@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-from holotrain.config.signatures import Option, signature
+from holotrain.config.signatures import signature
 from holotrain.targets import TARGET
 
 PYTHON_OBJECT = "holotrain.config.objects.python_object"
@@ -62,35 +61,3 @@ class ObjectConfig:
 
 def full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-@dataclass(frozen=True)
-class GroupSchema:
-    """Which parameters of a group's class are options, and which the program fills in.
-
-    Args:
-        names: parameters that the program fills in, which are no options.
-        elsewhere: parameters that are options of other groups, with their keys there.
-        known: parameters that the program fills in if it knows them; if not, they are options that need a value.
-        also: another class whose parameters are options too, and come first.
-        null_if_known: options that the program fills in where they are null, which is their default.
-        or_auto: options that may be ``"auto"``, which the program replaces before the class sees it.
-    """
-
-    names: tuple[str, ...] = ()
-    elsewhere: Mapping[str, str] = field(default_factory=dict)
-    known: tuple[str, ...] = ()
-    also: str | None = None
-    null_if_known: tuple[str, ...] = ()
-    or_auto: tuple[str, ...] = ()
-
-    def options(self, target: str) -> dict[str, Option]:
-        """The options of a class or function. Raises a ValueError if there is no such class or function."""
-        options = signature(target).options | (signature(self.also).options if self.also else {})
-        found = {name: option for name, option in options.items() if name not in {*self.names, *self.elsewhere}}
-        for name, option in found.items():
-            if name in self.null_if_known:
-                found[name] = replace(option, type=option.type and f"{option.type} | None", default=None)
-            elif name in self.or_auto:
-                found[name] = replace(option, type=option.type and f'{option.type} | Literal["auto"]')
-        return found

@@ -3,16 +3,15 @@
 Nothing here imports torch, so that ``--help`` is fast. The string below a field of a dataclass is its help text.
 """
 
-import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeGuard, TypeVar
 
-from holotrain.config.objects import GroupSchema, ObjectConfig
-from holotrain.config.signatures import Signature, signature
-from holotrain.errors import check_choice, refuse
+from holotrain.config.objects import ObjectConfig
+from holotrain.config.signatures import Option, Signature, signature
+from holotrain.errors import check_choice
 from holotrain.numeric import require_at_least
-from holotrain.schedules import AUTO, ON_MISMATCH, OPTIONS, PLAIN, REBUILDING
+from holotrain.schedules import AUTO, OPTIONS
 from holotrain.targets import TARGET
 
 
@@ -42,20 +41,6 @@ class BackwardConfig:
     def __post_init__(self) -> None:
         check_choice("backward.kind", self.kind or AUTO, OPTIONS)
         require_at_least(1, tile=self.tile)
-        auto, can_keep = self.kind == AUTO, self.kind in REBUILDING
-        refuse(
-            {
-                "backward.blocks and backward.inexact: need backward=auto": (self.blocks or self.inexact) and not auto,
-                "backward=auto: it chooses what to store; leave out backward.store": auto and self.store not in (0, [], ()),
-                f"backward.keep: needs backward={' or '.join(REBUILDING)}": self.keep and not can_keep,
-                "backward.tile and backward.store: backward=autograd stores everything": (
-                    self.kind == PLAIN[0] and (self.tile or self.store not in (0, [], ()))
-                ),
-                f"backward.on_mismatch: needs backward={' or '.join(REBUILDING)}": (
-                    self.kind in PLAIN and self.on_mismatch != ON_MISMATCH[0]
-                ),
-            }
-        )
 
     @property
     def name(self) -> str:
@@ -99,21 +84,19 @@ _ROBERTA = "holotrain.models.roberta.RoBERTa"
 _IMAGES = ("holotrain.models.vit.ViT", "holotrain.models.swin.Swin", "holotrain.models.mvit.MViT")
 COMPATIBLE = {
     # An image classifier too, so first.
-    ERROR_DIFFUSION: (("holotrain.error_diffusion.cells.ImageErrorDiffusion",), IMAGES),
-    IMAGE_CLASSIFIER: ((*_IMAGES, TIMM, HUGGING_FACE), IMAGES),
-    SEQUENCE_CLASSIFIER: ((_ROBERTA, HUGGING_FACE), TEXT),
-    CAUSAL_LM: (("holotrain.models.gpt.GPT", HUGGING_FACE), TEXT),
-    MASKED_LM: ((_ROBERTA, HUGGING_FACE), TEXT),
+    ERROR_DIFFUSION: (("holotrain.error_diffusion.cells.ImageErrorDiffusion",), IMAGES, "error_diffusion"),
+    IMAGE_CLASSIFIER: ((*_IMAGES, TIMM, HUGGING_FACE), IMAGES, "image_classification"),
+    SEQUENCE_CLASSIFIER: ((_ROBERTA, HUGGING_FACE), TEXT, "sequence_classification"),
+    CAUSAL_LM: (("holotrain.models.gpt.GPT", HUGGING_FACE), TEXT, "causal_lm"),
+    MASKED_LM: ((_ROBERTA, HUGGING_FACE), TEXT, "masked_lm"),
 }
-"""The models and the data of each of our tasks."""
+"""The models and the data of each of our tasks, and the head that a Hugging Face model has for it."""
+
+STRATEGIES = ("ddp", "fsdp", "tp", "pipeline")
+"""Those of several processes."""
 
 LANGUAGE_MODELS = COMPATIBLE[CAUSAL_LM][0]
 """Causal ones. They read sequences of any length, or up to the attribute ``longest``."""
-
-_NAMES = ("error_diffusion", "image_classification", "sequence_classification", "causal_lm", "masked_lm")
-TASK_OPTIONS = dict(zip(COMPATIBLE, _NAMES, strict=True))
-"""The option of each of our tasks, which also names the head of a Hugging Face model."""
-
 
 Named = TypeVar("Named", ObjectConfig, str)
 """What is configured, or the full name of a class."""
@@ -140,10 +123,6 @@ def _signature(config: ObjectConfig | str) -> Signature:
     return signature(config if isinstance(config, str) else config.target)
 
 
-RATES = {IMAGE_CLASSIFIER: 1e-4, SEQUENCE_CLASSIFIER: 5e-5, CAUSAL_LM: 1e-4, MASKED_LM: 1e-4}
-"""AdamW's peak learning rate, where pretrained weights are trained, by task."""
-
-
 def loads_weights(model: Mapping[str, Any] | None) -> bool:
     """Whether a training with these options of the model, in plain containers, starts from pretrained weights."""
     if not model:
@@ -161,7 +140,7 @@ def loads_weights(model: Mapping[str, Any] | None) -> bool:
         return download
 
 
-def optimizer_for(optimizer: dict[str, Any], task: str, model: Mapping[str, Any] | None) -> dict[str, Any]:
+def optimizer_for(optimizer: dict[str, Any], model: Mapping[str, Any] | None) -> dict[str, Any]:
     """The options of an optimizer, with those that depend on the weights that the training starts from.
 
     ``optimizer=auto`` is AdamW for pretrained weights, and Muon for random ones. Unless a rate is given, AdamW has a smaller
@@ -171,14 +150,9 @@ def optimizer_for(optimizer: dict[str, Any], task: str, model: Mapping[str, Any]
     if optimizer.get(TARGET) == AUTO:
         optimizer = {**optimizer, TARGET: ADAMW if is_fine_tuning else MUON}
     in_part = model.get("trained") == "head" or isinstance(model.get("adapters"), Mapping)
-    if not is_fine_tuning or in_part or optimizer.get(TARGET) not in (ADAMW, LOW_BIT):
-        return optimizer
-    rates = [rate for kind, rate in RATES.items() if is_a(task, kind)]
-    return {"lr": rates[0], **optimizer} if rates else optimizer
-
-
-IN_BACKWARD = "in_backward"
-"""The option that is not passed on to the optimizer's class."""
+    if is_fine_tuning and not in_part and optimizer.get(TARGET) in (ADAMW, LOW_BIT):
+        return {"lr": 1e-4, **optimizer}
+    return optimizer
 
 
 def optimizer_options(in_backward: bool = False) -> None:
@@ -198,10 +172,6 @@ def scheduler_options(interval: Literal["step", "epoch"] | None = None, monitor:
     """
 
 
-SCHEDULER_OPTIONS = tuple(inspect.signature(scheduler_options).parameters)
-"""Options that are not passed on to the schedule."""
-
-
 def model_options(
     pretrained: str | None = None,
     trained: Literal["all", "head"] = "all",
@@ -216,10 +186,6 @@ def model_options(
         adapters: layers of peft to train, such as {_target_: peft.LoraConfig, r: 8, target_modules: [query_key_value]}; 0: none
         quantised: store the weights that are not trained in 8bit or 4bit (torchao), as QLoRA does; null: as they are
     """
-
-
-MODEL_OPTIONS = tuple(inspect.signature(model_options).parameters)
-"""Options that are not passed on to the model's class."""
 
 
 def trainer_options(
@@ -268,40 +234,73 @@ def trainer_options(
     """
 
 
-OF_STRATEGIES = {
-    **dict.fromkeys(("tensor_parallel", "overlap", "signals"), ("tp",)),
-    **dict.fromkeys(("pipeline_stages", "pipeline_schedule", "microbatches"), ("pipeline",)),
-    **{"sharded_checkpoints": ("fsdp", "tp"), "compression": ("ddp",)},
-    **dict.fromkeys(("nccl_max_ctas", "nccl_high_priority"), ("ddp", "fsdp", "tp", "pipeline")),
-}
-"""Options of :func:`trainer_options` that other strategies would pass over."""
-
 PASSED_ON = ("accelerator", "precision", "gradient_clip_algorithm")
 """Options of :func:`trainer_options` that are passed on to Lightning."""
 
-TRAINER_OPTIONS = tuple(name for name in inspect.signature(trainer_options).parameters if name not in PASSED_ON)
-"""Options that are not passed on to Lightning."""
 
-PROCESS_OPTIONS = tuple(name for name in TRAINER_OPTIONS if name not in ("float32_matmul_precision", "backend", "timeout"))
-"""Options about several processes. A training continues with the same ones; the other commands default to one process."""
+@dataclass(frozen=True)
+class GroupSchema:
+    """Which parameters of a group's class are options, and which the program fills in.
+
+    Args:
+        names: parameters that the program fills in, which are no options.
+        elsewhere: parameters that are options of other groups, with their keys there.
+        known: options that the program fills in where they are null, which is their default.
+        also: the function whose parameters are options too, and come first.
+    """
+
+    names: tuple[str, ...] = ()
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
+    known: tuple[str, ...] = ()
+    also: str | None = None
+
+    def options(self, target: str) -> dict[str, Option]:
+        """The options of a class or function. Raises a ValueError if there is no such class or function."""
+        own = signature(f"{__name__}.{self.also}").options if self.also else {}
+        found = {name: each for name, each in (signature(target).options | own).items() if name not in self.reserved}
+        for name in found.keys() & {*self.known}:
+            found[name] = replace(found[name], type=found[name].type and f"{found[name].type} | None", default=None)
+        for name in found.keys() & {*BATCH_SIZES}:  # may be auto, which is replaced before the class sees it
+            found[name] = replace(found[name], type=found[name].type and f'{found[name].type} | Literal["auto"]')
+        return found
+
+    @property
+    def own(self) -> set[str]:
+        """Options that are not passed on to the class."""
+        return {*signature(f"{__name__}.{self.also}").options}.difference(PASSED_ON) if self.also else set()
+
+    def of_class(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments that are passed on to the class."""
+        unknown = {name for name in self.known if arguments.get(name) is None}
+        return {name: value for name, value in arguments.items() if name not in self.own | unknown}
+
+    @property
+    def reserved(self) -> set[str]:
+        return {*self.names, *self.elsewhere}
+
+
+BATCH_SIZES = ("batch_size", "max_tokens")
 
 DATA_PROPERTIES = ("image_size", "channels", "classes", "num_classes", "vocab", "vocab_size", "context", "pad_id")
 """Parameters of models and tasks that the data module tells, if it can."""
 
 OBJECT_GROUPS = {
     "task": GroupSchema(("model", "optimizer", "scheduler", "cuda_graph", "token_bytes", "mask_id"), known=DATA_PROPERTIES),
-    "data": GroupSchema(("seed", "layout", "tokenizer_json", "labels"), or_auto=("batch_size", "max_tokens")),
+    "data": GroupSchema(("seed", "layout", "tokenizer_json", "labels")),
     "model": GroupSchema(
         elsewhere={"backward": "backward.kind", **{name: f"backward.{name}" for name in ("store", "exact", "keep", "tile")}},
         known=(*DATA_PROPERTIES, "head"),
-        also="holotrain.config.option_groups.model_options",
+        also="model_options",
     ),
     "synthesis": GroupSchema(),
-    "optimizer": GroupSchema(("model", "params"), also="holotrain.config.option_groups.optimizer_options"),
-    "scheduler": GroupSchema(("optimizer", "steps", "total_steps"), also="holotrain.config.option_groups.scheduler_options"),
-    "trainer": GroupSchema(("callbacks", "logger", "default_root_dir"), also="holotrain.config.option_groups.trainer_options"),
+    "optimizer": GroupSchema(("model", "params"), also="optimizer_options"),
+    "scheduler": GroupSchema(("optimizer", "steps", "total_steps"), also="scheduler_options"),
+    "trainer": GroupSchema(("callbacks", "logger", "default_root_dir"), also="trainer_options"),
 }
 """The groups that name any class or function, and what the program knows of their parameters."""
+
+PROCESS_OPTIONS = OBJECT_GROUPS["trainer"].own - {"float32_matmul_precision", "backend", "timeout"}
+"""Options about several processes. A training continues with the same ones; the other commands default to one process."""
 
 OF_THE_TASK = ("model", "optimizer", "scheduler")
 """Groups that a task takes as parameters. A LightningModule without such a parameter has no such group."""
@@ -309,10 +308,10 @@ OF_THE_TASK = ("model", "optimizer", "scheduler")
 NAMED_GROUPS = {
     "callbacks": GroupSchema(
         ("dirpath", "count_samples", "count_tokens", "model_flops_per_sample", "hardware_flops_per_sample"),
-        null_if_known=("monitor", "mode", "peak_flops"),
+        known=("monitor", "mode", "peak_flops"),
     ),
     "logger": GroupSchema(
-        ("save_dir", "root_dir"), null_if_known=("name", "run_name", "group", "tags", "tracking_uri", "artifact_location")
+        ("save_dir", "root_dir"), known=("name", "run_name", "group", "tags", "tracking_uri", "artifact_location")
     ),
 }
 """The groups that are mappings from a name to a class or function, in the same way."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import math
 import re
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Generator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, make_dataclass
 from enum import Enum
 from functools import cache, reduce
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import griffe
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
@@ -32,8 +31,6 @@ from holotrain.targets import descriptions, first_line
 
 REQUIRED, UNKNOWN = object(), object()
 """The default of an option that has none, and one that is no literal."""
-
-INFINITE = re.compile(r"-?(((math|np|numpy|torch)\.)?inf|float\('-?inf'\))")  # which has no literal; griffe writes 1e999 as inf
 
 
 @dataclass(frozen=True)
@@ -51,11 +48,6 @@ class Option:
     meaning: str
 
 
-def defaults_of(options: dict[str, Option]) -> dict[str, Any]:
-    """The defaults of those options that have one."""
-    return {name: option.default for name, option in options.items() if option.default not in (REQUIRED, UNKNOWN)}
-
-
 @dataclass(frozen=True)
 class Signature:
     """The options of a class or function, by name, in order.
@@ -63,13 +55,11 @@ class Signature:
     Args:
         bases: full names of the class and its base classes; of a function none.
         takes_others: whether it accepts keywords that are not among the options.
-        meaning: its docstring.
     """
 
     options: dict[str, Option]
     bases: tuple[str, ...]
     takes_others: bool
-    meaning: str
 
 
 @cache
@@ -78,7 +68,7 @@ def signature(target: str) -> Signature:
     found = _found(target)
     if isinstance(found, griffe.Function):
         options, others = _parameters(found, found.docstring)
-        return Signature(options, (), others, _text(found.docstring))
+        return Signature(options, (), others)
     if not isinstance(found, griffe.Class):
         raise ValueError(f"{target} is not a class or function")
     lineage = _lineage(found, {})
@@ -93,7 +83,7 @@ def signature(target: str) -> Signature:
         options = {**options, **{name: option for name, option in own.items() if name not in options}}
         if not others:  # **keywords are those of the base class
             break
-    return Signature(options, tuple(lineage), others, _text(found.docstring))
+    return Signature(options, tuple(lineage), others)
 
 
 def _parameters(function: griffe.Function, *docstrings: griffe.Docstring | None) -> tuple[dict[str, Option], bool]:
@@ -126,8 +116,6 @@ def _text(docstring: griffe.Docstring | None) -> str:
 def _literal(default: str | griffe.Expr | None) -> Any:
     if default is None:
         return REQUIRED
-    if INFINITE.fullmatch(str(default)):
-        return -math.inf if "-" in str(default) else math.inf
     try:
         value = ast.literal_eval(str(default))
     except (ValueError, SyntaxError):
@@ -155,8 +143,7 @@ def _found(target: str) -> griffe.Object:
         if module is not None:
             break
     else:
-        near = did_you_mean(parts[0], (file.stem for file in Path().glob("*.py")))
-        raise ValueError(f"there is no package {parts[0]!r} with a source in Python, installed or in this folder.{near}")
+        raise ValueError(f"there is no package {parts[0]!r} with a source in Python, installed or in this folder")
     node: griffe.Object | griffe.Alias = module
     for place, part in enumerate(parts[length:], length):
         member = node.members.get(part)
@@ -199,30 +186,6 @@ def _file(name: str) -> Path | None:
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return None
     return Path(spec.origin)
-
-
-GONE = {
-    "report": "tensorboard --logdir runs compares runs, under HParams and Custom Scalars",
-    "format": "export writes safetensors; torch.export and torch.onnx take the model that holotrain.load returns",
-    "model.norm": "RoBERTa normalises before each branch; model=huggingface takes the published one",
-    "model.reversible": "backward=checkpoint8 keeps the inputs of blocks in 8 bits, also with backward.tile=512",
-    "data.channels_last": "a model whose convolutions prefer it can take model.to(memory_format=torch.channels_last)",
-    "model.blocks": "backward=checkpoint and the like are for all lists of equal blocks",
-    "synthesis.phase_only": "it was slower and gained nothing",
-    "trainer.max_restarts": "torchrun --max-restarts=N starts processes again",
-    "data.max_megapixels": "the limit of pixels is Pillow's own",
-    "data.max_expansion": "no archive is opened",
-    "callbacks.padding": "batch['lengths'] says what is padding",
-    "callbacks.histograms": "Lightning's grad_norm gives the norm of each parameter",
-    "callbacks.optimization.per_block": "Lightning's grad_norm gives the norm of each parameter",
-}
-"""Commands and options of earlier versions, and what there is instead."""
-
-
-def require_not_gone(name: str) -> None:
-    """Raises a UserError if this is a command or an option of an earlier version."""
-    if name in GONE:
-        raise UserError(f"{name} is gone: {GONE[name]}")
 
 
 KINDS: dict[str, Any] = {
@@ -313,23 +276,16 @@ def read_fields(path: Path, kinds: dict[str, str], what: str, lacking: Collectio
     """
     try:
         found = read_json(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not a readable {what}: {error!s:.200}") from error
-    try:
-        if not isinstance(found, dict):
-            raise UserError("it is not a mapping")
         return typed_fields({name: None for name in lacking} | {name: found[name] for name in kinds if name in found}, kinds)
-    except UserError as error:
-        raise UserError(f"{path} is not the {what} of a run: {error!s:.200}") from error
+    except (OSError, TypeError, UserError, ValueError) as error:
+        raise UserError(f"{path} is not a readable {what} of a run: {error!s:.200}") from error
 
 
 def typed_fields(values: dict[str, Any], kinds: dict[str, str]) -> dict[str, Any]:
     """The values as their types, which are annotations, take them. Raises a UserError if one is missing or of another type."""
-    try:
+    with explaining():
         schema = structured_config({name: Option(kind, REQUIRED, "") for name, kind in kinds.items()})
         return to_plain(OmegaConf.merge(schema, literally(values)), resolve=True)
-    except CONFIGURATION_ERRORS as error:
-        raise explained(error) from None
 
 
 def to_plain(node: DictConfig | ListConfig, resolve: bool = False) -> Any:
@@ -337,45 +293,42 @@ def to_plain(node: DictConfig | ListConfig, resolve: bool = False) -> Any:
     return OmegaConf.to_container(node, resolve=resolve, throw_on_missing=resolve, enum_to_str=True)
 
 
-CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)
-
-PLUGINS = {"optuna": "optuna", "joblib": "joblib", "submitit_local": "submitit", "submitit_slurm": "submitit"}
-"""The extra that installs each plugin of Hydra, by the plugin's name."""
-
-
-def explained(error: Exception, options: Collection[str] = ()) -> UserError:
-    """What Hydra or OmegaConf refuse, in one line with the nearest valid choice.
+@contextmanager
+def explaining(options: Collection[str] = ()) -> Generator[None]:
+    """Raises a UserError if Hydra, OmegaConf or a dataclass of options refuse what is done inside.
 
     Args:
-        options: the keys of all options, such as ``optimizer.lr``.
+        options: the keys of all options.
     """
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explained(error, options) from None  # in Python, what follows would be pages of Hydra's frames
+    except (ValueError, TypeError, AssertionError) as error:  # also of group=null, group=3, and of Hydra's own options
+        raise UserError(first_line(error)) from None
+
+
+def explained(error: Exception, options: Collection[str]) -> UserError:
+    """What Hydra or OmegaConf refuse, in one line with the nearest valid choice."""
     cause = error.__cause__ or error
     key, text = getattr(cause, "full_key", None) or "", first_line(cause)
     unknown = re.search(r"Could not (?:override|delete from config\.) '([\w./@-]+)'", str(error))
     if isinstance(error, MissingConfigException):
-        group, _, option = (error.missing_cfg_file or "").rpartition("/")
-        if extra := PLUGINS.get(option) if group.startswith("hydra/") else None:
-            return UserError(f"{group}={option}: the package is not installed; pip install 'holotrain[{extra}]'")
-        return UserError(
-            f"{group}={option}: there is no {option!r} among the options of {group}.{_near(option, error.options)}"
-        )
-    if isinstance(error, OverrideParseException):
-        return UserError(f"{error.override}: write key=value without spaces around =; close brackets, quote special characters")
-    if "Ambiguous value" in text:
-        return UserError(f"{text}; to run a sweep over several values, add -m; a list has brackets: key=[a,b]")
-    if unknown or isinstance(cause, ConfigKeyError):
+        key, _, option = (error.missing_cfg_file or "").rpartition("/")
+        plugin = f"; a plugin of Hydra: pip install 'holotrain[{option.partition('_')[0]}]'" if key.startswith("hydra/") else ""
+        text = f"there is no {option!r} among its options{plugin}.{_near(option, error.options)}"
+    elif unknown or isinstance(cause, ConfigKeyError):
         key = unknown[1] if unknown else key
-        require_not_gone(key)
-        return UserError(f"{key}: there is no such option.{_near(key, options)}")
-    if isinstance(cause, MissingMandatoryValue):
-        return UserError(f"{key}: a value is needed; give {key}=...")
-    if resolving := re.fullmatch(r"(\w+) raised while resolving interpolation: (.*)", text):
-        return UserError(resolving[2] if resolving[1] == UserError.__name__ else f"{key}: {resolving[2]}")
-    if choice := re.fullmatch(r"Invalid value '(.*)', expected one of \[(.*)\]", text):
+        text = f"there is no such option.{_near(key, options)}"
+    elif isinstance(cause, MissingMandatoryValue):
+        text = f"a value is needed; give {key}=..."
+    elif choice := re.fullmatch(r"Invalid value '(.*)', expected one of \[(.*)\]", text):
         text = f"{choice[1]!r} is not one of {choice[2]}.{_near(choice[1], choice[2].split(', '))}"
-    if "is not a ListConfig" in text:
-        text = "give a list, in brackets: [a,b]"
-    return UserError(f"{key}: {text}" if key and key not in text else text)
+    elif "Ambiguous value" in text:
+        text += "; for a sweep over several values, add -m; a list has brackets: key=[a,b]"
+    elif raised := re.fullmatch(r"UserError raised while resolving interpolation: (.*)", text):
+        return UserError(raised[1])
+    return UserError(f"{key}: {text}" if key and not text.startswith(key) else text)
 
 
 def _near(key: str, options: Collection[str] | None) -> str:

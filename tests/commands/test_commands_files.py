@@ -82,7 +82,7 @@ def test_a_plan_that_does_not_say_whether_it_fits_is_refused(tmp_path):
     assert command.row(tmp_path)["fits"] == ""
     del found["fits"]
     (tmp_path / PLAN).write_text(json.dumps(found))
-    with pytest.raises(UserError, match=f"{PLAN} is not the plan of a run: fits: a value is needed"):
+    with pytest.raises(UserError, match=f"{PLAN} is not a readable plan of a run: fits: a value is needed"):
         command.row(tmp_path)
 
 

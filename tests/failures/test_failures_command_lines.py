@@ -19,7 +19,6 @@ TABLES = {
     "": [
         # commands and flags
         ("fitt", "'fit'"),
-        ("report runs/fit", "report is gone: tensorboard --logdir runs compares runs"),
         ("fit optimizer.lr = 1", "optimizer.lr"),
         ("fit --lr 3", "--lr"),
         # names, lists, and text in one line
@@ -28,13 +27,9 @@ TABLES = {
         ("fit data=digits,cifar10", "add -m"),
         ("fit callbacks.memory=3", "callbacks.memory"),
         ("fit tags=long", "tags"),
-        ("fit name='a\tb'", "name"),
         # several values
         ("fit sweep=optuna", "add -m"),
         ("fit -m 'seed=range(0)'", "no job"),
-        # what does something else here
-        ("fit callbacks.find._target_=lightning.pytorch.callbacks.LearningRateFinder", "sweep=learning_rate"),
-        ("fit scheduler.monitor=val/loss", "monitor"),
         # types and ranges
         ("fit memory=lots", "memory: 'lots' is not an amount of memory; write a number and its unit"),
         ("fit model.dim=4611686018427387904", "do not fit into memory"),
@@ -47,16 +42,14 @@ TABLES = {
         ("fit data.val_fraction=0", "data: no image is left for val; raise data.val_fraction, or set"),
         ("fit output_dir=/proc/nothing", "cannot write to /proc/nothing"),
         ("fit output_dir=a\udcffb", "is not text in UTF-8"),
-        ("predict ckpt_path=run texts=text.ckpt", "predict: the checkpoint learned from images; give images=..."),
+        ("predict ckpt_path=run texts=text.ckpt", "predict: the checkpoint learned from Digits, not from texts"),
         ("init full", "full exists already"),
     ],
     "fit trainer.accelerator=cpu": [
-        ("task=error_diffusion compile=true", "compile"),
         ("task=error_diffusion task.clamp_signs=true", "clamp_signs"),
         ("trainer.devices=2", "trainer=default uses one process"),
         ("trainer=ddp trainer.num_nodes=2", "start it with torchrun"),
         ("trainer=pipeline synthesis=bind", "synthesis"),
-        ("backward=auto backward.store=2", "backward=auto"),
         ("trainer=tp callbacks=ema", "average"),
     ],
 }
@@ -93,7 +86,7 @@ def test_a_wrong_command_line_is_answered_in_a_line_or_two(typed, line, message)
 
 def test_what_is_given_twice_or_taken_away_is_what_comes_last(holotrain):
     words = ["optimizer.lr=1", "optimizer.lr=2", "seed=3", "++seed=4", "~data", "+data._target_=holotrain.data.Digits"]
-    shown = holotrain.done("fit", "--cfg", "job", *words, "experiment=digits_vit_tiny", "model=rev_vit_tiny")
+    shown = holotrain.done("fit", "--cfg", "job", *words, "experiment=digits_shared", "model=rev_vit_tiny")
     assert yaml.safe_load(shown)["optimizer"]["lr"] == 2 and yaml.safe_load(shown)["seed"] == 4
     assert "RevViT" in shown  # what an experiment chooses is not given on the line
     Path("${").mkdir()
@@ -102,7 +95,7 @@ def test_what_is_given_twice_or_taken_away_is_what_comes_last(holotrain):
 
 
 def test_names_in_brackets_and_interpolations_mean_what_they_say(holotrain):
-    words = ["output_dir=[/red]", "optimizer.weight_decay=${optimizer.lr}", "callbacks.progress=null"]
+    words = ["output_dir='[/red]'", "optimizer.weight_decay=${optimizer.lr}", "callbacks.progress=null"]
     status, out, _ = holotrain("fit", *SMALL, *words, "optimizer.lr=0.125", "test=false", "logger=none")
     assert status == 0 and "[/red]/fit/" in out
     (kept,) = Path("[/red]/fit").glob("*/config.yaml")

@@ -16,7 +16,7 @@ from small_models import IMAGE
 from small_run import SMALL
 
 from holotrain.config import checkpointed
-from holotrain.config.start import compose
+from holotrain.config.command_line import compose
 from holotrain.data.tokenizers import SubwordTokenizer, tokenizer_named
 from holotrain.errors import UserError
 from holotrain.models.huggingface_files import network_of

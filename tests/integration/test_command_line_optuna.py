@@ -77,8 +77,8 @@ def test_a_plugin_that_is_not_installed_is_named(holotrain, monkeypatch):
     if importlib.util.find_spec("optuna") is not None:
         Plugins.instance()  # registers it
         monkeypatch.delitem(ConfigStore.instance().repo["hydra"]["sweeper"], "optuna.yaml")
-    expected = "holotrain: hydra/sweeper=optuna: the package is not installed; pip install 'holotrain[optuna]'\n"
-    assert holotrain.refused("fit", "-m", "sweep=optuna") == expected
+    refused = holotrain.refused("fit", "-m", "sweep=optuna")
+    assert "there is no 'optuna' among its options; a plugin of Hydra: pip install 'holotrain[optuna]'" in refused
 
 
 @pytest.mark.parametrize("launcher", [long("joblib"), long("submitit_local")])

@@ -75,7 +75,7 @@ CHANGES = {
         option("optimizer", {"_target_": "torch.optim.AdamW", "lr": CALL}),
         "could not be converted to Float",
     ),
-    "a class of a callback": (option("callbacks", "samples", "prompts", CALL), "callbacks.samples.prompts: give a list"),
+    "a class of a callback": (option("callbacks", "samples", "prompts", CALL), "Cannot merge DictConfig with ListConfig"),
     "another callback": (
         option("callbacks", "x", {"_target_": "lightning.pytorch.callbacks.ModelCheckpoint"}),
         "ModelCheckpoint' as callbacks.x, but neither",

@@ -157,8 +157,3 @@ def test_an_error_of_a_model_in_use_keeps_its_traceback(typed):
     status, _, err = typed("fit", *GUEST, "model._target_=faulty.Faulty")
     assert status == 1 and err.startswith("Traceback") and 'faulty.py", line 7, in forward' in err
     assert err.endswith("\nValueError: width must be at least 1\n") and "holotrain: " not in err
-
-
-def test_an_option_with_the_name_of_another_is_refused(typed):
-    shutil.copy("conf/optimizer/lion.yaml", "conf/optimizer/sgd.yaml")
-    assert "conf/optimizer/sgd.yaml has the name of an option that holotrain has" in typed.refused("fit", *OWN, "optimizer=sgd")

@@ -39,4 +39,4 @@ def test_recomputed_activations_give_the_same_gradients(batch):
 
 def test_the_experiment_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["fit", "--config-dir", str(CONF), "experiment=my_experiment", "debug=fast"]) == 0
+    assert main(["fit", "--config-dir", str(CONF), "experiment=my_experiment", "trainer.fast_dev_run=true"]) == 0
