@@ -47,7 +47,8 @@ def begin(options: argparse.Namespace) -> dict[str, object]:
 def sizes_of(family: str) -> dict[str, dict[str, Any]]:
     """The arguments of each size of a family of models, such as ``vit``, as ``model=vit_tiny`` has them."""
     models = json.loads((Path(__file__).parents[1] / "conf" / "_options.json").read_text(encoding="utf-8"))
-    return {name.lower(): sizes for name, sizes in models["families"].items()}[family]
+    named = [(*name.lower().split("_", 1), arguments) for name, arguments in models["sizes"].items()]
+    return {size: arguments for name, size, arguments in named if name == family}
 
 
 def machine() -> dict[str, object]:

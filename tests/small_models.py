@@ -25,7 +25,8 @@ TRANSFORMERS = [f"{prefix}{family}" for family in FAMILIES for prefix in ("", "R
 def sizes_of(family: str) -> dict:
     """The arguments of each size of a family, such as ``ViT``, as ``model=vit_tiny`` has them."""
     models = json.loads((Path(__file__).parents[1] / "conf" / "_options.json").read_text(encoding="utf-8"))
-    return models["families"][family]
+    named = [(*name.split("_", 1), arguments) for name, arguments in models["sizes"].items()]
+    return {size: arguments for name, size, arguments in named if name == family}
 
 
 def example(name: str, batch: int = 3, dtype: torch.dtype = torch.float32) -> Tensor:

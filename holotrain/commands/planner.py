@@ -17,8 +17,7 @@ from holotrain.callbacks import SynthesisCallback
 from holotrain.config.build import build_model, build_object, build_task, data_properties
 from holotrain.config.command_options import Config, RunConfig
 from holotrain.config.devices import autocast_of
-from holotrain.config.objects import ObjectConfig
-from holotrain.config.option_groups import AUTO, MASKED_LM, BackwardConfig, is_a, takes
+from holotrain.config.option_groups import AUTO, MASKED_LM, BackwardConfig, ObjectConfig, is_a, takes
 from holotrain.data.loader import batch_unit, example_batch, first_batch, samples_in
 from holotrain.errors import UserError, as_user_error
 from holotrain.models.block_schedules import listed_blocks, sequences, set_backward
@@ -176,7 +175,8 @@ def budget_of(config: RunConfig, device: str, processes: int = 1) -> int:
     """Bytes: the option ``memory``, else the free memory of the device; of a GPU's, a part is left to what no plan counts; of a
     CPU's, each process that trains on this machine has an equal share."""
     if config.memory is not None:
-        return parse_bytes(config.memory)
+        with as_user_error("memory"):
+            return parse_bytes(config.memory)
     free = free_memory(device)
     if free is None:
         unknown = "this machine has no GPU" if device == "cuda" else "the free memory of this system is not known"

@@ -28,8 +28,7 @@ from holotrain.config import checkpointed
 from holotrain.config.build import build_data, build_task, class_names, train_part
 from holotrain.config.command_options import Config, FitConfig, RunConfig
 from holotrain.config.devices import check_device, check_division
-from holotrain.config.objects import PYTHON_OBJECT
-from holotrain.config.option_groups import HUGGING_FACE, TEXT, is_a
+from holotrain.config.option_groups import HUGGING_FACE, PYTHON_OBJECT, TEXT, is_a
 from holotrain.config.structured import to_container
 from holotrain.data.images import ImageDataModule
 from holotrain.data.loader import LoadingModule

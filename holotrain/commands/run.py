@@ -21,8 +21,7 @@ from holotrain.config.checkpointed import COMMAND_LINE_ONLY
 from holotrain.config.command_line import LOCAL_LOGGERS
 from holotrain.config.command_options import FitConfig, RunConfig
 from holotrain.config.devices import device_name
-from holotrain.config.objects import PYTHON_OBJECT
-from holotrain.config.option_groups import EARLY_STOPPING, is_a
+from holotrain.config.option_groups import EARLY_STOPPING, PYTHON_OBJECT, is_a
 from holotrain.config.signatures import read_fields
 from holotrain.config.structured import LOG, key_of
 from holotrain.errors import UserError

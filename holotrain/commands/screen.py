@@ -19,8 +19,7 @@ from torch import nn
 from holotrain.commands.run import SUMMARY, Run, Summary
 from holotrain.config.command_options import RunConfig
 from holotrain.config.devices import device_name, model_parallel_size
-from holotrain.config.objects import ObjectConfig
-from holotrain.config.option_groups import loads_weights
+from holotrain.config.option_groups import ObjectConfig, loads_weights
 from holotrain.data.images import ImageDataModule
 from holotrain.data.text.module import TextDataModule
 from holotrain.models.quantised import parameter_count, quantised_counts

@@ -30,8 +30,7 @@ from holotrain.checkpoints.saving import last_checkpoint
 from holotrain.config import option_groups as groups
 from holotrain.config.command_options import CheckpointConfig, RunConfig
 from holotrain.config.devices import build_strategy, device_name, validation_and_logging
-from holotrain.config.objects import ObjectConfig, full_name
-from holotrain.config.option_groups import BackwardConfig, default_backward, is_a, schema_of, takes
+from holotrain.config.option_groups import BackwardConfig, ObjectConfig, default_backward, full_name, is_a, schema_of, takes
 from holotrain.config.signatures import REQUIRED, signature
 from holotrain.data.text.module import TextDataModule
 from holotrain.data.tokenizers import tokenizer_from_json
@@ -398,11 +397,6 @@ def _logger_context(name: str, chosen: ObjectConfig, folder: Path, run: str, tag
     parameters = signature(chosen.target).options
     context: dict[str, Any] = {"save_dir": folder, "run_name": run}
     context["name"] = run if "project" in parameters else name  # of a run in a project, or of a subfolder
-    if "tracking_uri" in parameters and chosen.arguments.get("tracking_uri") is None:
-        store = (folder / "mlflow").resolve()
-        store.mkdir(parents=True, exist_ok=True)
-        context["tracking_uri"] = f"sqlite:///{store / 'mlflow.db'}"  # MLflow 3 refuses a folder of files
-        context["artifact_location"] = (store / "artifacts").as_uri()
     if tags and "tags" in parameters:
         context["tags"] = dict.fromkeys(tags, "true") if "dict" in parameters["tags"].type.lower() else [*tags]
     return context

@@ -17,7 +17,7 @@ from torch import Tensor
 from yaml import YAMLError
 
 from holotrain.config.command_options import RunConfig
-from holotrain.config.objects import PYTHON_OBJECT
+from holotrain.config.option_groups import PYTHON_OBJECT
 from holotrain.config.signatures import signature, typed_fields
 from holotrain.config.structured import config_folder, stored, structured, to_container
 from holotrain.errors import UserError, as_user_error, did_you_mean

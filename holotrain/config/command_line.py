@@ -77,14 +77,17 @@ class _Flags(argparse.ArgumentParser):
     """Those of Hydra that a training needs. ``--experimental-rerun`` would unpickle a file."""
 
     def __init__(self) -> None:
-        super().__init__(add_help=False, allow_abbrev=False)
-        self.add_argument("overrides", nargs="*")
+        super().__init__(
+            usage="holotrain COMMAND [flags, group=option and key=value, in any order]", add_help=False, allow_abbrev=False
+        )
+        self.add_argument("overrides", nargs="*", help=argparse.SUPPRESS)
         self.add_argument("--help", "-h", action="store_true")
-        self.add_argument("--multirun", "-m", action="store_true")
-        self.add_argument("--resolve", action="store_true")
-        self.add_argument("--config-dir", "-cd")
-        self.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
-        self.add_argument("--info", "-i", choices=("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"))
+        self.add_argument("--multirun", "-m", action="store_true", help="run each combination: optimizer.lr=1e-3,1e-4")
+        self.add_argument("--resolve", action="store_true", help="with --cfg: replace interpolations")
+        self.add_argument("--config-dir", "-cd", help="also look for options in this folder")
+        self.add_argument("--cfg", "-c", choices=("job", "hydra", "all"), help="print the configuration and exit")
+        what = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+        self.add_argument("--info", "-i", choices=what, help="print where the configuration comes from, and exit")
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; options are written key=value, such as trainer.max_epochs=3")
@@ -137,14 +140,6 @@ def require_text(words: list[str]) -> None:
             raise UserError(f"{word!a} is not text in UTF-8")
 
 
-FLAGS = """\
-Flags, in any position:
-  -m, --multirun            run every combination of comma-separated values: optimizer.lr=1e-3,1e-4
-  --config-dir DIR          also look for options in this folder
-  --cfg job [--resolve]     print the configuration and exit
-  --info=defaults           print which files the configuration is composed from, and exit"""
-
-
 def overview() -> str:
     """The commands, one per line."""
     commands = "\n".join(f"  {name:<10}{schema.__doc__}" for name, schema in COMMANDS.items())
@@ -163,7 +158,7 @@ def command_help(arguments: Arguments) -> str:
     """The groups and the options of a command, with their values under the given overrides."""
     command, overrides = arguments.command, [word for word in arguments.overrides if not word.startswith("hydra.")]
     plain = to_plain(with_defaults(command, composed(command, overrides, arguments.config_dir)))
-    lines = [f"holotrain {command}: {COMMANDS[command].__doc__}", "", FLAGS, "", "Groups:"]
+    lines = [f"holotrain {command}: {COMMANDS[command].__doc__}", "", _Flags().format_help(), "Groups:"]
     for group, options in hydra.option_names(arguments.config_dir).items():
         lines.append(textwrap.fill(" ".join(options), 100, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16))
     lines += ["", "Options:"]

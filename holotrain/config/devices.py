@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
-from holotrain.config.objects import ObjectConfig
+from holotrain.config.option_groups import ObjectConfig
 from holotrain.errors import UserError, as_user_error
 from holotrain.numeric import counted
 from holotrain.overlap.tuner import Tuner

@@ -16,8 +16,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from holotrain.config import option_groups as groups
 from holotrain.config.command_options import COMMANDS, RunConfig, options_of
-from holotrain.config.objects import ObjectConfig
-from holotrain.config.option_groups import GROUPS, STRATEGIES, BackwardConfig, default_backward, optimizer_for, schema_of, takes
+from holotrain.config.option_groups import (
+    GROUPS,
+    STRATEGIES,
+    BackwardConfig,
+    ObjectConfig,
+    default_backward,
+    optimizer_for,
+    schema_of,
+    takes,
+)
 from holotrain.config.signatures import (
     REQUIRED,
     UNKNOWN,
@@ -170,12 +178,8 @@ LOGGING = {
     "formatters": {"timed": {"format": "%(asctime)s  %(message)s"}},
     "handlers": {
         "file": {
-            "class": "logging.FileHandler",
-            "formatter": "timed",
-            "filename": f"${{hydra.runtime.output_dir}}/{LOG}",
-            "delay": True,  # a run that is refused leaves no folder
-            "encoding": "utf-8",
-            "errors": "backslashreplace",
+            **{"class": "logging.FileHandler", "formatter": "timed", "filename": f"${{hydra.runtime.output_dir}}/{LOG}"},
+            **{"delay": True, "encoding": "utf-8", "errors": "backslashreplace"},  # a run that is refused leaves no folder
         },
         "console": {"class": "logging.StreamHandler", "level": "WARNING"},
     },
@@ -219,14 +223,13 @@ def stored() -> dict[str, dict[str, dict[str, Any]]]:
     """The options of groups that have no file of their own, by group and name: those of ``conf/_options.json`` and others."""
     file = json.loads(Path(config_folder(), "_options.json").read_text(encoding="utf-8"))
     found: dict[str, dict[str, dict[str, Any]]] = {"backward": {name: {"kind": name} for name in OPTIONS}}
-    found["trainer"] = {name: {"defaults": ["default"], "strategy": name, "devices": "auto"} for name in STRATEGIES}
+    found["trainer"] = {name: {"defaults": ["default"], "accelerator": name} for name in ("cpu", "gpu")}
+    found["trainer"] |= {name: {"defaults": ["default"], "strategy": name, "devices": "auto"} for name in STRATEGIES}
     for group, classes in file["classes"].items():
         found[group] = {name: {TARGET: f"{PACKAGES[group]}.{target}"} for name, target in classes.items()}
-    for family, sizes in file["families"].items():
-        for size, arguments in sizes.items():
-            name = f"{family.lower()}_{size}"
-            found["model"][name] = {TARGET: f"holotrain.models.{family}", **arguments}
-            found["model"][f"rev_{name}"] = {TARGET: f"holotrain.models.Rev{family}", **arguments}
+    for size, arguments in file["sizes"].items():
+        found["model"][size.lower()] = {TARGET: f"holotrain.models.{size.partition('_')[0]}", **arguments}
+        found["model"][f"rev_{size.lower()}"] = {TARGET: f"holotrain.models.Rev{size.partition('_')[0]}", **arguments}
     return found
 
 

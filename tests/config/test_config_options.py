@@ -23,8 +23,7 @@ from holotrain.config import structured as composition
 from holotrain.config.build import build_callbacks, build_data, build_task, build_trainer
 from holotrain.config.command_line import quoted
 from holotrain.config.devices import check_device, validation_and_logging
-from holotrain.config.objects import ObjectConfig
-from holotrain.config.option_groups import COMPATIBLE, SEQUENCE_CLASSIFIER, is_a
+from holotrain.config.option_groups import COMPATIBLE, SEQUENCE_CLASSIFIER, ObjectConfig, is_a
 from holotrain.config.signatures import REQUIRED, UNKNOWN, signature, structured_config, to_plain
 from holotrain.data import HubImages
 from holotrain.data.text.module import TextDataModule

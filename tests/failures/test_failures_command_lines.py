@@ -31,7 +31,7 @@ TABLES = {
         ("fit sweep=optuna", "add -m"),
         ("fit -m 'seed=range(0)'", "no job"),
         # types and ranges
-        ("fit memory=lots", "memory: 'lots' is not an amount of memory; write a number and its unit"),
+        ("plan memory=lots", "memory: 'lots' is not an amount of memory; write a number and its unit"),
         ("fit model.dim=4611686018427387904", "do not fit into memory"),
         ("fit task=causal_lm trainer.max_steps=-1", "trainer.max_steps"),
         ("fit seed='${nope}'", "nope"),
