@@ -24,18 +24,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from holotrain.config.command_line import (
-    HELP,
-    Arguments,
-    Job,
-    Start,
-    command_help,
-    overview,
-    parse,
-    prepare_sweep,
-    quoted,
-    read_jobs,
-)
+from holotrain.config import command_line
+from holotrain.config.command_line import HELP, Arguments, Job, command_help, overview, parse, prepare_sweep, quoted, read_jobs
 from holotrain.config.signatures import explaining, to_plain
 from holotrain.config.structured import composed, config_folder, key_of, register
 from holotrain.errors import UserError, files_named
@@ -118,7 +108,7 @@ def _run(argv: list[str]) -> int:
             print(command_help(arguments))
         return 0
     launch = Launch(arguments, process)
-    return launch.show() if arguments.shows == "job" else launch.run()
+    return launch.show() if arguments.shows else launch.run()
 
 
 class Ended(BaseException):
@@ -135,7 +125,7 @@ class Launch:
     def __init__(self, arguments: Arguments, process: ProcessRank | None = None) -> None:
         self.arguments = arguments
         self.process = process
-        self.start = Start(arguments)
+        command_line.begin(arguments)
         self.statuses = [0]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -151,7 +141,7 @@ class Launch:
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its exceptions unchanged, and `explaining` turns them into one line
         launch = hydra_main(version_base="1.3", config_path=config_folder(), config_name=arguments.primary)(self.job)
         try:
-            if not arguments.multirun or arguments.shows:
+            if not arguments.multirun:
                 with explaining():
                     launch()
             else:
@@ -238,7 +228,7 @@ class Launch:
         run = None
         try:
             with files_named():
-                typed = self.start.structured(config, job.overrides, hydra.runtime.choices)
+                typed = command_line.typed(self.arguments, config, job.overrides, hydra.runtime.choices)
                 from holotrain.commands.multiprocess import run_job  # imports Lightning, which can now be silenced
                 from holotrain.commands.run import Run
                 from holotrain.commands.screen import quieten
@@ -283,6 +273,6 @@ class Launch:
         arguments = self.arguments
         with explaining():
             config = composed(arguments.primary, arguments.overrides, arguments.config_dir)
-            config = self.start.with_defaults(config, arguments.overrides)
+            config = command_line.completed(arguments, config, arguments.overrides)
             print(OmegaConf.to_yaml(config, resolve="--resolve" in arguments.flags), end="")
         return 0

@@ -1,6 +1,7 @@
 """Plots a sweep of error diffusion: test accuracy by depth for every rule and width; mean and range over seeds.
 
-    python -m holotrain fit -m task=error_diffusion sweep=error_diffusion
+    python -m holotrain fit -m task=error_diffusion model.rule=kaneko,article,backpropagation model.depth=1,5,17 \
+        model.width=16,32 seed=0,1,2
     python scripts/plot_error_diffusion.py runs/fit/sweeps/... --json scripts/results/error_diffusion_digits_cpu.json \
         --picture scripts/results/error_diffusion_digits_cpu.png
 

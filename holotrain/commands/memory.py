@@ -18,7 +18,7 @@ from holotrain.commands.screen import console, runs_of
 from holotrain.config.build import build_model, data_properties
 from holotrain.config.command_options import Config, FitConfig, RunConfig
 from holotrain.config.devices import device_kind
-from holotrain.config.option_groups import AUTO, LANGUAGE_MODELS, is_a
+from holotrain.config.option_groups import AUTO, CAUSAL_LM, COMPATIBLE, is_a
 from holotrain.data.text.module import TextDataModule
 from holotrain.errors import UserError
 from holotrain.numeric import counted, in_words
@@ -224,7 +224,7 @@ class PlannedTraining:
         """The longest sequence, in steps of 64 tokens, with which the training fits by one of the planners; None: no option
         sets one length for all."""
         config, data = self.config if planner is self.planner else with_tile(self.config), self.data
-        if not isinstance(data, TextDataModule) or data.layout != "packed" or not is_a(config.model, *LANGUAGE_MODELS):
+        if not isinstance(data, TextDataModule) or data.layout != "packed" or not is_a(config.model, *COMPATIBLE[CAUSAL_LM][0]):
             return None
         with torch.device("meta"):
             most = getattr(build_model(config, data_properties(data)), "longest", None)

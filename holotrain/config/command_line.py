@@ -13,7 +13,7 @@ import re
 import textwrap
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,8 +44,9 @@ class Arguments:
         words: the overrides as given.
         parsed: the same as Hydra reads them.
         flags: those for Hydra.
-        shows: ``job``, or another part of the configuration that is only printed.
+        shows: the configuration is only printed.
         primary: name of the primary configuration: that of the command, or that of a checkpoint.
+        before, chosen_before: the configuration of the checkpoint, and its option of each group.
     """
 
     command: str
@@ -55,8 +56,10 @@ class Arguments:
     help: bool
     multirun: bool
     config_dir: str | None
-    shows: str | None
+    shows: bool
     primary: str
+    before: dict[str, Any] = field(default_factory=dict)
+    chosen_before: dict[str, str] = field(default_factory=dict)
 
     @property
     def overrides(self) -> list[str]:
@@ -85,9 +88,7 @@ class _Flags(argparse.ArgumentParser):
         self.add_argument("--multirun", "-m", action="store_true", help="run each combination: optimizer.lr=1e-3,1e-4")
         self.add_argument("--resolve", action="store_true", help="with --cfg: replace interpolations")
         self.add_argument("--config-dir", "-cd", help="also look for options in this folder")
-        self.add_argument("--cfg", "-c", choices=("job", "hydra", "all"), help="print the configuration and exit")
-        what = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-        self.add_argument("--info", "-i", choices=what, help="print where the configuration comes from, and exit")
+        self.add_argument("--cfg", "-c", choices=("job",), help="print the configuration and exit")
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; options are written key=value, such as trainer.max_epochs=3")
@@ -102,14 +103,13 @@ def parse(argv: list[str]) -> Arguments:
     if found.config_dir and not Path(found.config_dir).is_dir():
         raise UserError(f"--config-dir: there is no folder {found.config_dir}")
     flags = ["--multirun"] * found.multirun + ["--resolve"] * found.resolve
-    flags += [f"--{name}={value}" for name in ("cfg", "info") if (value := getattr(found, name))]
     flags += [f"--config-dir={found.config_dir}"] if found.config_dir else []
     with explaining():
         parsed = [_override(command, word) for word in found.overrides]
-    multirun, shows = found.multirun or "hydra.mode=MULTIRUN" in found.overrides, found.cfg or found.info
-    if "sweep" in map(key_of, found.overrides) and not (multirun or shows or found.help):
+    multirun = found.multirun or "hydra.mode=MULTIRUN" in found.overrides
+    if "sweep" in map(key_of, found.overrides) and not (multirun or found.cfg or found.help):
         raise UserError("sweep: add -m to run one")
-    return Arguments(command, found.overrides, parsed, flags, found.help, multirun, found.config_dir, shows, primary=command)
+    return Arguments(command, found.overrides, parsed, flags, found.help, multirun, found.config_dir, bool(found.cfg), command)
 
 
 def _override(command: str, word: str) -> Override:
@@ -234,44 +234,34 @@ def primary(arguments: Arguments, start: dict[str, Any]) -> str:
     return "_checkpoint"
 
 
-class Start:
-    """What a run starts from: the words of a command line, whose primary configuration is set, and the checkpoint that they
-    name."""
+def begin(arguments: Arguments) -> None:
+    """Makes the checkpoint that the words name, if any, what the command starts from."""
+    start = start_checkpoint(arguments)
+    if start is not None:
+        arguments.primary = primary(arguments, start)
+        arguments.before, arguments.chosen_before = start["config"], start["choices"]
 
-    def __init__(self, arguments: Arguments) -> None:
-        start = start_checkpoint(arguments)
-        if start is not None:
-            arguments.primary = primary(arguments, start)
-        self.arguments = arguments
-        self.before: dict[str, Any] = {} if start is None else start["config"]
-        self.chosen_before: dict[str, str] = {} if start is None else start["choices"]
 
-    def with_defaults(self, config: DictConfig, overrides: list[str]) -> DictConfig:
-        """What Hydra composed, as a structured config with all options, whose names and types are checked."""
-        plain = without_replaced_options(to_plain(config), overrides, self.before)
-        return with_defaults(self.arguments.command, OmegaConf.create(plain))
+def completed(arguments: Arguments, config: DictConfig, overrides: list[str]) -> DictConfig:
+    """What Hydra composed, as a structured config with all options, whose names and types are checked."""
+    plain = without_replaced_options(to_plain(config), overrides, arguments.before)
+    return with_defaults(arguments.command, OmegaConf.create(plain))
 
-    def structured(self, config: DictConfig, overrides: list[str], chosen: Mapping[str, str | None] | None = None) -> RunConfig:
-        """What Hydra composed, as dataclasses. Checks the options, but not what only their classes know.
 
-        Args:
-            chosen: Hydra's choice of each group.
-
-        Raises:
-            UserError: a mistake in the configuration.
-        """
-        typed = checked(self.arguments.command, self.with_defaults(config, overrides))
-        if typed.ckpt_path is not None:
-            if self.arguments.command != "fit" and self.arguments.value("ckpt_path") is None:
-                raise UserError("ckpt_path: a file in --config-dir cannot name it; give it on the command line")
-            typed.ckpt_path = str(checkpoint_path(typed.ckpt_path, self.arguments.command, typed.output_dir))
-        options = {group: option for group, option in (chosen or {}).items() if option and "/" not in group}
-        typed.choices = {"backward": typed.backward.name} | self.chosen_before | options
-        for key in map(key_of, overrides):
-            if key.endswith(f".{TARGET}"):  # its class is none of the options
-                typed.choices.pop(key.removesuffix(f".{TARGET}"), None)
-        typed.overrides = overrides
-        return typed
+def typed(arguments: Arguments, config: DictConfig, overrides: list[str], chosen: Mapping[str, str | None]) -> RunConfig:
+    """What Hydra composed, as dataclasses; ``chosen``: its choice of each group. Raises a UserError if there is a mistake, but
+    for what only the classes know."""
+    found = checked(arguments.command, completed(arguments, config, overrides))
+    if found.ckpt_path is not None:
+        if arguments.command != "fit" and arguments.value("ckpt_path") is None:
+            raise UserError("ckpt_path: a file in --config-dir cannot name it; give it on the command line")
+        found.ckpt_path = str(checkpoint_path(found.ckpt_path, arguments.command, found.output_dir))
+    options = {group: option for group, option in chosen.items() if option and "/" not in group}
+    replaced = {key.removesuffix(f".{TARGET}") for key in map(key_of, overrides) if key.endswith(f".{TARGET}")}
+    options = {"backward": found.backward.name} | arguments.chosen_before | options
+    found.choices = {group: option for group, option in options.items() if group not in replaced}  # a class is no option
+    found.overrides = overrides
+    return found
 
 
 JOB = "job.json"
@@ -328,14 +318,14 @@ def compose(command: str = "fit", overrides: Collection[str] = (), config_dir: s
     """
     arguments = parse([command, *(["--config-dir", str(config_dir)] if config_dir else []), *overrides])
     hydra.register(arguments.resume)
-    start = Start(arguments)
+    begin(arguments)
     with explaining():
         composition = composed(arguments.primary, arguments.overrides, arguments.config_dir, with_hydra=True)
     words = to_plain(composition.hydra.overrides.task)  # unresolved: interpolations mean other options
     chosen = to_plain(composition.hydra.runtime.choices)
     with open_dict(composition):
         del composition["hydra"]
-    config = start.structured(composition, words, chosen)
+    config = typed(arguments, composition, words, chosen)
     config.folder = arguments.value("hydra.run.dir")
     if config.folder is None and arguments.resume:
         config.folder = run_folder(command, config.output_dir, True)

@@ -278,30 +278,26 @@ def exclusive(config: RunConfig) -> list[tuple[str, Any, dict[str, Any]]]:
     the others with whether they are."""
     trainer, backward, strategy = config.trainer, config.backward, f"trainer={config.trainer.strategy}"
     several: dict[str, Any] = {"several processes": trainer.strategy != "single"}
-    stepwise = {
-        "trainer.accumulate_grad_batches above 1": trainer.accumulate_grad_batches > 1,
-        "trainer.precision=16-mixed": trainer.precision == "16-mixed",
-    }
+    scaled = {"trainer.precision=16-mixed": trainer.precision == "16-mixed"}
+    stepwise = {"trainer.accumulate_grad_batches above 1": trainer.accumulate_grad_batches > 1} | scaled
     by_norm = trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value"
     clipped = {"clipping by norm; use trainer.gradient_clip_algorithm=value": by_norm}
     captured, synthesis = {"backward.cuda_graph": backward.cuda_graph}, {"a synthesis": config.synthesis is not None}
     diffused = {"task=error_diffusion": is_a(config.task, groups.ERROR_DIFFUSION)}
     varied = {"batches that vary in shape": is_a(config.task, groups.MASKED_LM, groups.SEQUENCE_CLASSIFIER)}
     automatic = {"an automatic batch size": config.batch_is_open}
-    whole = {
-        **{"backward=auto": backward.open, "an average of the weights": config.average},
-        **{"plan": isinstance(config, PlanConfig), "trainer.precision=16-mixed": stepwise["trainer.precision=16-mixed"]},
-    }
-    model = {name: getattr(config.model, name, None) for name in ("adapters", "quantised", "trained")}
-    adapted = {"model.adapters": model["adapters"], "model.quantised": model["quantised"]}
+    planned = {"backward=auto": backward.open, "plan": isinstance(config, PlanConfig)}
+    whole = planned | automatic | scaled | diffused | {"an average of the weights": config.average}
+    adapted = {f"model.{name}": getattr(config.model, name, None) for name in ("adapters", "quantised")}
+    frozen = {"model.trained=head": getattr(config.model, "trained", "all") == "head"}
     few_bits = {"an optimizer of few bits": getattr(config.optimizer, "target", None) == groups.LOW_BIT}
     return [
         ("optimizer.in_backward", config.steps_in_backward, several | stepwise | synthesis | captured | clipped | diffused),
         ("backward.cuda_graph", backward.cuda_graph, several | stepwise | varied),
         ("synthesis.cuda_graph", getattr(config.synthesis, "cuda_graph", False), several),
         ("task=error_diffusion", diffused["task=error_diffusion"], synthesis),
-        (strategy, trainer.strategy in ("fsdp", "tp", "pipeline"), whole | automatic | diffused),
+        (strategy, trainer.strategy in ("fsdp", "tp", "pipeline"), whole),
         (strategy, trainer.strategy in ("tp", "pipeline"), adapted | synthesis),
-        (strategy, trainer.strategy == "pipeline", {"model.trained=head": model["trained"] == "head"} | stepwise | few_bits),
+        (strategy, trainer.strategy == "pipeline", frozen | stepwise | few_bits),
         ("backward=auto", backward.open, automatic),
     ]

@@ -115,7 +115,6 @@ class BackwardConfig:
 IMAGES = "holotrain.data.images.ImageDataModule"
 TEXT = "holotrain.data.text.module.TextDataModule"
 CLASSIFIER = "holotrain.tasks.classification.Classifier"
-IMAGE_CLASSIFIER = "holotrain.tasks.classification.ImageClassifier"
 SEQUENCE_CLASSIFIER = "holotrain.tasks.classification.SequenceClassifier"
 ERROR_DIFFUSION = "holotrain.tasks.classification.ErrorDiffusionClassifier"
 CAUSAL_LM = "holotrain.tasks.language.CausalLM"
@@ -138,7 +137,7 @@ _IMAGES = ("holotrain.models.vit.ViT", "holotrain.models.swin.Swin", "holotrain.
 COMPATIBLE = {
     # An image classifier too, so first.
     ERROR_DIFFUSION: (("holotrain.error_diffusion.cells.ImageErrorDiffusion",), IMAGES, "error_diffusion"),
-    IMAGE_CLASSIFIER: ((*_IMAGES, TIMM, HUGGING_FACE), IMAGES, "image_classification"),
+    "holotrain.tasks.classification.ImageClassifier": ((*_IMAGES, TIMM, HUGGING_FACE), IMAGES, "image_classification"),
     SEQUENCE_CLASSIFIER: ((_ROBERTA, HUGGING_FACE), TEXT, "sequence_classification"),
     CAUSAL_LM: (("holotrain.models.gpt.GPT", HUGGING_FACE), TEXT, "causal_lm"),
     MASKED_LM: ((_ROBERTA, HUGGING_FACE), TEXT, "masked_lm"),
@@ -147,9 +146,6 @@ COMPATIBLE = {
 
 STRATEGIES = ("ddp", "fsdp", "tp", "pipeline")
 """Those of several processes."""
-
-LANGUAGE_MODELS = COMPATIBLE[CAUSAL_LM][0]
-"""Causal ones. They read sequences of any length, or up to the attribute ``longest``."""
 
 Named = TypeVar("Named", ObjectConfig, str)
 """What is configured, or the full name of a class."""

@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, make_dataclass
 from enum import Enum
 from functools import cache, reduce
-from importlib.machinery import PathFinder
 from operator import or_
 from pathlib import Path
 from typing import Any
@@ -179,13 +178,10 @@ def _file(name: str) -> Path | None:
         spec = importlib.util.find_spec(top)
     except ValueError:  # a module without a specification, such as __main__
         return None
-    for length in range(1, len(rest) + 1):
-        if spec is None or spec.submodule_search_locations is None:
-            return None
-        spec = PathFinder.find_spec(".".join([top, *rest[:length]]), list(spec.submodule_search_locations))
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        return None
-    return Path(spec.origin)
+    places = getattr(spec, "submodule_search_locations", None) or []
+    found = [file for place in places for file in (Path(place, *rest, "__init__.py"), Path(place, *rest).with_suffix(".py"))]
+    found = found if rest else [Path(getattr(spec, "origin", None) or "")]
+    return next((file for file in found if file.suffix == ".py" and file.is_file()), None)
 
 
 KINDS: dict[str, Any] = {

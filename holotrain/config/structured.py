@@ -43,11 +43,7 @@ from holotrain.targets import TARGET
 
 
 def structured(command: str, plain: dict[str, Any]) -> RunConfig:
-    """A configuration, resolved and in plain containers, as dataclasses.
-
-    Raises:
-        UserError: an unknown option, a value of another type or out of range, or a combination that cannot be.
-    """
+    """A configuration, resolved and in plain containers, as dataclasses. Raises a UserError if there is a mistake in it."""
     return checked(command, with_defaults(command, OmegaConf.create(literally(plain))))
 
 

@@ -86,7 +86,7 @@ def test_a_wrong_command_line_is_answered_in_a_line_or_two(typed, line, message)
 
 def test_what_is_given_twice_or_taken_away_is_what_comes_last(holotrain):
     words = ["optimizer.lr=1", "optimizer.lr=2", "seed=3", "++seed=4", "~data", "+data._target_=holotrain.data.Digits"]
-    shown = holotrain.done("fit", "--cfg", "job", *words, "experiment=digits_shared", "model=rev_vit_tiny")
+    shown = holotrain.done("fit", "--cfg", "job", *words, "task=image_classification", "model=rev_vit_tiny")
     assert yaml.safe_load(shown)["optimizer"]["lr"] == 2 and yaml.safe_load(shown)["seed"] == 4
     assert "RevViT" in shown  # what an experiment chooses is not given on the line
     Path("${").mkdir()
