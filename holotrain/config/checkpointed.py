@@ -8,6 +8,7 @@ import pkgutil
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from yaml import YAMLError
 
 from holotrain.config.command_options import RunConfig
-from holotrain.config.option_groups import PYTHON_OBJECT
+from holotrain.config.option_groups import GROUPS, PYTHON_OBJECT
 from holotrain.config.signatures import signature, typed_fields
 from holotrain.config.structured import config_folder, stored, structured, to_container
 from holotrain.errors import UserError, as_user_error, did_you_mean
@@ -169,10 +170,11 @@ def _named(words: Iterable[str], config_dir: str | None) -> set[tuple[str, str]]
     for key, _, value in (word.lstrip("+").partition("=") for word in words):
         if key.endswith(f".{TARGET}"):
             named.add((key.removesuffix(f".{TARGET}"), value))
-    for folder in filter(None, (config_folder(), config_dir)):
-        for path in Path(folder).rglob("*.yaml"):
+    folders = [folder for folder in (config_folder(), config_dir) if folder]
+    for folder, group in product(folders, (*GROUPS, "experiment", "sweep")):
+        for path in Path(folder, group).rglob("*.yaml"):
             with suppress(YAMLError, OmegaConfBaseException, OSError):  # it vouches for nothing
                 node = OmegaConf.to_container(OmegaConf.load(path))
-                of_group = targets(node, path.relative_to(folder).parts[0])
-                named |= {(where, str(target)) for where, target in [*of_group, *targets(node)]}  # some files change others
+                of_group, of_all = targets(node, group), targets(node)  # the files of some groups change others
+                named |= {(where, str(target)) for where, target in [*of_group, *of_all]}
     return named
