@@ -25,9 +25,22 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from holotrain.config import command_line
-from holotrain.config.command_line import HELP, Arguments, Job, command_help, overview, parse, prepare_sweep, quoted, read_jobs
+from holotrain.config.command_line import (
+    HELP,
+    Arguments,
+    Job,
+    command_help,
+    composed,
+    config_folder,
+    key_of,
+    overview,
+    parse,
+    prepare_sweep,
+    quoted,
+    read_jobs,
+    register,
+)
 from holotrain.config.signatures import explaining, to_plain
-from holotrain.config.structured import composed, config_folder, key_of, register
 from holotrain.errors import UserError, files_named
 from holotrain.folders import LAST_CHECKPOINT, as_word, relative_to_cwd
 from holotrain.parallel.rank import ProcessRank, rank_from_environment

@@ -26,9 +26,8 @@ from holotrain.commands.prepare import (
 )
 from holotrain.commands.run import Run, write_summary
 from holotrain.config import checkpointed
-from holotrain.config.build import build_loggers, build_matrices, build_trainer, description, task_of
+from holotrain.config.build import build_loggers, build_matrices, build_trainer, check_device, description, task_of
 from holotrain.config.command_options import CheckpointConfig, PredictConfig, RunConfig
-from holotrain.config.devices import check_device
 from holotrain.config.option_groups import CAUSAL_LM, IMAGES, TEXT, is_a
 from holotrain.data.image_files import NamedImageFiles, image_files
 from holotrain.data.loader import worker_count

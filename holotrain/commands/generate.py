@@ -12,8 +12,8 @@ import torch
 from holotrain.commands.prepare import as_exported, described_model
 from holotrain.commands.run import Run, write_summary
 from holotrain.commands.screen import show
+from holotrain.config.build import autocast_of, check_device, device_kind
 from holotrain.config.command_options import GenerateConfig
-from holotrain.config.devices import autocast_of, check_device, device_kind
 from holotrain.data.text.answers import Message, chat_to_answer, chat_writer, messages_in
 from holotrain.data.tokenizers import Tokenizer, tokenizer_from_json
 from holotrain.errors import UserError, as_user_error

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from holotrain.commands.planner import NO_OPTION, TILE, budget_of, planner_of, with_data, with_tile
 from holotrain.commands.run import Run
 from holotrain.commands.screen import console, runs_of
-from holotrain.config.build import build_model, data_properties
+from holotrain.config.build import build_model, data_properties, device_kind
 from holotrain.config.command_options import Config, FitConfig, RunConfig
-from holotrain.config.devices import device_kind
 from holotrain.config.option_groups import AUTO, CAUSAL_LM, COMPATIBLE, is_a
 from holotrain.data.text.module import TextDataModule
 from holotrain.errors import UserError

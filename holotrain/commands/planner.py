@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from holotrain.callbacks import SynthesisCallback
-from holotrain.config.build import build_model, build_object, build_task, data_properties
+from holotrain.config.build import autocast_of, build_model, build_object, build_task, data_properties
 from holotrain.config.command_options import Config, RunConfig
-from holotrain.config.devices import autocast_of
 from holotrain.config.option_groups import AUTO, MASKED_LM, BackwardConfig, ObjectConfig, is_a, takes
 from holotrain.data.loader import batch_unit, example_batch, first_batch, samples_in
 from holotrain.errors import UserError, as_user_error

@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from holotrain.config.build import device_name
 from holotrain.config.checkpointed import COMMAND_LINE_ONLY
-from holotrain.config.command_line import LOCAL_LOGGERS
+from holotrain.config.command_line import LOCAL_LOGGERS, LOG, key_of
 from holotrain.config.command_options import FitConfig, RunConfig
-from holotrain.config.devices import device_name
 from holotrain.config.option_groups import EARLY_STOPPING, PYTHON_OBJECT, is_a
 from holotrain.config.signatures import read_fields
-from holotrain.config.structured import LOG, key_of
 from holotrain.errors import UserError
 from holotrain.folders import LAST_CHECKPOINT, as_word, refuse_links, write_whole
 from holotrain.models.quantised import parameter_count

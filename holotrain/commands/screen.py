@@ -17,8 +17,8 @@ from rich.table import Table
 from torch import nn
 
 from holotrain.commands.run import SUMMARY, Run, Summary
+from holotrain.config.build import device_name, model_parallel_size
 from holotrain.config.command_options import RunConfig
-from holotrain.config.devices import device_name, model_parallel_size
 from holotrain.config.option_groups import ObjectConfig, loads_weights
 from holotrain.data.images import ImageDataModule
 from holotrain.data.text.module import TextDataModule

@@ -4,8 +4,6 @@ command_line     from words, and the checkpoint that they name, to a checked con
 signatures       options, types and help texts of a class, read from its source, as structured configs of OmegaConf
 option_groups    the groups: what they name with its arguments, their own options, and which classes go together
 command_options  the options of each command, and which of several groups go together
-structured       a whole configuration: composed by Hydra, with all defaults, checked, as dataclasses
 checkpointed     what a checkpoint says of its run, checked, and which classes it may name
-build            what a run needs, in this order: data, model, task, trainer, callbacks, loggers
-devices          the device of a run and its processes, and when its trainer validates and logs
+build            what a run needs, in this order: device, data, model, task, trainer, callbacks, loggers
 """

@@ -18,11 +18,10 @@ from omegaconf import OmegaConf
 
 import holotrain
 from holotrain.callbacks import BestCheckpoint, ThroughputMonitor
+from holotrain.config import command_line as composition
 from holotrain.config import command_options
-from holotrain.config import structured as composition
-from holotrain.config.build import build_callbacks, build_data, build_task, build_trainer
+from holotrain.config.build import build_callbacks, build_data, build_task, build_trainer, check_device, validation_and_logging
 from holotrain.config.command_line import quoted
-from holotrain.config.devices import check_device, validation_and_logging
 from holotrain.config.option_groups import COMPATIBLE, SEQUENCE_CLASSIFIER, ObjectConfig, is_a
 from holotrain.config.signatures import REQUIRED, UNKNOWN, signature, structured_config, to_plain
 from holotrain.data import HubImages
