@@ -136,8 +136,6 @@ TASKS = {
 
 EXPERIMENTS = {
     "imagenet_rev_vit_small": ("vit", "imagefolder"),
-    "cifar10_rev_vit_tiny": ("vit", "cifar10"),
-    "error_diffusion_article": ("error_diffusion", "digits"),
     "mine": ("swin", "cifar10"),  # of conf/README.md
 }
 """Recipes with a model or data of their own."""

@@ -174,8 +174,7 @@ def budget_of(config: RunConfig, device: str, processes: int = 1) -> int:
     """Bytes: the option ``memory``, else the free memory of the device; of a GPU's, a part is left to what no plan counts; of a
     CPU's, each process that trains on this machine has an equal share."""
     if config.memory is not None:
-        with as_user_error("memory"):
-            return parse_bytes(config.memory)
+        return parse_bytes(config.memory)
     free = free_memory(device)
     if free is None:
         unknown = "this machine has no GPU" if device == "cuda" else "the free memory of this system is not known"

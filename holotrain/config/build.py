@@ -3,7 +3,6 @@
 import copy
 import math
 import sys
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -34,7 +33,7 @@ from holotrain.checkpoints.saving import last_checkpoint
 from holotrain.config import option_groups as groups
 from holotrain.config.command_options import CheckpointConfig, RunConfig
 from holotrain.config.option_groups import BackwardConfig, ObjectConfig, default_backward, full_name, is_a, schema_of, takes
-from holotrain.config.signatures import REQUIRED, signature
+from holotrain.config.signatures import REQUIRED, Option, signature
 from holotrain.data.text.module import TextDataModule
 from holotrain.data.tokenizers import tokenizer_from_json
 from holotrain.errors import UserError, as_user_error, check_choice
@@ -479,20 +478,15 @@ def build_loggers(config: RunConfig, folder: Path, sweep: str | None = None) -> 
     run = (config.name or folder.name) if sweep is None else f"{config.name or sweep}/{folder.name}"
     loggers = []
     for name, chosen in config.logger.items():
-        context = _logger_context(name, chosen, folder, run, config.tags)
-        loggers.append(build_object(f"logger.{name}", chosen, Logger, group=sweep, **context))
+        parameters = signature(chosen.target).options
+        named = run if "project" in parameters else name  # of a run in a project, or of a subfolder
+        tags = [*config.tags] or None
+        if tags and "dict" in parameters.get("tags", Option("", None, "")).type.lower():
+            tags = dict.fromkeys(tags, "true")
+        context = {"save_dir": folder, "run_name": run, "name": named, "tags": tags, "group": sweep}
+        loggers.append(build_object(f"logger.{name}", chosen, Logger, **context))
         _count_steps_done(loggers[-1])
     return loggers
-
-
-def _logger_context(name: str, chosen: ObjectConfig, folder: Path, run: str, tags: Sequence[str]) -> dict[str, Any]:
-    """What the program knows of a logger's parameters."""
-    parameters = signature(chosen.target).options
-    context: dict[str, Any] = {"save_dir": folder, "run_name": run}
-    context["name"] = run if "project" in parameters else name  # of a run in a project, or of a subfolder
-    if tags and "tags" in parameters:
-        context["tags"] = dict.fromkeys(tags, "true") if "dict" in parameters["tags"].type.lower() else [*tags]
-    return context
 
 
 def _count_steps_done(logger: Logger) -> None:

@@ -140,16 +140,9 @@ COMPUTING = ("torch.optim", "holotrain.tasks.optimizer_functions", "holotrain.ta
 def require_trusted(
     config: dict[str, Any], path: Path, packages: Iterable[str], words: Iterable[str], config_dir: str | None
 ) -> None:
-    """
-    Args:
-        config: the configuration in the checkpoint ``path``.
-        packages: packages that the user trusts. Only their modules, and those that compute, are imported for this check.
-        words: the overrides of the command line, which may name a class at the same place.
-        config_dir: the user's YAML folder, whose files may do so too.
-
-    Raises:
-        UserError: it names a class that nobody vouches for.
-    """
+    """Raises a UserError if the configuration in the checkpoint ``path`` names a class that nobody vouches for: neither the
+    overrides (``words``), nor a YAML file, at the same place, nor a package that the user trusts. Of packages, only the modules
+    of these and those that compute are imported for this check."""
     named = _named(words, config_dir)
     for where, target in targets(config):
         computing = COMPUTING if where in ("optimizer", "scheduler") else ()

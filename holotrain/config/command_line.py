@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -95,9 +95,7 @@ class _Flags(argparse.ArgumentParser):
     """Those of Hydra that a training needs. ``--experimental-rerun`` would unpickle a file."""
 
     def __init__(self) -> None:
-        super().__init__(
-            usage="holotrain COMMAND [flags, group=option and key=value, in any order]", add_help=False, allow_abbrev=False
-        )
+        super().__init__(usage="holotrain COMMAND [flags, group=option, key=value]", add_help=False, allow_abbrev=False)
         self.add_argument("overrides", nargs="*", help=argparse.SUPPRESS)
         self.add_argument("--help", "-h", action="store_true")
         self.add_argument("--multirun", "-m", action="store_true", help="run each combination: optimizer.lr=1e-3,1e-4")
@@ -111,7 +109,6 @@ class _Flags(argparse.ArgumentParser):
 
 def parse(argv: list[str]) -> Arguments:
     """Splits the command line. Raises a UserError if a flag or an override is not well-formed."""
-    require_text(argv)
     command, *rest = argv
     check_choice("the command", command, [*COMMANDS, "init"])
     found = _Flags().parse_intermixed_args(rest)
@@ -148,13 +145,6 @@ def quoted(text: str) -> str:
     return QuotedString(literal(text), Quote.single).with_quotes()
 
 
-def require_text(words: list[str]) -> None:
-    """Refuses bytes that are no text in UTF-8 (which Python passes on as lone surrogates), and null characters."""
-    for word in words:
-        if re.search("[\0\ud800-\udfff]", word):
-            raise UserError(f"{word!a} is not text in UTF-8")
-
-
 def structured(command: str, plain: dict[str, Any]) -> RunConfig:
     """A configuration, resolved and in plain containers, as dataclasses. Raises a UserError if there is a mistake in it."""
     return checked(command, with_defaults(command, OmegaConf.create(literally(plain))))
@@ -169,7 +159,7 @@ def with_defaults(command: str, config: DictConfig) -> DictConfig:
         if group == "optimizer" and chosen:
             named = {name: OmegaConf.select(config, f"model.{name}") for name in ("name", "pretrained")}
             chosen = groups.optimizer_for(chosen, plain.get("model") and plain["model"] | named)
-        unused = group in groups.OF_THE_TASK and not groups.takes(schema.task[TARGET], group)
+        unused = group in ("model", "optimizer", "scheduler") and not groups.takes(schema.task[TARGET], group)
         chosen = None if unused or (group == "synthesis" and not chosen) else chosen
         schema[group], values[group] = chosen if chosen is None else group_config(group, chosen), chosen
     for group in groups.NAMED_GROUPS:
@@ -188,12 +178,8 @@ def keys(config: DictConfig) -> list[str]:
 
 
 def group_config(where: str, plain: dict[str, Any]) -> DictConfig:
-    """The options of a class or function, as its signature has them: a structured config.
-
-    Args:
-        where: the group, or a name in it, such as ``callbacks.memory``.
-        plain: what is given.
-    """
+    """The options of a class or function, as its signature has them: a structured config. ``where``: the group, or a name in
+    it, such as ``callbacks.memory``; ``plain``: what is given."""
     schema = groups.schema_of(where)
     target = plain.get(TARGET) if isinstance(plain, dict) else None
     if not isinstance(target, str):
@@ -306,25 +292,15 @@ def config_folder() -> str:
 
 def register(resume: bool = False) -> None:
     """Fills the ConfigStore; ``resume``: use the folder of the latest run or sweep instead of a new one."""
-    _store_options()
-    # Cached like Hydra's ${now:}, because every use within one launch must give the same folder.
-    OmegaConf.register_new_resolver(
-        "run_folder", lambda kind, root: run_folder(kind, root, resume), replace=True, use_cache=True
-    )
-
-
-@cache
-def _store_options() -> None:
     store = ConfigStore.instance().store
     for command in COMMANDS:
         store(name=command, node=options(command, ["_self_", "_common"]))
     for group, nodes in stored().items():
         for name, node in nodes.items():
             store(name=name, node=node, group=group)
-
-
-PACKAGES = {"model": "holotrain.models", "data": "holotrain.data", "optimizer": "holotrain.tasks.optimizer_functions"}
-"""Where the classes and functions are that ``conf/_options.json`` names."""
+    # Cached like Hydra's ${now:}, because every use within one launch must give the same folder.
+    resolver = partial(run_folder, resume=resume)
+    OmegaConf.register_new_resolver("run_folder", resolver, replace=True, use_cache=True)
 
 
 @cache
@@ -335,7 +311,7 @@ def stored() -> dict[str, dict[str, dict[str, Any]]]:
     found["trainer"] = {name: {"defaults": ["default"], "accelerator": name} for name in ("cpu", "gpu")}
     found["trainer"] |= {name: {"defaults": ["default"], "strategy": name, "devices": "auto"} for name in groups.STRATEGIES}
     for group, classes in file["classes"].items():
-        found[group] = {name: {TARGET: f"{PACKAGES[group]}.{target}"} for name, target in classes.items()}
+        found[group] = {name: {TARGET: f"{file['packages'][group]}.{target}"} for name, target in classes.items()}
     for size, arguments in file["sizes"].items():
         found["model"][size.lower()] = {TARGET: f"holotrain.models.{size.partition('_')[0]}", **arguments}
         found["model"][f"rev_{size.lower()}"] = {TARGET: f"holotrain.models.Rev{size.partition('_')[0]}", **arguments}
@@ -425,10 +401,7 @@ def start_checkpoint(arguments: Arguments) -> dict[str, Any] | None:
     """What the checkpoint that ``ckpt_path=`` or ``resume=true`` name holds of its run; None: they name none.
 
     A sweep of trainings has none: each job composes its own configuration and continues in its own folder. Other sweeps may
-    vary everything but the checkpoint.
-
-    Raises:
-        UserError: there is no such file, it is not a checkpoint of holotrain, or it names a class that is not trusted.
+    vary everything but the checkpoint. Raises a UserError if it is none, or names a class that is not trusted.
     """
     named, root = arguments.value("ckpt_path") or "null", arguments.value("output_dir") or "runs"
     if arguments.multirun and arguments.command == "fit":

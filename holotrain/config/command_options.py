@@ -13,7 +13,7 @@ from holotrain.config import option_groups as groups
 from holotrain.config.option_groups import BackwardConfig, ObjectConfig, is_a, loads_weights
 from holotrain.config.signatures import Option, signature
 from holotrain.errors import UserError, as_user_error, check_choice
-from holotrain.numeric import require_at_least, require_within
+from holotrain.numeric import parse_bytes, require_at_least, require_within
 from holotrain.schedules import AUTO
 
 
@@ -72,6 +72,8 @@ class RunConfig(Composed):
         require_within(0, 2**32, seed=self.seed)
         if isinstance(self.compile, str):
             check_choice("compile", self.compile, ["max-autotune-no-cudagraphs"])
+        with as_user_error("memory"):
+            parse_bytes(self.memory or "1B")
         check_task(self)
         check_groups(self)
 

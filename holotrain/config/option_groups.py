@@ -4,6 +4,7 @@ Nothing here imports torch, so that ``--help`` is fast. The string below a field
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn, TypeGuard, TypeVar
 
@@ -18,11 +19,7 @@ PYTHON_OBJECT = f"{__name__}.python_object"
 
 
 def python_object(kind: str) -> NoReturn:
-    """An object of Python code. No file can name it, so the command line cannot make it.
-
-    Args:
-        kind: full name of the object's class
-    """
+    """An object of Python code, of a class with this name. No file can name it, so the command line cannot make it."""
     raise ValueError(f"a {kind} that Python code made is needed; give it to holotrain.fit, test, ... as an object")
 
 
@@ -144,8 +141,7 @@ COMPATIBLE = {
 }
 """The models and the data of each of our tasks, and the head that a Hugging Face model has for it."""
 
-STRATEGIES = ("ddp", "fsdp", "tp", "pipeline")
-"""Those of several processes."""
+STRATEGIES = ("ddp", "fsdp", "tp", "pipeline")  # those of several processes
 
 Named = TypeVar("Named", ObjectConfig, str)
 """What is configured, or the full name of a class."""
@@ -174,19 +170,14 @@ def _signature(config: ObjectConfig | str) -> Signature:
 
 def loads_weights(model: Mapping[str, Any] | None) -> bool:
     """Whether a training with these options of the model, in plain containers, starts from pretrained weights."""
-    if not model:
-        return False
-    if model.get("pretrained"):
-        return True
-    name, download = model.get("name"), bool(model.get("download"))
-    if not is_a(model[TARGET], HUGGING_FACE) or not isinstance(name, str):
-        return is_a(model[TARGET], TIMM) and download
-    from holotrain.models.huggingface_files import has_weights  # imports torch
+    if not model or model.get("pretrained") or not is_a(model[TARGET], HUGGING_FACE, TIMM):
+        return bool(model and model.get("pretrained"))
+    if is_a(model[TARGET], HUGGING_FACE) and isinstance(model.get("name"), str):
+        from holotrain.models.huggingface_files import has_weights  # imports torch
 
-    try:
-        return has_weights(name)
-    except ValueError:  # there is no such folder, or not yet
-        return download
+        with suppress(ValueError):  # there is no such folder, or not yet
+            return has_weights(model["name"])
+    return bool(model.get("download"))
 
 
 def optimizer_for(optimizer: dict[str, Any], model: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -241,7 +232,6 @@ def trainer_options(
     accelerator: Literal["auto", "cpu", "gpu", "mps"] = "auto",
     precision: Literal["auto", "32-true", "64-true", "bf16-mixed", "16-mixed"] = "auto",
     float32_matmul_precision: Literal["highest", "high", "medium"] = "highest",
-    gradient_clip_algorithm: Literal["norm", "value"] | None = "norm",
     strategy: Literal["single", "ddp", "fsdp", "tp", "pipeline"] = "single",
     devices: int | Literal["auto"] = 1,
     num_nodes: int | None = None,
@@ -264,7 +254,6 @@ def trainer_options(
         accelerator: cpu, gpu (NVIDIA or Apple), mps (Apple) or auto (the GPU, if there is one)
         precision: 32-true, 64-true, bf16-mixed, 16-mixed, or auto: bf16-mixed on a GPU that computes in it, else 32-true
         float32_matmul_precision: products of float32 on a GPU: highest, high (TF32) or medium (TF32, or less), as in torch
-        gradient_clip_algorithm: what gradient_clip_val bounds: the norm of all gradients or each value; null: norm
         strategy: single (process), ddp, fsdp (FSDP2), tp (tensor parallel) or pipeline (each process has some of the blocks)
         devices: processes on this machine, one per GPU; auto: one for each GPU, or as many as torchrun started
         num_nodes: number of machines; start the command on each with torchrun; null: as many as were started
@@ -283,7 +272,7 @@ def trainer_options(
     """
 
 
-PASSED_ON = ("accelerator", "precision", "gradient_clip_algorithm")
+PASSED_ON = ("accelerator", "precision")
 """Options of :func:`trainer_options` that are passed on to Lightning."""
 
 
@@ -309,7 +298,7 @@ class GroupSchema:
         found = {name: each for name, each in (signature(target).options | own).items() if name not in self.reserved}
         for name in found.keys() & {*self.known}:
             found[name] = replace(found[name], type=found[name].type and f"{found[name].type} | None", default=None)
-        for name in found.keys() & {*BATCH_SIZES}:  # may be auto, which is replaced before the class sees it
+        for name in found.keys() & {"batch_size", "max_tokens"}:  # may be auto, which is replaced before the class sees it
             found[name] = replace(found[name], type=found[name].type and f'{found[name].type} | Literal["auto"]')
         return found
 
@@ -327,8 +316,6 @@ class GroupSchema:
     def reserved(self) -> set[str]:
         return {*self.names, *self.elsewhere}
 
-
-BATCH_SIZES = ("batch_size", "max_tokens")
 
 DATA_PROPERTIES = ("image_size", "channels", "classes", "num_classes", "vocab", "vocab_size", "context", "pad_id")
 """Parameters of models and tasks that the data module tells, if it can."""
@@ -350,9 +337,6 @@ OBJECT_GROUPS = {
 
 PROCESS_OPTIONS = OBJECT_GROUPS["trainer"].own - {"float32_matmul_precision", "backend", "timeout"}
 """Options about several processes. A training continues with the same ones; the other commands default to one process."""
-
-OF_THE_TASK = ("model", "optimizer", "scheduler")
-"""Groups that a task takes as parameters. A LightningModule without such a parameter has no such group."""
 
 NAMED_GROUPS = {
     "callbacks": GroupSchema(

@@ -263,13 +263,8 @@ def literal(text: str) -> str:
 
 
 def read_fields(path: Path, kinds: dict[str, str], what: str, lacking: Collection[str] = ()) -> dict[str, Any]:
-    """The fields of a JSON file that anybody may have written, as their types take them. Other fields are passed over.
-
-    Args:
-        kinds: the type of each field, as an annotation.
-        what: what the file is, for messages.
-        lacking: fields that the file need not have, which are None then.
-    """
+    """The fields of a JSON file that anybody may have written, as their types (``kinds``, as annotations) take them. Others are
+    passed over; those that may be ``lacking`` are None then. ``what``: what the file is, for messages."""
     try:
         found = read_json(path)
         return typed_fields({name: None for name in lacking} | {name: found[name] for name in kinds if name in found}, kinds)
@@ -291,11 +286,7 @@ def to_plain(node: DictConfig | ListConfig, resolve: bool = False) -> Any:
 
 @contextmanager
 def explaining(options: Collection[str] = ()) -> Generator[None]:
-    """Raises a UserError if Hydra, OmegaConf or a dataclass of options refuse what is done inside.
-
-    Args:
-        options: the keys of all options.
-    """
+    """Raises a UserError if Hydra, OmegaConf or a dataclass of options refuse what is done inside; ``options``: all keys."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:

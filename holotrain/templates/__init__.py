@@ -6,7 +6,7 @@ from keyword import iskeyword
 from pathlib import Path
 from shlex import quote
 
-from holotrain.config.command_line import HELP, require_text
+from holotrain.config.command_line import HELP
 from holotrain.errors import UserError
 
 TEMPLATE, NAME = Path(__file__).parent / "project", "my_project"
@@ -21,7 +21,6 @@ NAME is that of the project and of its Python package. Of a path the last part i
 def init(words: list[str]) -> int:
     """Writes the folder that the command line names and returns 0. Raises a UserError if that is no name of a new package, or
     the folder is not empty or cannot be written."""
-    require_text(words)
     if HELP & {*words}:
         print(USAGE)
         return 0
