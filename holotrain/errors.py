@@ -38,13 +38,6 @@ def check_choice(where: str, value: str | None, choices: Iterable[str]) -> None:
         raise UserError(f"{where}: {value!r} is not one of {', '.join(choices)}.{did_you_mean(str(value), choices)}")
 
 
-def refuse(mistakes: Mapping[str, object]) -> None:
-    """Raises a UserError with the first message whose condition holds."""
-    for message, holds in mistakes.items():
-        if holds:
-            raise UserError(message)
-
-
 @contextmanager
 def files_named() -> Generator[None]:
     """Turns an OSError inside into a UserError, if only a name that the user gave, or rights, can be its cause."""
