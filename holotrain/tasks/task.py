@@ -96,11 +96,7 @@ class Task(ShowsInherited, pl.LightningModule):
         return loss
 
     def on_fit_start(self) -> None:
-        if self._graphed is None:
-            return
-        if self.trainer.strategy.root_device.type != "cuda":
-            raise ValueError("backward.cuda_graph: needs an NVIDIA GPU; set it to false")
-        if self.trainer.accumulate_grad_batches > 1:
+        if self._graphed is not None and self.trainer.accumulate_grad_batches > 1:
             raise ValueError("cuda_graph sets gradients anew in each batch; set accumulate_grad_batches=1 or cuda_graph=False")
 
     @property
