@@ -42,6 +42,20 @@ def write_network(folder: Path, kind: str, **changed) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": kind, **NETWORKS[kind], **changed}))
 
 
+def write_tokenizer(folder: Path) -> None:
+    """One of bytes, with 258 tokens, for chats too, as AutoTokenizer reads it."""
+    import tokenizers
+    import transformers
+
+    split = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = {word: number for number, word in enumerate(["<pad>", "<eos>", *split.alphabet()])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(words, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = split, tokenizers.decoders.ByteLevel()
+    chat = "{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}"
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "chat_template": chat}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+
+
 def write_texts(folder: Path) -> None:
     for label, word in (("fruit", "apple"), ("metal", "iron")):
         (folder / "texts" / label).mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -108,14 +109,22 @@ class RecomputedForward(ReplacedForward):
             return self.pass_on(arguments, keywords)
         if not self.module.training and any(map(is_cache, (*arguments, *keywords.values()))):  # maybe it generates
             return self.pass_on_in_eval(arguments, keywords)
-        if getattr(self.module, "gradient_checkpointing", False):
-            self.module.gradient_checkpointing = False  # transformers' own, as its Trainer sets it: the block would run thrice
+        self._take_from_transformers()
         x, run, rest = call_of(self.own(), arguments, keywords)
         if not isinstance(x, Tensor):
             x, run, rest = _within(x, run, rest)
         if x is None:
             return self.pass_on(arguments, keywords)
-        return checkpointed(self.module, x, backward=self.backward, forward=run, **rest)
+        return checkpointed(self.module, x, backward=self.backward, forward=partial(self._run, run), **rest)
+
+    def _run(self, run: Callable, x: Tensor, **rest: Any) -> Any:
+        self._take_from_transformers()  # whose checkpointing may have been switched on since the forward, as TRL does
+        return run(x, **rest)
+
+    def _take_from_transformers(self) -> None:
+        """Switches off its own checkpointing of this block, which would run a third time."""
+        if getattr(type(self.module), "gradient_checkpointing", None) is False:
+            vars(self.module).pop("gradient_checkpointing", None)
 
 
 def _within(stream: Any, run: Callable, rest: dict[str, Any]) -> tuple[Tensor | None, Callable, dict[str, Any]]:

@@ -12,6 +12,7 @@ import lightning
 import pytest
 import torch
 from covering import long, slow
+from foreign_models import write_tokenizer
 from gloo_pair import found_by_processes
 from made_once import made_once
 from torch import nn
@@ -39,13 +40,7 @@ def folder(tmp_path_factory) -> Path:
         torch.manual_seed(0)
         config = transformers.LlamaConfig(**SIZES, eos_token_id=1)
         transformers.LlamaForCausalLM(config).save_pretrained(path / "model")
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-        words = {word: number for number, word in enumerate(["<pad>", "<eos>", *pre_tokenizers.ByteLevel.alphabet()])}
-        tokenizer = Tokenizer(models.BPE(words, []))
-        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-        made = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
-        made.save_pretrained(path / "model")
+        write_tokenizer(path / "model")
 
     return made_once(tmp_path_factory, "pretrained_for_trainers", make)
 
@@ -204,7 +199,7 @@ def test_two_processes(folder, tmp_path, monkeypatch):
 # Whose checkpointing, whose loss, which mode
 
 
-@pytest.mark.parametrize("kind", ["Trainer", slow("SFT")])
+@pytest.mark.parametrize("kind", ["Trainer", slow("SFT"), slow("DPO")])
 def test_transformers_own_checkpointing_gives_way(folder, kind):
     """Each MLP runs twice for a batch, not thrice."""
     model, calls = recompute(loaded(folder), tile=16 if kind == "SFT" else None), []

@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from covering import long, slow
+from foreign_models import write_tokenizer
 from forked import COMMAND_LINE, Forked
 from made_once import made_once
 from readme_commands import (
@@ -148,8 +149,9 @@ def test_python_blocks_run_one_after_another(readme, tmp_path, monkeypatch, caps
 def write_a_gpt2(folder: Path) -> None:
     """What the READMEs call ``my_gpt2``, in Hugging Face's format."""
     transformers = pytest.importorskip("transformers")
-    sizes = {"n_embd": 32, "n_layer": 3, "n_head": 2, "vocab_size": 50, "bos_token_id": 0, "eos_token_id": 0}
+    sizes = {"n_embd": 32, "n_layer": 3, "n_head": 2, "vocab_size": 258, "bos_token_id": 1, "eos_token_id": 1}
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(folder)
+    write_tokenizer(folder)
 
 
 # The command line
