@@ -1,10 +1,7 @@
 """The commands as Python functions: the same as the command line, also with objects of a program's own."""
 
-import copy
 import logging
 import math
-import os
-import shutil
 import subprocess
 import sys
 import traceback
@@ -165,15 +162,6 @@ def test_mistakes_with_objects(here, objects, words, expected):
     assert not list(here.glob("runs/fit/*"))
 
 
-def test_under_a_launcher(here, monkeypatch):
-    fit = holotrain.fit  # is imported by now
-    monkeypatch.setattr(os, "environ", copy.deepcopy(os.environ))  # as datasets leaves it, after reading in several processes
-    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items():
-        monkeypatch.setenv(name, str(value))
-    assert "with torchrun start python -m holotrain fit" in refusal(fit, overrides=SMALL)
-    assert not any(here.iterdir())
-
-
 def test_load_predict_and_export_read_checkpoints_and_runs(here, run):
     last = torch.load(run / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
     last = {name.removeprefix("model."): value for name, value in last.items() if name.startswith("model.")}
@@ -185,20 +173,6 @@ def test_load_predict_and_export_read_checkpoints_and_runs(here, run):
         model = holotrain.load(path)
         assert not model.training and all(torch.equal(value, last[name]) for name, value in model.state_dict().items())
     assert "there is no file" in refusal(holotrain.load, here / "none.ckpt")
-
-
-def test_a_folder_of_several_runs_says_which_to_choose(here, run):
-    for job in ("sweeps/one/0", "sweeps/one/1", "single"):
-        shutil.copytree(run / "checkpoints", here / "runs/fit" / job / "checkpoints")
-    newest = here / "runs/fit/sweeps/one/1/checkpoints/last.ckpt"
-    os.utime(newest, (2**31, 2**31))
-    for folder, count in (("runs/fit/sweeps/one", 2), ("runs/fit/sweeps", 2), ("runs/fit", 3), ("runs", 3)):
-        expected = f"ckpt_path={folder}: this folder holds {count} runs; choose one, such as ckpt_path=runs/fit/sweeps/one/1"
-        assert refusal(holotrain.load, folder) == expected
-        assert refusal(holotrain.compose, "test", [f"ckpt_path={folder}"]) == expected
-    shutil.copytree(run / "checkpoints", here / "other/fit/single/checkpoints")
-    expected = "ckpt_path=other/fit: this folder holds 1 run; give ckpt_path=other/fit/single"
-    assert refusal(holotrain.load, "other/fit") == expected
 
 
 @pytest.mark.slow

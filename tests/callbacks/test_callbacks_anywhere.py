@@ -6,14 +6,13 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from shown_runs import assert_trains_as_without
 from small_trainings import Memo
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import holotrain
 from holotrain import callbacks
-from holotrain.callbacks import BestCheckpoint, WeightAverage, progress
+from holotrain.callbacks import BestCheckpoint, progress
 
 PACKAGE = Path(holotrain.__file__).parent
 
@@ -76,11 +75,6 @@ def test_what_does_not_apply_does_nothing(data, tmp_path):
     assert not list(tmp_path.rglob("*.ckpt"))  # no metric chooses one
 
 
-def test_a_metric_of_the_users_chooses_the_best(tmp_path):
-    fit(Regression(), tmp_path, [progress("lines"), WeightAverage(0.5), BestCheckpoint(tmp_path, "val/loss", "min")])
-    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["best-epoch2-step4.ckpt"]
-
-
 class Constant(Regression):
     def validation_step(self, batch, batch_idx):
         self.log("val/accuracy", 0.75)
@@ -93,8 +87,3 @@ def test_of_equal_values_the_latest_is_kept_and_the_best(tmp_path, mode, save_to
     fit(Constant(), tmp_path, [progress("lines"), best])
     assert sorted(path.name for path in tmp_path.glob("*.ckpt"))[-kept:][-1] == Path(best.best_model_path).name
     assert len(list(tmp_path.glob("*.ckpt"))) == kept and Path(best.best_model_path).name == "best-epoch2-step4.ckpt"
-
-
-def test_what_looks_at_a_training_does_not_change_it(tmp_path):
-    names = ("Predictions", "ConfusionMatrix", "OptimizationMonitor")
-    assert_trains_as_without([getattr(callbacks, name)() for name in names], tmp_path)

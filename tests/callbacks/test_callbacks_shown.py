@@ -7,7 +7,7 @@ from covering import slow
 from shown_runs import Logged, adamw, assert_trains_as_without, fit, images
 from small_trainings import Memo
 
-from holotrain.callbacks import ConfusionMatrix, Predictions, Samples
+from holotrain.callbacks import ConfusionMatrix, OptimizationMonitor, Predictions, Samples
 from holotrain.data import TextFiles
 from holotrain.models import GPT, generate
 from holotrain.models.generation import Sampling
@@ -109,7 +109,8 @@ def test_texts_are_what_the_model_writes_after_the_prompts(text, tmp_path):
 
 
 def test_a_training_is_the_same_with_and_without(text, tmp_path):
-    assert_trains_as_without([Samples(tokens=8)], tmp_path, lambda: (gpt(text), text), precision="bf16-mixed")
+    assert_trains_as_without([Samples(tokens=8)], tmp_path / "text", lambda: (gpt(text), text), precision="bf16-mixed")
+    assert_trains_as_without([Predictions(), ConfusionMatrix(), OptimizationMonitor()], tmp_path / "images")
 
 
 @pytest.mark.parametrize("options", [{"prompts": "one text"}, {"prompts": []}, {"tokens": 0}])

@@ -148,11 +148,3 @@ def test_resuming_is_the_same_bit_for_bit(tmp_path, options):
     resumed, trainer = fit(SynthesisCallback(**options), epochs=3, checkpoint=tmp_path / "step=12.ckpt")
     assert trainer.global_step == 36
     assert_equal_parameters(resumed, whole)
-
-
-def test_a_checkpoint_saved_after_the_training(tmp_path):
-    _, trainer = fit(SynthesisCallback())
-    trainer.save_checkpoint(tmp_path / "after.ckpt")
-    whole, _ = fit(SynthesisCallback(), epochs=3)
-    resumed, _ = fit(SynthesisCallback(), epochs=3, checkpoint=tmp_path / "after.ckpt")
-    assert_equal_parameters(resumed, whole)

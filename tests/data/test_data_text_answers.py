@@ -29,11 +29,7 @@ INSTRUCT = (
     "{% elif m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}{{ raise_exception('no such role') }}{% endif %}"
     "{% endfor %}"
 )
-THINKING = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+
 CHAT = [
     {"role": "user", "content": "what is a?"},
     {"role": "assistant", "content": " n "},
@@ -44,7 +40,6 @@ LEARNED = {
     CHATML: ["n<|im_end|>", "née n<|im_end|>"],
     MARKED: [" n <|im_end|>", "née n<|im_end|>"],
     INSTRUCT: ["  n  <|im_end|>", " née n <|im_end|>"],
-    THINKING: [" n <|im_end|>", "<think>\n\n</think>\n\nnée n<|im_end|>"],
 }
 """What is learned of that chat, by hand, with each template."""
 

@@ -1,7 +1,5 @@
 """Models of timm and transformers from the command line: what is taken over of published weights, mistakes, and memory."""
 
-import json
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +7,6 @@ import pytest
 import torch
 from compared import assert_equal
 from covering import slow
-from data_files import write_folder
 from foreign_models import SHORT, TEXT, TINY, trained_once, words_of, write_network, write_texts
 
 import holotrain as package
@@ -36,41 +33,6 @@ def test_generated_tokens_are_those_of_the_whole_context(tmp_path, kind):
         for token in row:
             assert model(text[None])[0, -1].argmax() == token
             text = torch.cat((text, token[None]))
-
-
-@pytest.mark.slow
-def test_weights_and_tokenizer_of_a_folder(holotrain, tmp_path):
-    """With words that the tokenizer lacks, another number of classes, and a head of another task."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    write_texts(tmp_path)
-    write_network(tmp_path / "network", "bert")
-    torch.manual_seed(3)
-    config = transformers.AutoConfig.from_pretrained("network")
-    theirs = transformers.BertForMaskedLM(config)
-    theirs.save_pretrained("network")
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.add_special_tokens(["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", "[ONE]", "[TWO]"])
-    tokenizer.save("network/tokenizer.json")
-    words = [*SHORT, *words_of("bert", "sequence_classification"), "optimizer.lr=1e-9", "hydra.run.dir=run"]
-    status, out, err = holotrain("fit", *words)
-    assert status == 0
-    assert "tensors of network; new, random: bert.pooler" in err and "left out: cls.predictions" in err
-    assert "the data have 263 words and the model has 260; 3 rows are added" in err
-    trained = package.load("run").model.bert
-    for name, weight in theirs.bert.encoder.state_dict().items():
-        torch.testing.assert_close(trained.encoder.state_dict()[name], weight, rtol=0, atol=1e-6)
-    assert holotrain("export", "ckpt_path=run", "to=back")[0] == 0
-    back = transformers.AutoTokenizer.from_pretrained("back")
-    assert back("iron", add_special_tokens=False).input_ids == tokenizer.encode("iron").ids and back.mask_token == "[MASK]"
-    assert transformers.AutoModelForSequenceClassification.from_pretrained("back").config.id2label == {0: "fruit", 1: "metal"}
-    # The folder that was written begins another training, with the same classes or a checkpoint with others.
-    status, _, err = holotrain("fit", *words[:-1], "model.name=back", "hydra.run.dir=again")
-    assert status == 0 and "new" not in err and "left out" not in err
-    status, _, err = holotrain("fit", *words[:-1], "model.pretrained=run/checkpoints/last.ckpt", "hydra.run.dir=third")
-    assert status == 0 and "new" not in err
 
 
 def test_images_of_another_size_and_number_of_classes(tmp_path, capsys):
@@ -123,20 +85,6 @@ def test_a_mistake_is_one_line(holotrain, tmp_path, words, said):
     assert said in holotrain.refused("fit", *SHORT, *words)
 
 
-@pytest.mark.parametrize(
-    ("name", "extra", "words"),
-    [
-        ("transformers", "huggingface", words_of("vit", "image_classification")),
-        slow("timm", "timm", TINY),
-        slow("peft", "peft", [*TINY, "model.adapters={_target_: peft.LoraConfig, r: 4}"]),
-    ],
-)
-def test_a_missing_library_is_one_line(holotrain, monkeypatch, name, extra, words):
-    monkeypatch.setitem(sys.modules, name, None)
-    write_network(Path("network"), "vit")
-    assert holotrain.refused("fit", *SHORT, *words).endswith(f" {name}: pip install 'holotrain[{extra}]'\n")
-
-
 def test_the_weights_of_a_checkpoint_of_an_older_version_load(holotrain, trained):
     """Its configuration has two options more, with which it is not continued."""
     run = trained("gpt2", "causal_lm")
@@ -171,21 +119,3 @@ def test_lora_is_trained_and_merged(holotrain):
     assert "last.ckpt was trained with null; leave the option out" in said and "to=FOLDER writes it whole" in said
     pretrained = ["model.pretrained=run/checkpoints/last.ckpt"]
     assert "write them whole" in holotrain.refused("fit", *SHORT, *words_of("vit", "image_classification"), *pretrained)
-
-
-@pytest.mark.slow
-def test_images_are_normalised_as_the_model_asks(holotrain, tmp_path):
-    write_folder(tmp_path / "photos", size=16)
-    data = ["data=imagefolder", "data.root=photos", "data.image_size=16", "data.batch_size=4", "data.num_workers=0"]
-    words = [*SHORT, *TINY, *data, "test=false"]
-    assert holotrain("fit", *words, "data.processor=vit_small_patch16_224", "hydra.run.dir=run")[::2] == (0, "")
-    assert holotrain("export", "ckpt_path=run", "to=export")[0] == 0
-    published = timm.get_pretrained_cfg("vit_small_patch16_224")
-    assert json.loads(Path("export/config.json").read_text())["pretrained_cfg"]["mean"] == list(published.mean)
-    Path("normal").mkdir()
-    Path("normal/preprocessor_config.json").write_text(json.dumps({"image_mean": [0.1, 0.2, 0.3], "image_std": [1, 2, 3]}))
-    assert holotrain("fit", *words, "data.processor=normal", "hydra.run.dir=other")[::2] == (0, "")
-    checkpoint = torch.load("other/checkpoints/last.ckpt", weights_only=True)
-    assert checkpoint["holotrain"]["description"]["statistics"] == [[0.1, 0.2, 0.3], [1.0, 2.0, 3.0]]
-    for wrong, said in (("nowhere", "there is no folder nowhere"), ("photos", "photos holds neither preprocessor_config.json")):
-        assert holotrain.refused("fit", *words, f"data.processor={wrong}").startswith(f"holotrain: data.processor: {said}")

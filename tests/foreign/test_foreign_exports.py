@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from compared import assert_equal
-from covering import slow
-from foreign_models import KINDS, NETWORKS, SHORT, example, trained_once, words_of, write_network, write_texts
+from foreign_models import KINDS, NETWORKS, example, trained_once, write_texts
 from left_by_runs import summary
 
 import holotrain as package
@@ -136,25 +135,3 @@ def test_a_checkpoint_and_its_export_need_no_other_file(holotrain, trained, tmp_
         assert_equal(getattr(transformers, THEIRS[task]).from_pretrained("tuned").eval()(given).logits, model(given))
     if task == "causal_lm":
         assert "start from them with model.pretrained=tuned" in holotrain.refused("fit", "ckpt_path=tuned")
-
-
-def lora(layers):
-    return ["model.adapters._target_=peft.LoraConfig", f"model.adapters.target_modules=[{layers}]", "model.adapters.r=4"]
-
-
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        slow(words_of("vit", "image_classification"), [*lora("q_proj"), "model.quantised=4bit"]),
-        slow(["model=vit_tiny"], ["model.trained=head", "model.quantised=8bit"]),
-    ],
-)
-def test_an_export_of_a_trained_part_is_measured(holotrain, words, part):
-    pytest.importorskip("peft")
-    write_network(Path("network"), "vit")
-    holotrain.done("fit", *SHORT, *words, *part, "hydra.run.dir=run", "optimizer.lr=0.1")
-    holotrain.done("export", "ckpt_path=run", "to=tuned")
-    for path in ("run", "tuned"):
-        holotrain.done("test", f"ckpt_path={path}", f"hydra.run.dir=test_{path}")
-    losses = [summary(Path(f"test_{path}"))["metrics"]["test/loss"] for path in ("run", "tuned")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -1,18 +1,14 @@
-"""Trainings that start from pretrained weights: their defaults, what the first screen says, and the figures before them."""
+"""Trainings that start from pretrained weights: their defaults, and what is not evaluated before."""
 
 from pathlib import Path
 
 import pytest
 from covering import slow
-from foreign_models import NETWORKS, TEXT, write_network, write_texts
-from left_by_runs import summary
+from foreign_models import NETWORKS, TEXT, write_network
 
 import holotrain as package
 
 transformers = pytest.importorskip("transformers")
-
-SHORT = ["trainer.max_steps=2", "trainer.max_epochs=-1", "trainer.val_check_interval=null", "test=false"]
-HERE = ["trainer.accelerator=cpu", "logger=none", "callbacks.progress=null"]
 CAUSAL = ["task=causal_lm", "model=huggingface", "model.name=network"]
 MINE = "# @package _global_\ndefaults:\n  - override /model: huggingface\nmodel:\n  name: ${oc.env:PWD}/network\n"
 WITH_RATE = "optimizer:\n  lr: 3e-3\n"
@@ -49,20 +45,6 @@ def test_pretrained_weights_are_tuned_gently(tmp_path, monkeypatch, words, name,
     config = package.compose("fit", words, config_dir="mine")
     assert (config.choices.get("optimizer"), config.optimizer.lr) == (name, rate)
     assert config.trainer.gradient_clip_val == 1 and 0 < config.scheduler.warmup <= 0.1
-
-
-@pytest.mark.slow
-def test_pretrained_weights_are_evaluated_before_any_training(holotrain, tmp_path):
-    """The figure is that of a checkpoint whose training changed nothing."""
-    write_texts(tmp_path)
-    write_pretrained(Path("network"))
-    words = [*TEXT, *CAUSAL, *HERE]
-    status, out, err = holotrain("test", *words, "hydra.run.dir=before")
-    assert status == 0 and "tensors of network" in err and "pretrained, network" in out
-    assert holotrain("fit", *words, *SHORT, "optimizer.lr=0", "hydra.run.dir=run")[0] == 0
-    holotrain.done("test", "ckpt_path=run", "hydra.run.dir=after")
-    before, after = summary(Path("before")), summary(Path("after"))
-    assert before["metrics"] == after["metrics"] and before["checkpoint"] is None
 
 
 def test_random_weights_are_not_evaluated(holotrain):

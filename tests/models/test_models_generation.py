@@ -86,17 +86,6 @@ def test_it_stops_where_the_context_is_full():
     assert continued(model_of(context=10), [torch.tensor([1, 2, 3])], 100).shape == (1, 7)
 
 
-def test_a_mistake_within_a_step_leaves_the_mode_as_it_was():
-    model = model_of()
-    texts = generate(model, [torch.tensor([3])], 5)
-    next(texts)
-    with torch.no_grad():
-        model.norm.weight.fill_(float("nan"))
-    with pytest.raises(ValueError, match="its training has diverged"):
-        list(texts)
-    assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
-
-
 LOGITS = torch.tensor([[2.0, 0.0, 1.0, -1.0]])
 
 

@@ -5,13 +5,12 @@ import struct
 
 import pytest
 import torch
-from compared import assert_close, assert_equal
+from compared import assert_equal
 from covering import paired
 from small_models import CELLS, FAMILIES, IMAGE, TRANSFORMERS, example
 from torch import nn
 
 import holotrain
-from holotrain.models.adapters import add_peft, merge_peft
 from holotrain.models.quantised import bits_of, quantise
 from holotrain.models.saved import build, load, read_config, save
 
@@ -42,19 +41,6 @@ def test_every_model_comes_back_bit_for_bit(tmp_path, name, bits):
     other = holotrain.load(tmp_path / "a" / "b")
     assert type(other).__name__ == name and not other.training and bits_of(other) == bits
     assert_equal(other(example(name)), model(example(name)))
-
-
-def test_layers_of_peft_have_to_be_merged_first(tmp_path):
-    peft = pytest.importorskip("peft")
-    model, arguments = model_of("RevViT")
-    add_peft(model, peft.LoraConfig(r=2, target_modules=["query_key_value"], init_lora_weights=False))
-    quantise(model, 4)
-    expected = model(example("RevViT")).detach()
-    with pytest.raises(ValueError, match=r"layers of peft; merge_peft\(model\)"):
-        save(tmp_path, "holotrain.models.RevViT", arguments, model)
-    merge_peft(model)
-    save(tmp_path, "holotrain.models.RevViT", arguments, model)
-    assert_close(load(tmp_path)(example("RevViT")), expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -108,14 +94,6 @@ def changed_config(**changes):
         (folder / "config.json").write_text(json.dumps(config | changes))
 
     return change
-
-
-@torch.no_grad()
-def test_an_export_of_an_older_version_is_read(tmp_path):
-    """It has arguments more, of which one that mattered has other weights."""
-    model = saved_in(tmp_path, "RoBERTa")
-    changed_config(arguments=FAMILIES["RoBERTa"] | {"norm": "pre"}, adapters=None)(tmp_path)
-    assert_equal(load(tmp_path)(example("RoBERTa")), model(example("RoBERTa")))
 
 
 INSIDE = "holotrain.models.RevViT.forward.__globals__.update"  # an attribute of a class that is trusted

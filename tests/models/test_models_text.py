@@ -71,23 +71,6 @@ def test_packed_sequences_are_the_masked_ones(model_class, options, monkeypatch)
     torch.testing.assert_close(*found, rtol=0, atol=1e-12 if "exact" not in options else 1e-6)
 
 
-def test_blocks_that_cannot_read_packed_sequences_get_a_mask(monkeypatch):
-    tokens, mask, _ = text_batch()
-    contexts, model = spied(monkeypatch), RevRoBERTa(**SMALL, drop_path=0.5)
-    for mode in (True, False):
-        model.train(mode)(tokens, mask)
-    assert [list(context) for context in contexts] == [["mask"], ["packing"]]
-    model.blocks.blocks[0].f.compile()
-    assert not model._packs
-
-
-@pytest.mark.parametrize("count", [0, 3])
-def test_a_batch_of_padding_alone_is_masked(count):
-    model = RevRoBERTa(**SMALL).eval()
-    tokens = torch.zeros(count, 12, dtype=torch.int64)
-    assert model(tokens, torch.zeros(count, 12, dtype=torch.bool)).shape == (count, 12, SMALL["vocab"])
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_gpu_packs_in_16_bits_without_waiting(monkeypatch):

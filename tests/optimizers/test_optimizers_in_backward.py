@@ -156,15 +156,6 @@ def test_a_weight_that_is_needed_after_its_step_is_refused(backward, fused):
     del optimizer
 
 
-class CommonRate(SGD):
-    """Counts its steps in its group, as optimizers do that adapt one rate for all parameters."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["steps"] = group.get("steps", 0) + 1
-        return super().step(closure)
-
-
 def test_sharded_parameters_are_refused():
     dist = torch.distributed
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -188,9 +179,6 @@ def test_what_needs_all_gradients_is_refused():
         patch.setattr(torch.distributed, "is_initialized", lambda: True)
         patch.setattr(torch.distributed, "get_world_size", lambda: 2)
         InBackward(SGD(net.parameters()))
-    optimizer = InBackward(CommonRate(net.parameters(), lr=0.1))
-    with pytest.raises(RuntimeError, match="CommonRate keeps a state of all parameters"):
-        net(torch.ones(1, 2)).sum().backward()
     optimizer = InBackward(SGD(net.parameters(), lr=0.1))
     net(torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match="cannot accumulate gradients"):

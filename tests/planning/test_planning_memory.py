@@ -14,9 +14,7 @@ from tracked_memory import check_plan
 
 from holotrain import models
 from holotrain.planning import TrainingStep, simulate_step
-from holotrain.planning.devices import cuda_rules
 from holotrain.planning.fake_tensors import Unplannable, assume_mask_share, fake_tensors
-from holotrain.planning.tracker import AllocationTracker
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -124,26 +122,3 @@ def test_nothing_is_allocated_and_parts_are_what_they_are_called():
 def test_what_cannot_be_planned_is_named(work, operation):
     with pytest.raises(Unplannable, match=operation), fake_tensors():
         work(torch.ones(3))
-
-
-def test_a_mask_selects_its_share():
-    with fake_tensors(), assume_mask_share(0.25):
-        x = torch.zeros(8, 5, requires_grad=True)
-        chosen = x[torch.zeros(8, dtype=torch.bool)]
-        assert chosen.shape == (2, 5)
-        chosen.sum().backward()
-        assert x.grad.shape == (8, 5)
-
-
-def test_cudas_attention_drops_within_its_kernel():
-    def attended(dropout):
-        tracker = AllocationTracker()
-        q = torch.zeros(2, 4, 256, 16, requires_grad=True)
-        with tracker.tracking():
-            nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=dropout).sum().backward()
-        return tracker.peak()
-
-    with fake_tensors():
-        assert attended(0.1) > 4 * attended(0.0)  # a CPU makes all weights, to drop some
-        with cuda_rules():
-            assert attended(0.1) == attended(0.0)

@@ -2,8 +2,6 @@
 
 import itertools
 import random
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,9 +18,7 @@ from holotrain.planning import TrainingStep, simulate_step
 from holotrain.planning.choice import MARGIN, Option, Stage, TooSmall, choose
 from holotrain.planning.fake_tensors import fake_tensors
 from holotrain.planning.memory_plan import (
-    choose_batch,
     choose_schedules,
-    choose_tile,
     largest,
     largest_batch,
     least_memory,
@@ -30,7 +26,7 @@ from holotrain.planning.memory_plan import (
 )
 from holotrain.planning.planner import free_memory
 from holotrain.schedules import PLAIN, SCHEDULES
-from holotrain.tasks.optimizer_functions import adafactor, adamw, adamw_low_bit, muon, sgd
+from holotrain.tasks.optimizer_functions import adafactor, adamw, adamw_low_bit, muon
 
 
 def test_what_must_fit_is_the_bound():
@@ -45,26 +41,6 @@ def test_what_must_fit_is_the_bound():
     assert figures["bound"] == plan.configured.bound == figures["peak"] + figures["scratch"]
     with pytest.raises(TooSmall):
         choose_schedules(planned, plan.budget)
-
-
-def test_a_batch_that_is_chosen_leaves_a_margin():
-    planned = planner(batch=1)
-    budget = planned.footprint("reversible", 9).bound
-    size = choose_batch(planned, budget)
-    assert planned.footprint("reversible", size).bound <= 0.998 * budget < planned.footprint("reversible", size + 1).bound
-    with pytest.raises(TooSmall) as error:
-        choose_batch(planned, budget, least=size + 1)
-    assert error.value.least == planned.footprint("reversible", size + 1).bound
-
-
-def test_schedules_that_are_open_are_chosen_within_the_budget():
-    planned = planner(batch=16, backward=None, schedules=("autograd", "reversible"))
-    least, most = (planned.footprint(name).bound for name in ("reversible", "autograd"))
-    plan = make_plan(planned, (least + most) // 2)
-    assert plan.backward == "auto" and plan.schedule == plan.choice.blocks and len(plan.schedule) == 2
-    assert plan.configured.bound == plan.choice.bound <= plan.budget
-    small = make_plan(planned, least - 1)
-    assert (small.backward, small.choice, small.fits) == ("reversible", None, False)
 
 
 def test_the_free_memory_is_that_of_the_tightest_limit(monkeypatch, tmp_path):
@@ -121,18 +97,6 @@ def test_no_choice_that_fits_is_cheaper(seed):
     assert choice.cost <= min(fitting)
 
 
-def test_what_is_left_over_is_given_out_again():
-    """A peak that is less than the sum, since what the last blocks hold is free when the first are recomputed."""
-    stage = Stage(10, [Option("reversible", 0, 4.0), Option("autograd", 100, 3.0)])
-
-    def peak(blocks):
-        return 1000 + 500 + max(0, 100 * blocks.count("autograd") - 500)
-
-    assert choose([stage], peak, 1505).blocks.count("autograd") == 5
-    assert choose([stage], peak, 1805).blocks.count("autograd") == 8
-    assert choose([stage], peak, 2008).blocks.count("autograd") == 10
-
-
 def convex(seed):
     generator = random.Random(seed)
     lines = [(generator.randint(0, 2000), generator.choice([0, 1, 7, 40, 133])) for _ in range(3)]
@@ -187,14 +151,6 @@ def test_a_plan_is_what_the_tensors_take(make, optimizer):
     with fake_tensors():
         planned = simulate_step(step_of(make, optimizer))
     check_plan(planned, step_of(make, optimizer, fake=False))
-
-
-def test_a_step_that_needs_the_gradients_is_no_step_in_the_backward():
-    model = nn.Linear(2, 2)
-    for options in ({"clip": 1.0}, {"batches": 2}, {"rewrite": lambda: None}):
-        with pytest.raises(ValueError, match="needs gradients after the backward"):
-            TrainingStep(model, lambda: None, InBackward(sgd(model)), **options)
-    TrainingStep(model, lambda: None, InBackward(sgd(model)), clip=1.0, clip_value=True)
 
 
 # Blocks that are recomputed from what is kept of their inputs.
@@ -260,44 +216,3 @@ def test_the_choice_goes_from_stored_to_checkpointed_to_offloaded():
     assert chosen(peaks["offload"]) == ["offload"] * DEPTH
     two = ["offload"] * 2 + ["checkpoint"] * (DEPTH - 2)
     assert chosen(on_gpu.footprint(two).bound / (1 - MARGIN) + 1) == two
-
-
-def test_tiles_are_chosen_where_they_cost_less():
-    """They cost less than recomputing most blocks."""
-    plain, tiled = planner_of("cpu"), replace(planner_of("cpu"), tile=64)
-
-    def bounded(of, most, least):
-        def footprint(backward, batch=None, depth=None):
-            blocks = [backward] * DEPTH if isinstance(backward, str) else backward
-            share = blocks.count("autograd") / DEPTH
-            return SimpleNamespace(bound=int(least + (most - least) * share))
-
-        object.__setattr__(of, "footprint", footprint)
-
-    bounded(plain, 100, 50)
-    bounded(tiled, 60, 30)
-
-    def chosen(budget, tiled=tiled):
-        planner, choice = choose_tile(plain, tiled, budget, measure=False)
-        return planner, choice.blocks.count("checkpoint")
-
-    assert chosen(101) == (plain, 0)
-    assert chosen(90)[0] is plain
-    assert chosen(61) == (tiled, 0)
-    assert chosen(31)[0] is tiled
-    assert chosen(52, None)[0] is plain
-    for budget, least in ((15, 30), (49, 50)):
-        with pytest.raises(TooSmall) as refusal:
-            chosen(budget, tiled if least == 30 else None)
-        assert refusal.value.least == least
-
-
-def test_inexact_schedules_are_chosen_only_where_they_are_allowed():
-    exact, inexact = planner_of("cpu"), replace(planner_of("cpu"), inexact=True)
-    peaks = {name: exact.footprint(name).bound for name in ("checkpoint", "checkpoint8")}
-    budget = (peaks["checkpoint"] + peaks["checkpoint8"]) // 2
-    with pytest.raises(TooSmall):
-        choose_schedules(exact, budget, measure=False)
-    object.__setattr__(inexact, "make_model", exact.make_model)
-    blocks = choose_schedules(inexact, budget, measure=False).blocks
-    assert set(blocks) == {"checkpoint8", "checkpoint"} and inexact.footprint(blocks).bound <= budget
