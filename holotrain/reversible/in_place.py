@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from holotrain.numeric import counted
+from holotrain.reversible.chunks import ChunkedForward, train_in_chunks
 from holotrain.reversible.coupling import ReversibleBlock
 from holotrain.reversible.lists_of_blocks import named_blocks
 from holotrain.reversible.replaced_forward import ReplacedForward, call_of, is_cache
@@ -25,6 +26,7 @@ def recompute(
     *,
     backward: str | Sequence[str] = "checkpoint",
     tile: int | Mapping[str, int] | None = None,
+    chunk: int | None = None,
 ) -> nn.Module:
     """Has a stack of blocks keep only their inputs in training, and run again in the backward, in place.
 
@@ -40,12 +42,15 @@ def recompute(
             with a slice, as in ``"stages.1.blocks[1:]"``. None: the one list of blocks that the model has, or all of them if
             all hold blocks of one class.
         backward: how each block's input is kept, one name of :data:`~holotrain.schedules.PLAIN` or one for each block. Where
-            it is inexact, the forward does not change; the gradients are those of the rounded inputs.
+            it is inexact, the forward does not change; the gradients are those of the rounded inputs. ``"chunks"``: blocks
+            store everything, of one chunk.
         tile: tokens of each row that MLPs take at a time, also as part of a block that runs again; or a mapping from names of
             modules, such as ``"layers.*.mlp"``, to tokens, for modules that you know to keep tokens apart; see
             :func:`~holotrain.reversible.tiles.tile_modules`. In language models of transformers, the head and the loss of
             ``model(input_ids, labels=labels)`` are then taken in tiles, too, and ``logits`` is None in training; see
             :mod:`holotrain.reversible.tiled_loss`. None: all tokens at once.
+        chunk: tokens of a sequence that a causal language model of transformers takes at a time, under any ``backward``; see
+            :func:`~holotrain.reversible.train_in_chunks`. None: 1,024 for ``"chunks"``, else the whole sequence.
 
     Returns:
         the model.
@@ -54,6 +59,8 @@ def recompute(
         ValueError: the model has no such list of blocks, or several lists and none is named; the blocks are reversible; an
             unknown or a wrong number of schedules.
     """
+    if backward == "chunks":
+        backward, chunk = "autograd", 1024 if chunk is None else chunk
     chosen = named_blocks(model, blocks)
     schedules = [backward] * len(chosen) if isinstance(backward, str) else list(backward)
     if len(schedules) != len(chosen):
@@ -64,6 +71,8 @@ def recompute(
         raise ValueError("the blocks are those of a ReversibleSequence, which has a backward of its own: set sequence.backward")
     if tile is not None:
         take_in_tiles(model, tile)
+    if chunk is not None:
+        train_in_chunks(model, chunk)
     for block, schedule in zip(chosen, schedules, strict=True):
         recompute_block(block, schedule)
     return model
@@ -71,7 +80,7 @@ def recompute(
 
 def undo(model: nn.Module) -> nn.Module:
     """Takes back what :func:`recompute` did to a model, in place. The weights stay as they are trained."""
-    for kind in (Tiled, TiledLoss, RecomputedForward):
+    for kind in (ChunkedForward, Tiled, TiledLoss, RecomputedForward):
         kind.remove_all(model)
     return model
 

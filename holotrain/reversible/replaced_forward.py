@@ -166,7 +166,7 @@ def is_cache(value: Any) -> bool:
 
 def _no_cache(value: Any) -> Any:
     """None for an empty cache of keys and values, to which a recomputation would add a second time."""
-    if not is_cache(value):
+    if not is_cache(value) or getattr(value, "runs_again", False):
         return value
     if getattr(value, "is_compileable", False):
         raise ValueError(

@@ -126,7 +126,7 @@ class Tiles:
         sums = self._sums | (self._linear.sums if self._linear else {})
         if self._gradient is not None:
             sums[self._hidden] = self._gradient
-        return _KnownGradients.apply(total, count, [*sums.values()], *sums).to(self._dtype)
+        return KnownGradients.apply(total, count, [*sums.values()], *sums).to(self._dtype)
 
     def _add_tile(self, rows: slice, targets: Tensor, ignored: int, smoothing: float) -> Tensor:
         """Adds the gradients of a tile to their sums, and returns its loss."""
@@ -232,7 +232,7 @@ class _Linear(torch.autograd.Function):
         return gradient @ weight, None, None, None
 
 
-class _KnownGradients(torch.autograd.Function):
+class KnownGradients(torch.autograd.Function):
     """``total / count``, whose gradients are known but for the factor. In half precision they would underflow with it."""
 
     @staticmethod

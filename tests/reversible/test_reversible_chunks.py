@@ -1,0 +1,343 @@
+"""Causal models of transformers in chunks of their sequence, against the same models at once, with plain autograd."""
+
+import copy
+
+import pytest
+import torch
+from covering import slow
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from tracked_memory import TrackedMemory
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    CohereConfig,
+    DeepseekV3Config,
+    DynamicCache,
+    FalconConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    GPT2Config,
+    GPTJConfig,
+    GPTNeoXConfig,
+    GptOssConfig,
+    GraniteConfig,
+    JambaConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    OPTConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.loss.loss_utils import LOSS_MAPPING
+
+from holotrain.reversible import recompute, train_in_chunks, undo
+
+WORDS, TOKENS = 97, 50
+SMALL = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4}
+GROUPED = SMALL | {"num_key_value_heads": 2}
+OLD = {"vocab_size": WORDS, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+DRY = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+
+MODELS = {
+    "Llama": lambda: LlamaConfig(**GROUPED),
+    "GPT-2": lambda: GPT2Config(**OLD, **DRY),
+    "Mistral": lambda: MistralConfig(**GROUPED, sliding_window=16),
+    "Qwen2": lambda: Qwen2Config(**GROUPED),
+    "Qwen3": lambda: Qwen3Config(**GROUPED, head_dim=8),
+    "GPT-NeoX": lambda: GPTNeoXConfig(**SMALL, attention_dropout=0.0, hidden_dropout=0.0),
+    "GPT-J": lambda: GPTJConfig(**OLD, rotary_dim=4, **DRY),
+    "Gemma 2": lambda: Gemma2Config(**GROUPED, head_dim=8, sliding_window=16, final_logit_softcapping=3.0),
+    "Gemma 3": lambda: Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=16),
+    "Phi-3": lambda: Phi3Config(**GROUPED, pad_token_id=0),
+    "OLMo 2": lambda: Olmo2Config(**GROUPED),
+    "Granite": lambda: GraniteConfig(**GROUPED),
+    "StarCoder2": lambda: Starcoder2Config(**GROUPED),
+    "StableLM": lambda: StableLmConfig(**GROUPED),
+    "Cohere": lambda: CohereConfig(**GROUPED),
+    "SmolLM3": lambda: SmolLM3Config(**GROUPED, pad_token_id=0),
+    "GLM-4": lambda: Glm4Config(**GROUPED, head_dim=8, pad_token_id=0),
+    "Bloom": lambda: BloomConfig(vocab_size=WORDS, hidden_size=32, n_layer=3, n_head=4),
+    "Falcon": lambda: FalconConfig(vocab_size=WORDS, hidden_size=32, num_hidden_layers=3, num_attention_heads=4),
+    "OPT": lambda: OPTConfig(**SMALL, ffn_dim=64, max_position_embeddings=64, word_embed_proj_dim=32, dropout=0.0),
+}
+IN_FP32 = {
+    "Mixtral": lambda: MixtralConfig(**GROUPED, num_local_experts=4),
+    "Qwen3-MoE": lambda: Qwen3MoeConfig(**GROUPED, head_dim=8, num_experts=4, **EXPERTS),
+    "DeepSeek-V3": lambda: DeepseekV3Config(
+        **SMALL, n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, **EXPERTS, **LATENT
+    ),
+    "gpt-oss": lambda: GptOssConfig(**GROUPED, head_dim=8, num_local_experts=4, sliding_window=16),
+}
+"""Mixtures, whose products of groups are not there in fp64."""
+
+COMPUTES_IN_FP32 = {"Gemma 2", "Gemma 3", "Cohere"}
+
+
+@pytest.fixture
+def in_double(monkeypatch):
+    """The loss of transformers casts logits to fp32; this one does not."""
+
+    def loss(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **rest):
+        labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:] if shift_labels is None else shift_labels
+        total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return total / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+    monkeypatch.setitem(LOSS_MAPPING, "ForCausalLM", loss)
+
+
+def made(name: str, dtype: torch.dtype = torch.float64, **options):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config((MODELS | IN_FP32)[name](), **options).to(dtype).train()
+
+
+def batch(tokens: int = TOKENS) -> dict[str, Tensor]:
+    """With a power of two by which the loss is divided: norms in fp32 round gradients of the sum as those of the mean."""
+    ids = torch.randint(WORDS, (2, tokens), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :9] = -100
+    return {"input_ids": ids, "labels": labels, "num_items_in_batch": torch.tensor(64)}
+
+
+def step(model, given: dict) -> tuple[float, Tensor]:
+    """Loss, and all gradients in one row; they are taken from the model."""
+    loss = model(**given).loss
+    loss.backward()
+    gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters() if p.requires_grad]
+    row = torch.cat([each.flatten() for each in gradients])
+    model.zero_grad()
+    return loss.item(), row
+
+
+def off(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def require_equal(model, given: dict, chunk: int = 16, bound: float = 1e-12, **at_once) -> None:
+    loss, expected = step(model, given | at_once)
+    train_in_chunks(model, chunk)
+    for _ in range(2):
+        found, gradient = step(model, given)
+        assert found == pytest.approx(loss, rel=bound) and off(gradient, expected) < bound
+    undo(model)
+    assert model(**given).logits is not None
+
+
+@pytest.mark.parametrize("name", [*MODELS][:3] + [slow(name) for name in [*MODELS][3:]])
+def test_loss_and_gradients_are_those_of_the_whole(name, in_double):
+    require_equal(made(name), batch(), bound=1e-7 if name in COMPUTES_IN_FP32 else 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_FP32)
+def test_mixtures_are_those_of_the_whole(name):
+    require_equal(made(name, torch.float32), batch(), bound=1e-5)
+
+
+def test_the_mean_is_over_the_labels_that_count(in_double):
+    given = batch()
+    del given["num_items_in_batch"]
+    require_equal(made("GPT-2"), given)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 49, TOKENS, 64])
+def test_any_length_of_a_chunk(chunk, in_double):
+    require_equal(made("Llama"), batch(), chunk)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding(name, side, in_double):
+    given = batch()
+    mask = torch.ones(2, TOKENS, dtype=torch.long)
+    padded = slice(0, 20) if side == "left" else slice(30, TOKENS)
+    mask[1, padded] = 0
+    given["labels"][1, padded] = -100
+    require_equal(made(name), given | {"attention_mask": mask})
+
+
+def test_documents_in_a_row_do_not_read_each_other(in_double):
+    positions = torch.cat([torch.arange(11), torch.arange(27), torch.arange(12)])[None].expand(2, -1)
+    model, given = made("Llama"), batch()
+    at_once = step(model, given | {"position_ids": positions, "use_cache": False})
+    assert off(step(model, given)[1], at_once[1]) > 0.01
+    require_equal(model, given | {"position_ids": positions}, use_cache=False)
+
+
+def test_dropout_is_drawn_alike_again(in_double):
+    """Against the chunks with one graph, in an ordinary cache."""
+    options = OLD | {"resid_pdrop": 0.3, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(GPT2Config(**options), attn_implementation="eager").double().train()
+    given, cache, losses = batch(), DynamicCache(), []
+    labels = torch.nn.functional.pad(given["labels"], (0, 1), value=-100)[:, 1:]
+    torch.manual_seed(3)
+    for start in range(0, TOKENS, 16):
+        part = labels[:, start : start + 16].contiguous()
+        result = model(given["input_ids"][:, start : start + 16], cache, labels=part, shift_labels=part, num_items_in_batch=1)
+        losses.append(result.loss)
+    loss = sum(losses) / 64
+    loss.backward()
+    expected, after = torch.cat([p.grad.flatten() for p in model.parameters()]), torch.rand(())
+    model.zero_grad()
+    train_in_chunks(model, 16)
+    model(**given)  # the first call is looked at
+    torch.manual_seed(3)
+    found, gradient = step(model, given)
+    assert found == pytest.approx(loss.item(), rel=1e-12) and off(gradient, expected) < 1e-12
+    assert torch.rand(()) == after
+
+
+def test_adapters_over_a_frozen_base(in_double):
+    model = get_peft_model(made("Llama"), LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
+    model.double()
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    require_equal(model, batch())
+    assert all(weight.grad is None for weight in model.parameters() if not weight.requires_grad)
+
+
+@pytest.mark.parametrize("backward", ["checkpoint", "chunks"])
+def test_blocks_may_run_again_within_a_chunk(backward, in_double):
+    model, given = made("Llama"), batch()
+    loss, expected = step(model, given)
+    recompute(model, "model.layers", backward=backward, chunk=16)
+    found, gradient = step(model, given)
+    assert found == pytest.approx(loss, rel=1e-12) and off(gradient, expected) < 1e-12
+
+
+def test_gradients_of_two_batches_are_added_and_each_parameter_gets_one_of_each(in_double):
+    model, first, second = made("Llama"), batch(), batch(33)
+    expected = step(model, first)[1] + 4 * step(model, second)[1]
+    train_in_chunks(model, 16)
+    calls = []
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(calls.append)
+    model(**first).loss.backward()
+    (4 * model(**second).loss).backward()
+    assert off(torch.cat([p.grad.flatten() for p in model.parameters()]), expected) < 1e-12
+    assert len(calls) == 2 * len([*model.parameters()])
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_half_precision_is_as_exact_as_at_once(whole):
+    """``whole``: the model is in bf16; else autocast casts."""
+    exact, given = made("Llama", torch.float32), batch(400)
+    expected = step(exact, given)[1]
+    model = copy.deepcopy(exact).to(torch.bfloat16) if whole else exact
+
+    def error() -> float:
+        with torch.autocast("cpu", torch.bfloat16, enabled=not whole):
+            return off(step(model, given)[1].float(), expected)
+
+    at_once = error()
+    train_in_chunks(model, 16)
+    assert 0 < error() < 1.2 * at_once
+
+
+def test_what_grows_with_the_sequence_is_keys_values_and_their_gradients():
+    """Of 3 layers, 2 of 4 heads of 8 numbers, in fp32; and the mask and the tokens themselves."""
+
+    def peak(tokens: int) -> int:
+        model = train_in_chunks(made("Llama", torch.float32), 64)
+        given = {"input_ids": torch.randint(WORDS, (1, tokens))}
+        given["labels"] = given["input_ids"]
+        step(model, given)
+        model(**given).loss.backward()  # gradients are there
+        with TrackedMemory(model) as memory:
+            model(**given).loss.backward()
+        return memory.peak
+
+    grows = (peak(2048) - peak(1024)) / 1024
+    kept = 2 * 2 * 3 * 2 * 8 * 4
+    mask = 2 * 64 * 4
+    assert kept <= grows < kept + 2 * mask + 64
+
+
+def test_a_second_backward_and_no_labels():
+    model, given = train_in_chunks(made("Llama", torch.float32), 16), batch()
+    assert model(input_ids=given["input_ids"]).logits.shape == (2, TOKENS, WORDS)
+    result = model(**given)
+    assert result.logits is None
+    result.loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward"):
+        result.loss.backward()
+    with torch.no_grad():
+        assert model(**given).logits is not None
+    assert model.eval()(**given).logits is not None
+
+
+class TwoWays(torch.nn.Module):
+    """What reads the tokens behind, too."""
+
+    def __init__(self, own) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, x):
+        return self.own(x) + x.mean(1, keepdim=True)
+
+
+def bidirectional():
+    model = made("Llama", torch.float32)
+    model.model.layers[1].mlp = TwoWays(model.model.layers[1].mlp)
+    return model
+
+
+REFUSED = {
+    "mamba": (lambda: AutoModelForCausalLM.from_config(MambaConfig(**SMALL)), {}, "cache of keys and values alone"),
+    "jamba": (lambda: AutoModelForCausalLM.from_config(JambaConfig(**GROUPED, use_mamba_kernels=False)), {}, "cache"),
+    "what reads tokens behind": (bidirectional, {}, "something else in chunks than at once"),
+    "embeddings": (lambda: made("Llama", torch.float32), {"inputs_embeds": torch.zeros(2, TOKENS, 32)}, "inputs_embeds"),
+    "a whole mask": (
+        lambda: made("Llama", torch.float32),
+        {"attention_mask": torch.ones(2, 1, TOKENS, TOKENS)},
+        r"attention_mask of \(B, T\)",
+    ),
+    "a router's loss": (
+        lambda: AutoModelForCausalLM.from_config(MixtralConfig(**GROUPED, num_local_experts=4, output_router_logits=True)),
+        {},
+        "output_router_logits",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_takes_no_chunks_says_so(name):
+    make, given, words = REFUSED[name]
+    model = train_in_chunks(make().train(), 16)
+    with pytest.raises(ValueError, match=words):
+        model(**batch(), **given)
+    undo(model)
+    assert not given or name == "embeddings" or model(**batch(), **given).loss.isfinite()
+
+
+def test_gradient_checkpointing_of_transformers_turns_the_cache_off():
+    model = train_in_chunks(made("Llama", torch.float32), 16)
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="gradient_checkpointing"):
+        model(**batch())
+
+
+def test_what_is_no_causal_language_model():
+    with pytest.raises(ValueError, match="no causal language model"):
+        train_in_chunks(torch.nn.Linear(2, 2))
+    config = T5Config(vocab_size=WORDS, d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4)
+    with pytest.raises(ValueError, match="no causal language model"):
+        train_in_chunks(T5ForConditionalGeneration(config))
+    with pytest.raises(ValueError, match="chunk must be a number of tokens"):
+        train_in_chunks(made("Llama"), 0)
