@@ -49,7 +49,7 @@ class ChunkLayer(DynamicLayer):
         if not torch.is_grad_enabled():
             return self._kept[0][..., :stop, :], self._kept[1][..., :stop, :]
         if not self._sums:
-            self._sums = [torch.zeros_like(kept, dtype=torch.promote_types(kept.dtype, torch.float32)) for kept in self._kept]
+            self._sums = [torch.zeros_like(kept) for kept in self._kept]  # of 16 bits, too: sums of fp32 are no better
         keys, values = map(_UpTo.apply, new, self._kept, self._sums, [self.start] * 2)
         return keys, values
 
@@ -75,7 +75,7 @@ class _UpTo(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         ctx.sums[..., : ctx.stop, :] += gradient
-        return ctx.sums[..., ctx.start : ctx.stop, :].to(gradient.dtype), None, None, None
+        return ctx.sums[..., ctx.start : ctx.stop, :], None, None, None
 
 
 class ChunkCache(Cache):

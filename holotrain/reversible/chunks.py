@@ -23,7 +23,7 @@ from holotrain.reversible.tiled_cross_entropy import KnownGradients
 from holotrain.reversible.tiled_loss import IGNORED, language_model
 
 CUT = ("input_ids", "position_ids", "token_type_ids")
-TAKEN = (*CUT, "attention_mask", "labels", "num_items_in_batch")
+TAKEN = (*CUT, "attention_mask", "labels", "shift_labels", "num_items_in_batch")
 """Arguments that a model may be called with."""
 
 LOOKED_AT = 32
@@ -67,7 +67,6 @@ class ChunkedForward(ReplacedForward):
     """The forward of a language model, which goes through its sequence in chunks in training with labels."""
 
     KEY, WHAT = "_chunked_forward", "model"
-    IN_EVAL = False  # an evaluation looks at the logits
     chunk: int
 
     def __init__(self, module: Any) -> None:
@@ -79,6 +78,8 @@ class ChunkedForward(ReplacedForward):
         given = _by_name(own, arguments, keywords)
         if given.get("labels") is None:
             return self.pass_on(arguments, keywords)
+        if not self.module.training:  # an evaluation looks at the logits
+            return self.pass_on_in_eval(arguments, keywords)
         _require_taken(self.module, given)
         if not self._proven and not has_no_data(given["input_ids"]):
             _require_equal(self.module, own, given)
@@ -123,7 +124,8 @@ class _Sequence:
         ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
         if mask is not None and not has_no_data(mask) and bool(mask.all()):
             mask = None
-        self.labels = nn.functional.pad(given["labels"], (0, 1), value=IGNORED)[:, 1:]
+        labels = given.get("shift_labels")
+        self.labels = nn.functional.pad(given["labels"], (0, 1), value=IGNORED)[:, 1:] if labels is None else labels
         self._mask, self._documents = mask, None
         if positions is not None and mask is None and not has_no_data(positions):  # transformers looks for them without a cache
             self._documents = _documents(positions.expand(len(ids), -1))
