@@ -13,7 +13,8 @@ earlier plan. --planned takes over an earlier plan, and --toy takes two narrow l
 weights, and steps within the backward, would leave more of a budget to activations, for all methods alike.
 
 Methods: gradient checkpointing of transformers, also with the loss in tiles (as Liger's), and with MLPs in tiles too (as
-ALST's); the same with block inputs in main memory (as Unsloth's: "offload", planned as on a GPU), and in 8 bits.
+ALST's); the same with block inputs in main memory (as Unsloth's: "offload", planned as on a GPU), and in 8 bits. Causal models
+also in chunks of their sequence, of which blocks keep everything ("chunks") or their inputs.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ METHODS: dict[str, Callable[[nn.Module], object]] = {
     "checkpoint, loss in tiles": lambda model: (enable(model), tile_loss(model)),
     "checkpoint in tiles": lambda model: recompute(model, tile=TILE),
     "offload in tiles": lambda model: recompute(model, backward="offload", tile=TILE),
+    "chunks": lambda model: recompute(model, backward="chunks", chunk=TILE),
+    "checkpoint in chunks": lambda model: recompute(model, chunk=TILE),
     "checkpoint8 in tiles": lambda model: recompute(model, backward="checkpoint8", tile=TILE),
 }
 
@@ -227,7 +230,8 @@ def main() -> None:
         return train_longest(options, results)
     for shape in options.shapes:
         tokens = min(options.tokens, 4096) if shape == "vit" else options.tokens
-        methods = [each for each in options.methods if shape != "vit" or "loss" not in each]
+        left_out = {"vit": ("loss", "chunks"), "modernbert": ("chunks",)}.get(shape, ())
+        methods = [each for each in options.methods if not any(word in each for word in left_out)]
         if options.time:
             results[shape] = found = measured(shape, methods, tokens, options)
             for method, row in found.items():
