@@ -128,10 +128,11 @@ def show_start(
         parts = ", ".join(f"{_large(counts['tokens'])} to {name}" for name, counts in data.counts.items())
         rows["text"] = f"tokens: {parts}; vocabulary {data.vocab_size}, context {data.context}"
     rows["samples"] = ", ".join(f"{size} to {part}" for part, size in sizes.items()) or None
-    if config.backward.kind is not None:
-        blocks = f": {runs_of(config.backward.blocks)}" if config.backward.blocks else ""
-        tile = "" if config.backward.tile is None else f", tile={config.backward.tile}"
-        rows["backward"] = f"{config.backward.kind}{blocks}{tile}"
+    backward = config.backward
+    if (backward.kind, backward.tile, backward.chunk) != (None, None, None):
+        blocks = f": {runs_of(backward.blocks)}" if backward.blocks else ""
+        cut = [f", {name}={getattr(backward, name)}" for name in ("tile", "chunk") if getattr(backward, name) is not None]
+        rows["backward"] = f"{backward.name}{blocks}{''.join(cut)}"
     if fits:
         rows["synthesis"] = config.synthesis and _named(run, "synthesis", config.synthesis, "dtype", "split")
         rows["optimizer"] = config.optimizer and _named(run, "optimizer", config.optimizer, "lr")

@@ -51,6 +51,7 @@ from holotrain.overlap.tuner import Tuner
 from holotrain.parallel.rank import ProcessRank
 from holotrain.parallel.stages import Pipeline, check_stages
 from holotrain.parallel.strategies import DataParallel, Sharding, division, overlapped
+from holotrain.reversible.chunks import train_in_chunks
 from holotrain.reversible.sequence import checks_in
 from holotrain.schedules import ON_MISMATCH
 from holotrain.targets import TARGET, first_line, instantiate, needed
@@ -201,6 +202,9 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
     if backward.tile is not None and not takes(chosen, "tile"):
         with as_user_error("backward.tile"):
             set_tile(model, backward.tile)
+    if backward.chunk is not None:
+        with as_user_error("backward.chunk"):
+            train_in_chunks(model, backward.chunk)
     return model
 
 

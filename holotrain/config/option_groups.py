@@ -81,6 +81,8 @@ class BackwardConfig:
     """results to store instead of recomputing: [attention], [matmul] (with it), or operators such as aten.mm.default"""
     tile: int | None = None
     """tokens at a time that layers take which work token by token, such as MLPs; null: all tokens at once"""
+    chunk: int | None = None
+    """tokens of a sequence that a causal language model of transformers takes at a time; null: all tokens at once"""
     inexact: bool = False
     """backward=auto may also choose inexact schedules"""
     on_mismatch: Literal["store", "error"] = "store"
@@ -90,7 +92,7 @@ class BackwardConfig:
 
     def __post_init__(self) -> None:
         check_choice("backward.kind", self.kind or AUTO, OPTIONS)
-        require_at_least(1, tile=self.tile)
+        require_at_least(1, tile=self.tile, chunk=self.chunk)
 
     @property
     def name(self) -> str:

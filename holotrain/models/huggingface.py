@@ -16,6 +16,7 @@ from holotrain.models.external import ExternalModel, external_weights
 from holotrain.models.huggingface_files import TRANSFORMERS, folder_of, has_weights, network_of, quiet_and_offline
 from holotrain.models.layers.patches import resized_positions
 from holotrain.models.pretrained import require_floats, take_over
+from holotrain.reversible.chunks import ChunkedForward
 from holotrain.reversible.tiled_loss import loss_in_tiles
 from holotrain.targets import first_line, needed
 
@@ -122,6 +123,8 @@ class HuggingFace(ExternalModel):
         arguments = {"input_ids": inputs, "use_cache": False, **attended}
         if targets is None:
             return self.model(**arguments).logits
+        if ChunkedForward.of(self.model) is not None:
+            return self.model(**arguments, labels=targets, shift_labels=targets).loss
 
         def loss() -> Tensor:
             return F.cross_entropy(self.model(**arguments).logits.flatten(0, 1).float(), targets.flatten())

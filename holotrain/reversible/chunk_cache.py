@@ -84,11 +84,12 @@ class ChunkCache(Cache):
     runs_again = True
 
     def __init__(self, layers: int, length: int) -> None:
-        super().__init__(layers=[ChunkLayer(length) for _ in range(layers)])
+        self.chunks = [ChunkLayer(length) for _ in range(layers)]
+        super().__init__(layers=[*self.chunks])
 
     def begin(self, start: int) -> None:
         """Before the chunk that begins at a token."""
-        for layer in self.layers:
+        for layer in self.chunks:
             layer.start = start
 
 

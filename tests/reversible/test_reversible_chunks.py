@@ -42,6 +42,7 @@ from transformers import (
 )
 from transformers.loss.loss_utils import LOSS_MAPPING
 
+from holotrain.models.huggingface import HuggingFaceModel
 from holotrain.reversible import recompute, train_in_chunks, undo
 
 WORDS, TOKENS = 97, 50
@@ -266,6 +267,25 @@ def test_what_grows_with_the_sequence_is_keys_values_and_their_gradients():
     kept = 2 * 2 * 3 * 2 * 8 * 4
     mask = 2 * 64 * 4
     assert kept <= grows < kept + 2 * mask + 64
+
+
+def test_a_model_that_fit_builds(tmp_path):
+    """It gets the targets of each token, and returns the loss itself."""
+    LlamaConfig(**GROUPED).save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    model = HuggingFaceModel(str(tmp_path), "causal_lm", vocab=WORDS).train()
+    ids = batch()["input_ids"]
+    targets = ids.roll(-1, 1)
+    targets[1, 30:] = -100
+
+    def gradients() -> Tensor:
+        model.zero_grad()
+        model(ids, targets).backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    expected = gradients()
+    train_in_chunks(model, 16)
+    assert off(gradients(), expected) < 1e-5
 
 
 def test_a_second_backward_and_no_labels():
