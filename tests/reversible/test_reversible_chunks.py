@@ -42,7 +42,7 @@ from transformers import (
 )
 from transformers.loss.loss_utils import LOSS_MAPPING
 
-from holotrain.models.huggingface import HuggingFaceModel
+from holotrain.models.huggingface import HuggingFace
 from holotrain.reversible import recompute, train_in_chunks, undo
 
 WORDS, TOKENS = 97, 50
@@ -273,7 +273,7 @@ def test_a_model_that_fit_builds(tmp_path):
     """It gets the targets of each token, and returns the loss itself."""
     LlamaConfig(**GROUPED).save_pretrained(tmp_path)
     torch.manual_seed(0)
-    model = HuggingFaceModel(str(tmp_path), "causal_lm", vocab=WORDS).train()
+    model = HuggingFace(str(tmp_path), "causal_lm", vocab=WORDS).train()
     ids = batch()["input_ids"]
     targets = ids.roll(-1, 1)
     targets[1, 30:] = -100
