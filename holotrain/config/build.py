@@ -46,12 +46,13 @@ from holotrain.models.pretrained import load_pretrained
 from holotrain.models.quantised import quantise
 from holotrain.models.saved import allocated
 from holotrain.numeric import bits_in, counted
-from holotrain.optimizers.stepping import InBackward
+from holotrain.optimizers.stepping import InBackward, require_steps_alone
 from holotrain.overlap.tuner import Tuner
 from holotrain.parallel.rank import ProcessRank
 from holotrain.parallel.stages import Pipeline, check_stages
 from holotrain.parallel.strategies import DataParallel, Sharding, division, overlapped
 from holotrain.reversible.chunks import train_in_chunks
+from holotrain.reversible.context import has_no_data
 from holotrain.reversible.sequence import checks_in
 from holotrain.schedules import ON_MISMATCH
 from holotrain.targets import TARGET, first_line, instantiate, needed
@@ -301,6 +302,8 @@ def make_optimizer(chosen: ObjectConfig, clip_value: float | None, model: nn.Mod
     if not chosen.arguments.get("in_backward", False):
         return optimizer
     with as_user_error("optimizer.in_backward"):
+        if not any(map(has_no_data, model.parameters())):  # of a plan
+            require_steps_alone(partial(make_optimizer, chosen.with_arguments(in_backward=False), None))
         return InBackward(optimizer, clip_value)
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from threading import Lock
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.nn.utils import clip_grad_value_
 from torch.optim import LBFGS, Optimizer
@@ -222,6 +223,28 @@ class InBackward(Optimizer):
         if parameter._version == version:  # fused optimizers do not count their changes
             increment_version(parameter)  # so that a backward that still needs the old weight is refused
         parameter.grad = None
+
+
+def require_steps_alone(make: Callable[[nn.Module], Optimizer]) -> None:
+    """Raises a ValueError if an optimizer does not step each parameter as it would alone. It is tried with a small model.
+
+    Args:
+        make: makes the optimizer of a model.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), suppress(RuntimeError):  # InBackward found a common state
+        torch.manual_seed(0)
+        usual = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        alone = copy.deepcopy(usual)
+        optimizers = make(usual), InBackward(make(alone))
+        for _ in range(2):
+            for size, (one, other) in enumerate(zip(usual.parameters(), alone.parameters(), strict=True), 1):
+                one.grad = torch.randn_like(one) * 10.0**size
+                other.grad = one.grad.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+        if all(map(torch.equal, usual.parameters(), alone.parameters())):
+            return
+    raise ValueError("this optimizer steps all parameters together, so it cannot step in the backward")
 
 
 def refuse_in_backward(uses: Mapping[str, bool]) -> None:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from holotrain.optimizers import InBackward
 from holotrain.optimizers.low_bit import low_bit
-from holotrain.optimizers.stepping import CombinedOptimizer
+from holotrain.optimizers.stepping import CombinedOptimizer, require_steps_alone
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 from holotrain.schedules import OF_REVERSIBLE
 from holotrain.tasks.optimizer_functions import ShardedAdafactor
@@ -250,3 +250,20 @@ def test_without_torchao_it_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     with pytest.raises(ValueError, match=r"AdamW4bit needs torchao: pip install 'holotrain\[torchao\]'"):
         low_bit("AdamW4bit", model_of().parameters())
+
+
+class Coupled(torch.optim.SGD):
+    """Steps by the norm of all gradients."""
+
+    def step(self, closure=None):
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack([each.norm() for each in gradients]))
+        for each in gradients:
+            each /= norm
+        super().step()
+
+
+def test_an_optimizer_that_steps_parameters_together_is_refused():
+    require_steps_alone(lambda model: torch.optim.AdamW(model.parameters()))
+    with pytest.raises(ValueError, match="steps all parameters together"):
+        require_steps_alone(lambda model: Coupled(model.parameters(), 0.1))
