@@ -204,7 +204,7 @@ class EpochLog(pl.Callback):
             return
         epochs = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"
         shown = {name: value for name, value in trainer.callback_metrics.items() if name.startswith(("train/loss", "val/"))}
-        figures = "  ".join(f"{name} {value.item():.4f}" for name, value in sorted(shown.items()))
+        figures = "  ".join(f"{name} {value.item():{'.4f' if value < 1e5 else '.4g'}}" for name, value in sorted(shown.items()))
         seconds = time.monotonic() - self._started
         line = f"epoch {trainer.current_epoch + 1}{epochs}  step {trainer.global_step}  {figures}  {seconds:.1f} s"
         print(line, flush=True)

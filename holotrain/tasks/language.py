@@ -19,7 +19,7 @@ class LanguageModelling(Task):
 
     Args:
         model: arguments of :meth:`loss` -> mean cross-entropy of the targets that are not -100; without targets -> logits
-        token_bytes: (V,) bytes of text that each token stands for, 0 for special tokens
+        token_bytes: (V,) bytes of text that each token stands for, 0 for special tokens; None: unknown, so no bits per byte
 
     Logs ``val/loss`` (nats per target) and ``val/perplexity``, and the same for ``test``.
     """
@@ -29,9 +29,12 @@ class LanguageModelling(Task):
 
     token_bytes: Tensor
 
-    def __init__(self, model: nn.Module, token_bytes: Tensor, **options: Any) -> None:
+    def __init__(self, model: nn.Module, token_bytes: Tensor | None = None, **options: Any) -> None:
         super().__init__(model, **options)
-        self.register_buffer("token_bytes", token_bytes.to(torch.float32), persistent=False)
+        known = torch.empty(0) if token_bytes is None else token_bytes.to(torch.float32)
+        self.register_buffer("token_bytes", known, persistent=False)
+        if token_bytes is None:  # data of others
+            self.METRICS = tuple(name for name in self.METRICS if name != "bits_per_byte")
         # In fp64: the sums of a large corpus are too large to add to in fp32.
         self.val_sums, self.test_sums = (
             MetricCollection(
@@ -81,7 +84,9 @@ class LanguageModelling(Task):
         sums.reset()
 
     def _bytes(self, targets: Tensor) -> Tensor:
-        """The bytes of each target, (B, T); 0 for ignored ones."""
+        """The bytes of each target, (B, T); 0 for ignored ones, and where they are unknown."""
+        if not len(self.token_bytes):
+            return torch.zeros_like(targets)
         return self.token_bytes[targets.clamp_min(0)] * (targets != IGNORED)
 
 

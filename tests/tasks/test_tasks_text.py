@@ -76,6 +76,8 @@ def test_bits_per_byte_count_bytes_and_perplexity_counts_tokens():
     assert found["val/loss"] == pytest.approx(nats / tokens, rel=1e-5)
     assert found["val/perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-5)
     assert found["val/bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+    (unknown,) = trainer().validate(CausalLM(model), loader(batches), verbose=False)  # data of others tell no bytes
+    assert unknown == {name: value for name, value in found.items() if name != "val/bits_per_byte"}
     (again,) = trainer().test(task, loader(batches), verbose=False)  # sums start anew
     assert again["test/bits_per_byte"] == pytest.approx(found["val/bits_per_byte"])
     scores = [task.predict_step(batch, 0) for batch in batches]
