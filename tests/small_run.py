@@ -51,19 +51,3 @@ def fit_and_kill(folder: Path, *words: str) -> None:
     """Runs ``fit`` in a process of its own, killed in the middle of its second epoch."""
     process = Forked(KILLED, *words, folder=folder, errors=folder / "errors_of_the_killed")
     assert process.wait() == -signal.SIGKILL, (folder / "errors_of_the_killed").read_text()
-
-
-FIT = """
-import os, signal, sys, torch
-torch.set_num_threads(1)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell has switched off for what it runs in the background
-from holotrain.cli import main
-status = main(["fit", *sys.argv[1:]])
-sys.stderr.flush()
-os._exit(status)
-"""
-
-
-def fit_apart(folder: Path, *words: str, errors: str = "errors") -> Forked:
-    """``fit`` in a process of its own on one thread; ``said`` and ``errors`` are the files of what it writes."""
-    return Forked(FIT, *words, folder=folder, out=folder / "said", errors=folder / errors)

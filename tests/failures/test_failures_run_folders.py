@@ -2,13 +2,10 @@
 
 import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from small_run import SMALL
-
-from holotrain.folders import run_folder
 
 pytestmark = pytest.mark.usefixtures("contacts_nobody")
 
@@ -71,9 +68,3 @@ def test_what_a_killed_process_has_left_beside_a_checkpoint_goes(holotrain, tmp_
         temporary.write_text("whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ckpt", "outside"]
     assert Path("a.ckpt").read_text() == "whole" and Path("outside").read_text() == "precious"
-
-
-def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path):
-    with ThreadPoolExecutor(8) as pool:
-        folders = {*pool.map(lambda _: run_folder("fit", str(tmp_path), False), range(100))}
-    assert len(folders) == 100

@@ -1,24 +1,18 @@
 """The command line as a user meets it: what it prints, what it leaves, how it fails."""
 
-import os
 import re
-import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
 from covering import long, slow
 from forked import Forked
-from left_by_runs import assert_same_weights, only, rows, scalars, summary, weights
+from left_by_runs import only, rows, scalars, summary, weights
 from shown_runs import Logged
 from small_run import SMALL
 
-ROOT = Path(__file__).parents[2]
 QUICK = [*SMALL, "test=false", "logger=none", "callbacks.progress=null"]
 
 COMMON_KEYS = {
@@ -48,21 +42,6 @@ def test_a_run_shows_and_leaves_what_it_should(holotrain):
     for tag in ("memory/peak_bytes", "memory/current_bytes", "throughput/samples_per_second", "throughput/step_seconds"):
         assert tag in seen
     assert "hp_metric" not in seen and seen["test/accuracy"] == [pytest.approx(left["metrics"]["test/accuracy"])]
-
-
-@pytest.mark.slow
-def test_a_training_that_was_cut_short_within_an_epoch_goes_on(holotrain):
-    words = ["fit", *QUICK, "scheduler=constant", "trainer.max_epochs=1"]
-    holotrain.done(*words, "trainer.max_steps=1", "hydra.run.dir=run")
-    left = summary(Path("run"))
-    assert (left["epochs"], left["whole_epochs"], left["steps"]) == (1, 0, 1)
-    holotrain.done("fit", "resume=true", "hydra.run.dir=run", "trainer.max_steps=2")
-    holotrain.done(*words, "trainer.max_steps=2", "hydra.run.dir=at_once")
-    assert_same_weights(Path("run/checkpoints/last.ckpt"), Path("at_once/checkpoints/last.ckpt"))
-    said = " ".join(holotrain.done("fit", "resume=true", "hydra.run.dir=run").split())
-    assert "already complete, 2 of 2 steps; to train on, raise trainer.max_steps" in said
-    holotrain.done("fit", "resume=true", "hydra.run.dir=run", "trainer.max_steps=-1")
-    assert (summary(Path("run"))["whole_epochs"], summary(Path("run"))["steps"]) == (1, 3)
 
 
 @pytest.mark.slow
@@ -123,25 +102,6 @@ def test_average_weights_are_what_is_tested_and_saved(holotrain):
     checkpoint = torch.load(left["checkpoint"], weights_only=True)
     pairs = zip(checkpoint["state_dict"].values(), checkpoint["current_model_state"].values(), strict=True)
     assert any(not torch.equal(average, current) for average, current in pairs)
-
-
-@pytest.mark.slow
-def test_sigterm_saves_says_how_to_resume_and_ends_a_sweep(holotrain, monkeypatch):
-    from holotrain.checkpoints.exact_resume import ExactResume
-
-    def terminate(self, trainer, module, batch, index):
-        if trainer.global_step == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(ExactResume, "on_train_batch_start", terminate)
-    status, _, err = holotrain("fit", "-m", *QUICK, "seed=1,2")
-    assert status == 128 + signal.SIGTERM
-    sweep = only(Path("runs/fit/sweeps"))
-    assert "SIGTERM" in err and f"holotrain fit resume=true hydra.run.dir={sweep}/0" in err
-    assert summary(sweep / "0")["status"] == "interrupted" and not (sweep / "1").exists()
-    monkeypatch.setattr(ExactResume, "on_train_batch_start", pl.Callback.on_train_batch_start)
-    assert "last.ckpt" in holotrain.done("fit", "resume=true", f"hydra.run.dir={sweep}/0")
-    assert summary(sweep / "0")["steps"] == 6
 
 
 @pytest.mark.slow
@@ -228,15 +188,3 @@ def test_error_diffusion_learns_ten_digits(holotrain, depth, epochs, accuracy):
     assert set(found["error_diffusion/sign_violations"]) == {0.0}
     assert all(-1 <= value <= 1 for value in found["error_diffusion/alignment"])
     assert len(found["error_diffusion/dead_cells"]) == len(found["error_diffusion/alignment"]) == 40 * epochs // 20
-
-
-@pytest.mark.slow
-def test_a_folder_with_a_space_and_an_umlaut_in_its_name(tmp_path):
-    """The source, and a run."""
-    here = tmp_path / "zum Üben"
-    for name in ("holotrain", "conf"):
-        shutil.copytree(ROOT / name, here / name, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "holotrain", "fit", *SMALL]
-    ended = subprocess.run(command, cwd=here, env=os.environ | {"PYTHONPATH": str(here)}, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
-    assert (only(here / "runs/fit") / "summary.json").exists()

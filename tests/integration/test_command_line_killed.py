@@ -1,6 +1,5 @@
 """kill -9 and Ctrl-C: what is resumed ends with the weights and the summary of an uninterrupted run, bit for bit."""
 
-import json
 import multiprocessing
 import os
 import random
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from covering import long
-from forked import Forked
 from left_by_runs import assert_same_weights, summary
 from small_run import SMALL, fit_and_kill
 
@@ -58,29 +56,6 @@ def test_a_killed_run_resumes_to_the_same_weights(holotrain, tmp_path, kind):
     assert_same_weights(Path("whole") / LAST, run / LAST)
 
 
-KILLED_IN_THE_TEST = """
-import os, signal, sys
-from lightning.pytorch.strategies import Strategy
-Strategy.test_step = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-from holotrain.cli import main
-main(["fit", *sys.argv[1:]])
-"""
-MEASURED = ("samples_per_second", "step_seconds", "peak_memory_bytes", "seconds")
-
-
-@pytest.mark.slow
-def test_the_summary_is_whole_after_a_kill_during_the_test(holotrain, tmp_path):
-    words = [*SMALL, "logger=csv", "callbacks.progress=null"]
-    holotrain.done("fit", *words, "hydra.run.dir=whole")
-    killed = Forked(KILLED_IN_THE_TEST, *words, "hydra.run.dir=killed", folder=tmp_path, errors=tmp_path / "errors")
-    assert killed.wait() == -signal.SIGKILL and not Path("killed/summary.json").exists(), Path("errors").read_text()
-    holotrain.done("fit", "resume=true", "hydra.run.dir=killed")
-    whole, resumed = (json.loads(Path(folder, "summary.json").read_text()) for folder in ("whole", "killed"))
-    for name in MEASURED:
-        assert (whole.pop(name) is None) == (resumed.pop(name) is None), name
-    assert resumed | {"overrides": [], "checkpoint": ""} == whole | {"overrides": [], "checkpoint": ""}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [long(0), 4])
 def test_ctrl_c_twice_says_what_was_kept_and_ends_a_sweep(holotrain, monkeypatch, step):
@@ -105,12 +80,3 @@ def test_ctrl_c_twice_says_what_was_kept_and_ends_a_sweep(holotrain, monkeypatch
     assert "ended by SIGINT" in Path("sweep/sweep.csv").read_text() and not Path("sweep/1").exists()
     holotrain.done(*words, "resume=true")
     assert ("sweep/1" / LAST).exists()
-
-
-def test_ctrl_c_before_the_run_begins_is_a_line(holotrain, monkeypatch):
-    def interrupted(words):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("holotrain.cli.parse", interrupted)
-        assert holotrain("fit")[::2] == (128 + signal.SIGINT, "SIGINT ended fit\n")

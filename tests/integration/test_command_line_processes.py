@@ -2,7 +2,6 @@
 
 import csv
 import json
-import signal
 from itertools import product
 from pathlib import Path
 
@@ -38,7 +37,6 @@ SHARED = [
 ]  # fmt: skip
 FEW = ["trainer.max_steps=6", "trainer.limit_val_batches=1"]
 CONTINUED = [*IMAGES, *SHARED, "trainer.limit_train_batches=3", "trainer.max_epochs=2", "trainer.limit_val_batches=1"]
-SIGNALLED = [*IMAGES, *SHARED, *FEW, "data.augment=true"]
 
 
 def losses(folder: Path, tag: str = "train/loss") -> list[float]:
@@ -63,25 +61,15 @@ def runs_of(cases: list[tuple[str, str, str]]) -> dict[str, list[str]]:
     return {"_".join(case): [*KINDS[case[0]], *SHARED, f"trainer={case[1]}", f"backward={case[2]}"] for case in cases}
 
 
-SHARDED = "trainer.sharded_checkpoints=true"
 MISTAKEN = {"mistaken": [*TEXT, *SHARED, "trainer=ddp", "data.files=[none/*.txt]"]}
-WORK = {
-    **runs_of([SLOW]),
-    "begun": ["-m", *CONTINUED, "trainer=fsdp,tp", "trainer.max_epochs=1", SHARDED],
-    "signalled": [*SIGNALLED, "trainer=fsdp"],
-    "resumed": ["resume=true"],
-    "killed": [*CONTINUED, "trainer=ddp"],
-}
-"""Command lines of fit, in this order. What some of them are for is in two_ranks.py."""
+BEGUN = ["-m", *CONTINUED, "trainer=fsdp,tp", "trainer.max_epochs=1", "trainer.sharded_checkpoints=true"]
 
 
-def done_by_two_ranks(folder: Path, commands: dict[str, list[str]], expected: list[int]) -> None:
+def done_by_two_ranks(folder: Path, commands: dict[str, list[str]]) -> None:
     """Has all command lines done by two processes in ``folder``; each leaves there what it saw and said."""
     write_letters(folder / "text")
-    work = []
-    for name, words in commands.items():
-        run = "hydra.sweep.dir" if "-m" in words else "hydra.run.dir"
-        work.append((name, ["fit", *words, f"{run}=did_{'signalled' if name == 'resumed' else name}"]))
+    run_or_sweep = {name: "sweep" if "-m" in words else "run" for name, words in commands.items()}
+    work = [(name, ["fit", *words, f"hydra.{run_or_sweep[name]}.dir=did_{name}"]) for name, words in commands.items()]
     script = Path(__file__).with_name("two_ranks.py")
 
     def start(rank: int) -> Forked:
@@ -90,15 +78,15 @@ def done_by_two_ranks(folder: Path, commands: dict[str, list[str]], expected: li
 
     statuses = statuses_of(2, start)
     said = [(folder / f"{name}_{rank}").read_text() for name in ("out", "errors") for rank in "01"]
-    assert statuses == expected and said[1] == "", said
+    assert statuses == [0, 0] and said[1] == "", said
 
 
-def found_by_two_ranks(tmp_path_factory, name: str, work: dict, expected: list[int]) -> tuple[Path, list[dict]]:
+def found_by_two_ranks(tmp_path_factory, name: str, work: dict) -> tuple[Path, list[dict]]:
     """The folder where two processes did all of the work, and what each of them wrote down.
 
     Parameters that each process has whole are the same in both, bit for bit, after every training.
     """
-    folder = made_once(tmp_path_factory, name, lambda made: done_by_two_ranks(made, work, expected))
+    folder = made_once(tmp_path_factory, name, lambda made: done_by_two_ranks(made, work))
     found = [json.loads((folder / f"found_{rank}.json").read_text()) for rank in (0, 1)]
     zero, one = (rank["seen"] for rank in found)
     for run in (run for run, noted in zero.items() if "alike" in noted):
@@ -108,12 +96,12 @@ def found_by_two_ranks(tmp_path_factory, name: str, work: dict, expected: list[i
 
 @pytest.fixture(scope="session")
 def quick(tmp_path_factory) -> tuple[Path, list[dict]]:
-    return found_by_two_ranks(tmp_path_factory, "two_ranks", runs_of([QUICK]) | MISTAKEN, [0, 0])
+    return found_by_two_ranks(tmp_path_factory, "two_ranks", runs_of([QUICK]) | MISTAKEN)
 
 
 @pytest.fixture(scope="session")
 def left(tmp_path_factory) -> tuple[Path, list[dict]]:
-    return found_by_two_ranks(tmp_path_factory, "two_ranks_that_end", WORK, [-signal.SIGKILL, 0])
+    return found_by_two_ranks(tmp_path_factory, "two_ranks_slow", runs_of([SLOW]) | {"begun": BEGUN})
 
 
 def assert_losses_of_one_process(holotrain, folder: Path, cases: list, kind: str) -> None:
@@ -157,7 +145,7 @@ def test_losses_are_those_of_one_process_under_each_strategy_by_each_backward(ho
     cases = [case for case in EACH_PAIR if case[0] == kind]
     folder = tmp_path / "two_ranks"
     folder.mkdir()
-    done_by_two_ranks(folder, runs_of(cases), [0, 0])
+    done_by_two_ranks(folder, runs_of(cases))
     assert_losses_of_one_process(holotrain, folder, cases, kind)
 
 
@@ -180,30 +168,6 @@ def test_processes_of_a_launcher_print_a_mistake_once_and_have_all_parameters_un
     assert other.startswith("holotrain: rank 1 failed: rank 0: data.files: ")
     count, everything = whole_on_all(*quick, "did_images_ddp_reversible")
     assert count == everything
-
-
-@pytest.mark.slow
-def test_a_signal_to_one_process_ends_all_at_the_same_step_and_they_resume(holotrain, left):
-    """SIGTERM to rank 1 alone, at its third batch; the others learn of it a batch later."""
-    folder, found = left
-    assert [rank["statuses"]["signalled"] for rank in found] == [128 + signal.SIGTERM] * 2
-    assert [rank["seen"]["did_signalled"]["ended"] for rank in found] == [["Interrupted", 4]] * 2
-    assert [rank["statuses"]["resumed"] for rank in found] == [0, 0]
-    run = folder / "did_signalled"
-    assert summary(run)["status"] == "completed" and summary(run)["steps"] == 6
-    whole = losses(alone_in(holotrain, "alone", *SIGNALLED, "data.batch_size=16"))
-    # what its last batch came to was not logged when it ended
-    assert len(whole) == 6 and losses(run) == pytest.approx([*whole[:3], *whole[4:]], rel=1e-9)
-
-
-@pytest.mark.slow
-def test_another_process_reports_the_death_of_the_main_process(left):
-    """kill -9 of rank 0 in the second epoch, to whom all are connected."""
-    folder, (_, one) = left
-    assert one["statuses"]["killed"] == 1
-    assert (folder / "errors_1").read_text().startswith("holotrain: rank 1 failed: ")
-    assert (folder / "errors_0").read_text().startswith("SIGTERM ended the training")
-    assert torch.load(folder / "did_killed" / LAST, weights_only=True)["global_step"] == 3
 
 
 @pytest.mark.slow

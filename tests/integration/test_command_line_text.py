@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from compared import assert_equal
 from covering import slow
 from left_by_runs import only, rows, scalars, summary
 from made_once import made_once
@@ -34,7 +33,7 @@ TASKS = {
 TRAINED = {
     "causal_lm": ["task=causal_lm"],
     "causal_lm, bpe": ["task=causal_lm", "data.tokenizer=bpe", "data.vocab_size=280", "data.context=64"],
-    "masked_lm, bpe": ["task=masked_lm", *TASKS["masked_lm"], "data.tokenizer=bpe", "data.vocab_size=270"],
+
     "sequence_classification": [
         "task=sequence_classification", *TASKS["sequence_classification"], "trainer.max_steps=150", "optimizer.lr=1e-2",
         "model.dropout=0",
@@ -107,19 +106,6 @@ def test_generation_continues_a_prompt_as_it_is_the_same_way_for_a_seed(holotrai
     assert texts[0] == texts[1] != texts[2]
 
 
-@pytest.mark.slow
-def test_prompts_from_a_file_are_continued_together(holotrain, trained):
-    prompts = ["fig", "iron zinc", "a"]
-    Path("mine.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    common = [f"ckpt_path={trained('causal_lm')}", "max_tokens=10", "temperature=0"]
-    out = holotrain("generate", *common, "prompts=mine.jsonl", "hydra.run.dir=together")[1]
-    made = generations("together")
-    assert [each["prompt"] for each in made] == prompts and all(each["prompt"] + each["text"] in out for each in made)
-    holotrain("generate", *common, "prompt=iron zinc", "hydra.run.dir=alone")
-    (alone,) = generations("alone")
-    assert alone["text"] == made[1]["text"]
-
-
 @pytest.mark.parametrize(("quantised", "bits"), [slow("null", None), ("4bit", 4)])
 def test_an_export_is_all_that_is_needed(holotrain, trained, quantised, bits):
     """A trained tokenizer travels along; data and checkpoint are gone."""
@@ -174,20 +160,6 @@ def bits_per_byte(checkpoint, path):
             logits = model.eval()(block[None, :-1])[0]
         nats += torch.nn.functional.cross_entropy(logits, block[1:], reduction="sum").item()
     return nats / math.log(2) / path.stat().st_size
-
-
-@pytest.mark.slow
-def test_fine_tuning_of_a_masked_model(holotrain, trained):
-    """The encoder and its tokenizer come from the checkpoint; the head is new, and it alone is trained."""
-    checkpoint = trained("masked_lm, bpe")
-    words = ["task=sequence_classification", *QUICK, *TASKS["sequence_classification"], f"model.pretrained={checkpoint}"]
-    status, _, err = holotrain("fit", *words, "model.trained=head")
-    assert status == 0 and "new, random: head.classify.bias, head.classify.weight" in err
-    before = torch.load(checkpoint, weights_only=True)["state_dict"]
-    after = torch.load(only(Path("runs/fit")) / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
-    kept = [name for name in after if name in before and not name.startswith("model.head.")]
-    assert len(kept) > 20
-    assert_equal({name: after[name] for name in kept}, {name: before[name] for name in kept})
 
 
 @pytest.mark.parametrize(

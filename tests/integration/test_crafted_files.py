@@ -209,24 +209,3 @@ def test_a_checkpoint_does_not_decide_where_files_go(holotrain, honest):
     holotrain.done("test", "ckpt_path=crafted.ckpt")
     assert not Path("elsewhere").exists() and not Path("ran").exists()
     assert summary(only(Path("runs/test")))["checkpoint"] == "crafted.ckpt"
-
-
-def test_the_command_line_is_laid_over_a_checkpoint(holotrain, honest):
-    """Values and groups that it names change; everything else stays as the checkpoint has it."""
-    checkpoint = f"ckpt_path={honest / 'image.ckpt'}"
-
-    def composed(*words):
-        return yaml.safe_load(holotrain.done("fit", checkpoint, *words, "--cfg", "job", "--resolve"))
-
-    before = composed()
-    assert before["model"]["dim"] == 16 and before["trainer"]["max_epochs"] == 2
-    changed = composed("data.batch_size=7", "trainer=ddp", "trainer.max_epochs=9", "optimizer=sgd", "backward=pareprop")
-    assert changed["data"] == before["data"] | {"batch_size": 7}
-    assert changed["trainer"] == before["trainer"] | {"strategy": "ddp", "devices": "auto", "max_epochs": 9}
-    assert changed["optimizer"]["_target_"].endswith(".sgd") and changed["backward"]["kind"] == "pareprop"
-    assert changed["model"] == before["model"]
-    callbacks = composed("~callbacks.drift", "callbacks=early_stopping", "callbacks.throughput.every_n_steps=5")["callbacks"]
-    assert callbacks.keys() ^ before["callbacks"].keys() == {"early_stopping", "ema", "drift"}
-    assert callbacks["throughput"]["every_n_steps"] == 5
-    # A class in the place of a number.
-    assert "seed" in holotrain.refused("fit", checkpoint, "seed._target_=x")

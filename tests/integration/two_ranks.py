@@ -2,14 +2,12 @@
 
     python two_ranks.py RANK WORK RESULTS
 
-Not a test by itself: test_command_line_processes.py starts it twice. WORK is JSON: a name and a command line each;
-the one called "killed" is rank 0's last.
+Not a test by itself: test_command_line_processes.py starts it twice. WORK is JSON: a name and a command line each.
 """
 
 import hashlib
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -26,7 +24,7 @@ RANK = int(sys.argv[1])
 
 
 class Witness(ExactResume):
-    """Records the results of every training in this process, in place of ExactResume, and ends two of them."""
+    """Records the results of every training in this process, in place of ExactResume."""
 
     job = ""
     seen: dict[str, dict] = {}
@@ -39,20 +37,11 @@ class Witness(ExactResume):
         if "_tp_" in self.job:  # as on GPUs by default; some parameters are DTensors, others are not
             trainer.optimizers[0].param_groups[0]["foreach"] = True
 
-    def on_train_batch_start(self, trainer, module, batch, index) -> None:
-        if (self.job, RANK, trainer.global_step) == ("signalled", 1, 2):
-            os.kill(os.getpid(), signal.SIGTERM)
-        if (self.job, RANK, trainer.global_step) == ("killed", 0, 4):
-            os.kill(os.getpid(), signal.SIGKILL)
-
     def on_train_end(self, trainer, module) -> None:
         if any(parameter.is_meta for parameter in module.parameters()):  # each stage of a pipeline has others
             return
         own = [whole for parameter in module.parameters() if (whole := alike(parameter)) is not None]
         self.noted["alike"] = [len(own), hashlib.sha256(b"".join(own)).hexdigest()]
-
-    def on_exception(self, trainer, module, exception) -> None:
-        self.noted["ended"] = [type(exception).__name__, trainer.global_step]
 
 
 def alike(parameter: torch.Tensor) -> bytes | None:
@@ -77,13 +66,8 @@ def port_of(name: str) -> str:
 
 def variables(name: str) -> dict[str, str]:
     """Environment variables from the launcher."""
-    return {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port_of(name),
-        "RANK": str(RANK),
-        "LOCAL_RANK": str(RANK),
-        "WORLD_SIZE": "2",
-    }
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port_of(name)}
+    return place | {"RANK": str(RANK), "LOCAL_RANK": str(RANK), "WORLD_SIZE": "2"}
 
 
 if __name__ == "__main__":

@@ -66,8 +66,6 @@ class Journal(Logger):
 
     def __init__(self, save_dir: str, file: str = "journal.jsonl", digits: int = 6) -> None:
         super().__init__()
-        if digits < 0:
-            raise ValueError(f"digits must be at least 0, not {digits}")
         self.path, self.digits = Path(save_dir, file), digits
 
     name, version = "journal", None

@@ -1,89 +1,123 @@
-"""What stands in a README is run: every Python block as it is, every command with a small model and a few batches."""
+"""Links of READMEs lead somewhere, Python blocks run, command lines are composed, and those of the first page are run."""
 
 import argparse
-import os
+import json
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 import torch
 import yaml
-from covering import long, slow
+from covering import slow
+from data_files import write_cifar
 from foreign_models import write_tokenizer
-from forked import COMMAND_LINE, Forked
 from made_once import made_once
-from readme_commands import (
-    BENCHES,
-    ROOT,
-    Line,
-    Small,
-    anchors,
-    blocks,
-    commands,
-    lay_out,
-    links,
-    made_small,
-    ours,
-    readmes,
-    write_texts,
-)
-from small_run import SMALL, run_in
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from small_run import SMALL, fit_in
 
 import holotrain
 
-READMES = [str(path.relative_to(ROOT)) for path in readmes()]
+ROOT = Path(__file__).parents[2]
 KINDS = ("python", "bash", "text", "console", "yaml")
 """Kinds of blocks: code and commands are run, text and console are what a program prints."""
 
-LINES: dict[str, Line] = {}
-"""What stands in several READMEs is run once, as the first of them has it."""
 
-for readme in readmes():
+def readmes() -> list[Path]:
+    """Every README.md that belongs to the project; in a source tree without git, every one outside of hidden folders.
+
+    Those of ``holotrain/templates/project`` belong to the user's projects: tests of ``holotrain init`` run what stands in them.
+    """
+    words = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*README.md"]
+    asked = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    if asked.returncode == 0 and asked.stdout:
+        found = {ROOT / name for name in asked.stdout.splitlines() if Path(name).name == "README.md"}
+    else:
+        found = {path for path in ROOT.rglob("README.md") if not any(part[0] in "._" for part in path.relative_to(ROOT).parts)}
+    return sorted(path for path in found if not path.is_relative_to(ROOT / "holotrain/templates/project"))
+
+
+@cache
+def parsed(readme: Path) -> list[Token]:
+    return MarkdownIt("gfm-like", {"linkify": False}).parse(readme.read_text())
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block.
+
+    Attributes:
+        line: of its first line of content, from 1.
+        kind: the word after the opening fence; empty if there is none.
+        file: the file whose content this is: one that the line before the fence names in backticks, if it ends with a colon.
+    """
+
+    line: int
+    kind: str
+    text: str
+    file: str | None = None
+
+
+def blocks(readme: Path, kind: str | None = None) -> list[Block]:
+    """The fenced blocks of a README, of one kind or of all."""
+    found, said = [], ""
+    for token in parsed(readme):
+        if token.type == "fence":
+            file = re.search(r"`([\w./-]+\.\w+)`:$", said)
+            found.append(Block(token.map[0] + 2, token.info, token.content, file and file[1]))
+        said = token.content if token.type in ("inline", "fence") else said
+    return [block for block in found if kind in (None, block.kind)]
+
+
+def commands(readme: Path) -> dict[str, list[str]]:
+    """The words of each command of the bash blocks, without environment and comment, by where it stands."""
+    found = {}
     for block in blocks(readme, "bash"):
-        for line in commands(block):
-            LINES.setdefault(str(line), line)
-
-OURS = {words: line for words, line in LINES.items() if ours(line) is not None}
-OTHERS = {words: line for words, line in LINES.items() if ours(line) is None}
-ELSEWHERE = {words: line for words, line in OURS.items() if made_small(line).composed_only}
-TOGETHER = {words: line for words, line in OURS.items() if made_small(line).processes and words not in ELSEWHERE}
-ALONE = {words: line for words, line in OURS.items() if words not in ELSEWHERE | TOGETHER}
-
-
-def named(lines: Iterable[Line], slowly: Collection[Line] | None = None, default: bool = True) -> list:
-    """As pytest's parameters: those of the first README are run by default, others are slow (None: all) or long."""
-    found = []
-    for line in lines:
-        by_default = default and line.readme == "README.md"
-        kind = pytest.param if by_default else slow if slowly is None or line in slowly else long
-        found.append(kind(line, id=f"{line.where} {line}"))
+        for number, text in enumerate(block.text.splitlines(), block.line):
+            assert not text.endswith("\\"), f"{readme}:{number}: a command is one line"
+            for part in text.split(" && "):
+                words = [word for word in shlex.split(part, comments=True) if not re.match(r"[A-Z_]+=", word)]
+                if words:
+                    found[f"{readme.relative_to(ROOT)}:{number} {shlex.join(words)}"] = words
     return found
 
 
-def first_of(lines: Iterable[Line], count: int, key: Callable[[Line], str]) -> list[Line]:
-    """The first lines of each key."""
-    found: dict[str, list[Line]] = {}
-    for line in lines:
-        found.setdefault(key(line), []).append(line)
-    return [line for each in found.values() for line in each[:count]]
+COMMANDS = {where: words for readme in readmes() for where, words in commands(readme).items()}
+OURS = {where: words[words.index("holotrain") + 1 :] for where, words in COMMANDS.items() if "holotrain" in words}
+OURS = {where: words for where, words in OURS.items() if COMMANDS[where][0] in ("holotrain", "python", "torchrun")}
+OTHERS = {where: words for where, words in COMMANDS.items() if where not in OURS}
+FIRST = {where: words for where, words in OURS.items() if where.startswith("README.md")}
 
 
-# Pages
+def links(readme: Path) -> list[str]:
+    """Where the links and images of a README point to."""
+    inner = [child for token in parsed(readme) for child in token.children or ()]
+    return [str(child.attrs[name]) for child in inner for name in ("href", "src") if name in child.attrs]
 
 
-@pytest.mark.parametrize("readme", READMES)
-def test_links_lead_somewhere_and_blocks_say_what_they_are(readme):
-    page = ROOT / readme
+def anchors(readme: Path) -> set[str]:
+    """The names that GitHub gives the headings of a README."""
+    headings = [inner.children for token, inner in pairwise(parsed(readme)) if token.type == "heading_open"]
+    texts = ["".join(child.content for child in children) for children in headings]
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in texts}
+
+
+@pytest.mark.parametrize("page", readmes(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere_and_blocks_say_what_they_are(page):
     for block in blocks(page):
-        assert block.kind in KINDS, block.where
-        assert block.kind != "yaml" or isinstance(yaml.safe_load(block.text), dict), block.where
+        assert block.kind in KINDS, block.line
+        assert block.kind != "yaml" or isinstance(yaml.safe_load(block.text), dict), block.line
     missing = []
     for link in links(page):
         if re.match(r"[a-z]+:", link):
@@ -119,27 +153,25 @@ def test_each_technique_names_what_computes_and_what_checks_it():
                 assert Path(path).stem == name or re.search(rf"(def|class) {name}\b", content), (statement, name)
 
 
-# Python
-
 PRINTED = re.compile(r"```\s+It prints (\d.*)")
 """The numbers after a block that prints the same on every machine."""
+WITH_PYTHON = [page for page in readmes() if blocks(page, "python")]
 
 
-@pytest.mark.parametrize(
-    "readme", [name if name == "README.md" else slow(name) for name in READMES if blocks(ROOT / name, "python")]
-)
-def test_python_blocks_run_one_after_another(readme, tmp_path, monkeypatch, capsys):
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_blocks_run_one_after_another(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    threads, page = torch.get_num_threads(), (ROOT / readme).read_text()
-    if '"my_gpt2"' in page:
+    threads, text = torch.get_num_threads(), page.read_text()
+    if '"my_gpt2"' in text:
         write_a_gpt2(tmp_path / "my_gpt2")
     namespace = {"__name__": "__main__"}
     try:
-        for block in blocks(ROOT / readme, "python"):
+        for block in blocks(page, "python"):
             capsys.readouterr()
             # Blank lines before it: a traceback then names the line of the README.
-            exec(compile("\n" * (block.line - 1) + block.text, ROOT / readme, "exec"), namespace)
-            if said := PRINTED.match(page.partition(block.text)[2]):
+            exec(compile("\n" * (block.line - 1) + block.text, page, "exec"), namespace)
+            if said := PRINTED.match(text.partition(block.text)[2]):
                 printed = capsys.readouterr().out
                 assert re.findall(r"\d+", said[1]) == re.findall(r"\d+", printed), printed
     finally:
@@ -154,115 +186,76 @@ def write_a_gpt2(folder: Path) -> None:
     write_tokenizer(folder)
 
 
-# The command line
-
-
-TRAINED = {
-    "image": SMALL,
-    "text": [
-        *SMALL, "task=causal_lm", "data=text_files", "data.files=texts/*.txt", "data.context=32", "data.batch_size=4",
-        "trainer.max_steps=2",
-    ],
+LLAMA = {
+    "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
+    "vocab_size": 260, "max_position_embeddings": 512,
 }  # fmt: skip
+"""The config.json of a Hugging Face model."""
+TEXTS = ["data.context=32", "data.batch_size=4", "data.val_fraction=0.2", "data.test_fraction=0.2"]
 
 
 @pytest.fixture
-def trained(tmp_path_factory) -> Callable[[str], Path]:
-    """The folder of a finished run of a kind, with an export in it: a classifier of digits, a language model on a few words."""
+def laid_out(tmp_path, tmp_path_factory, small_library, image_run, monkeypatch):
+    """The reader's folder with models and data that the READMEs name; gives the folder of a training of texts, or of images."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("my_llama", "gpt2"):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(json.dumps(LLAMA))
+    chat = [{"role": "user", "content": "which?"}, {"role": "assistant", "content": "fig"}]
+    Path("chat.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 40)
+    words = ["task=causal_lm", *SMALL, "data.context=32", "trainer.max_steps=2", "test=false", "hydra.run.dir=run"]
 
-    def of(kind: str) -> Path:
-        def make(folder: Path) -> None:
-            write_texts(folder, "texts/*.txt", None)
-            run_in(folder, "fit", *TRAINED[kind], "hydra.run.dir=run", "test=false")
-            run_in(folder, "export", "ckpt_path=run/checkpoints/last.ckpt", "to=run/exported")
-
-        return made_once(tmp_path_factory, f"readme_{kind}", make) / "run"
-
-    return of
-
-
-def write_configuration(line: Line, folder: Path) -> None:
-    """The YAML files that the line's README shows."""
-    for block in blocks(ROOT / line.readme, "yaml"):
-        if block.file and "--config-dir" in line.words:
-            (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
-            (folder / block.file).write_text(block.text)
-
-
-@pytest.fixture
-def prepared(trained, small_library, tmp_path, monkeypatch):
-    """A line made small, in a folder with the files that it names; the training that must come before it is done."""
-
-    def prepare(line: Line, run) -> Small:
-        small = made_small(line)
-        for name, value in line.environment:
-            monkeypatch.setenv(name, value)
-        if not small.shows:
-            lay_out(small, tmp_path, trained, monkeypatch)
-            write_configuration(line, tmp_path)
-            for earlier in small.before:
-                run(earlier)
-            if (weights := small.value("model.pretrained")) and (tmp_path / "others/exported").exists():
-                made = tmp_path / "others/exported"
-                shutil.copy(made / "model.safetensors", weights) if Path(weights).suffix else shutil.copytree(made, weights)
-        return small
-
-    return prepare
-
-
-def fails(small: Small, status: int, out: str, err: str) -> str | None:
-    if status == 0 and "Traceback" not in err:
-        return None
-    return f"holotrain {' '.join(small.words)}\nstatus {status}\n{out[-2000:]}\n{err[-4000:]}"
-
-
-@pytest.fixture
-def run(holotrain):
-    def run(small: Small) -> None:
-        status, out, err = holotrain(*small.words)
-        assert not (failure := fails(small, status, out, err)), failure
+    def run(of_text: bool) -> Path:
+        return (
+            made_once(tmp_path_factory, "readme_text", lambda folder: fit_in(folder, *words)) / "run" if of_text else image_run
+        )
 
     return run
 
 
-@pytest.mark.parametrize("line", named(ELSEWHERE.values()))
-def test_commands_that_are_not_run_here_are_composed_and_checked(line):
-    """The first job, where there are several, without what is Hydra's own."""
-    command, *words = made_small(line).words
-    holotrain.compose(command, [word.partition(",")[0] for word in words if word != "-m" and not word.startswith("hydra")])
+def composed(words: list[str], run: Callable[[bool], Path]) -> list[str]:
+    """A command line with a checkpoint that is there, of the first job if there are several, without what is Hydra's own."""
+    kept = [word for word in words if word != "-m" and not word.startswith(("hydra", "resume=", "--config-dir", "my_conf"))]
+    of_text = words[0] == "generate" or any("text" in word for word in words)
+    kept = [f"ckpt_path={run(of_text)}/checkpoints/last.ckpt" if word.startswith("ckpt_path=") else word for word in kept]
+    return [re.sub(r"^([\w.]+=[^\[{,]+),.*", r"\1", word) for word in kept]
 
 
-OF_ROOMS = [line for line in ALONE.values() if line.readme != "scripts/results/README.md"]
+@pytest.mark.parametrize("where", [where if where in FIRST else slow(where) for where in OURS])
+def test_command_lines_are_composed_and_checked(where, laid_out):
+    words = OURS[where]
+    if not words or words[0] == "init" or {"--help", "--version", "--cfg"} & {*words}:
+        return
+    for block in blocks(ROOT / where.partition(":")[0], "yaml"):
+        if block.file and "--config-dir" in words:
+            Path(block.file).parent.mkdir(parents=True, exist_ok=True)
+            Path(block.file).write_text(block.text)
+    mine = "my_conf" if "--config-dir" in words else None
+    command, *rest = composed(words, laid_out)
+    holotrain.compose(command, rest, config_dir=mine)
 
 
-@pytest.mark.parametrize("line", named(ALONE.values(), first_of(OF_ROOMS, 1, lambda line: line.readme)))
-def test_commands_run(line, prepared, run):
-    run(prepared(line, run))
+def made_small(words: list[str]) -> list[str]:
+    """What comes last counts."""
+    if words[0] == "init":
+        return words
+    sizes = {"huggingface": TEXTS, "fake": ["data.image_size=32", "data.train_size=16", "data.batch_size=4"], "plan": []}
+    named = [each for name, each in sizes.items() if any(name in word for word in words)]
+    small = [word for word in SMALL if words[0] == "fit" or ("limit" not in word and "epochs" not in word)]
+    if named or any(word.startswith(("resume", "ckpt_path")) for word in words):
+        small = [word for word in small if not word.startswith("model.") or "plan" in words]
+    return [*words, *(word for each in named for word in each), *small]
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "holotrain")
-ONE = first_of(TOGETHER.values(), 1, lambda line: line.readme)[:1]
-
-
-@pytest.mark.parametrize("line", named(TOGETHER.values(), ONE, default=False))
-def test_commands_in_two_processes(line, prepared, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    said = tmp_path / "said"
-
-    def run(small: Small) -> None:
-        if small.torchrun:
-            torchrun = [sys.executable, *TORCHRUN]
-            with said.open("w") as file:
-                started = subprocess.run([*torchrun, *small.words], cwd=tmp_path, env=environment, stderr=file, timeout=300)
-            status = started.returncode
-        else:
-            status = Forked(COMMAND_LINE, *small.words, folder=tmp_path, env=environment, errors=said).wait(timeout=300)
-        assert not (failure := fails(small, status, "", said.read_text())), failure
-
-    run(prepared(line, run))
-
-
-# Other programs
+@pytest.mark.parametrize("where", [where if "holotrain test" in where else slow(where) for where in FIRST])
+def test_commands_of_the_first_page_run_with_a_small_model_and_a_few_batches(where, laid_out, holotrain, tmp_path, monkeypatch):
+    words = FIRST[where]
+    write_cifar(tmp_path / "data", 10, monkeypatch)
+    if "resume=true" in words:
+        assert holotrain("fit", *SMALL)[0] == 0
+    shutil.copytree(laid_out(False) / "checkpoints", "best/checkpoints")
+    status, out, err = holotrain(*made_small(words))
+    assert status == 0 and "Traceback" not in err, (out[-2000:], err[-4000:])
 
 
 class Read(Exception):
@@ -284,14 +277,11 @@ def read_by_a_script(words: list[str], monkeypatch) -> None:
         runpy.run_path(str(ROOT / words[1]), run_name="__main__")
 
 
-def is_script(line: Line) -> bool:
-    return line.words[0] == "python" and len(line.words) > 1 and line.words[1].startswith("scripts/")
-
-
-@pytest.mark.parametrize("line", named(OTHERS.values()))
-def test_commands_of_other_programs_are_read(line, monkeypatch):
-    words = list(line.words)
-    if is_script(line):
+@pytest.mark.slow
+@pytest.mark.parametrize("where", OTHERS)
+def test_commands_of_other_programs_are_read(where, monkeypatch):
+    words = OTHERS[where]
+    if words[0] == "python" and words[1].startswith("scripts/"):
         read_by_a_script(words, monkeypatch)
     elif words[0] == "pip":
         assert words[1] == "install" and len(words) > 2
@@ -301,36 +291,4 @@ def test_commands_of_other_programs_are_read(line, monkeypatch):
             if name in (".", "holotrain"):
                 assert set(extras.split(",") if extras else ()) <= project["optional-dependencies"].keys(), word
     else:
-        assert words[0] in ("pytest", "tensorboard"), f"{line.where}: no test knows how to run {line}"
-
-
-def bench_lines() -> list[Line]:
-    """Of each bench one line for every set of options, since their sizes are replaced."""
-    found = {}
-    for line in filter(is_script, OTHERS.values()):
-        options = (word for word in line.words if word.startswith("--"))
-        if Path(line.words[1]).name in BENCHES and "swin_tiny" not in line.words:  # which runs what the others run
-            found.setdefault((line.words[1], *sorted(options)), line)
-    return list(found.values())
-
-
-BENCH_LINES = bench_lines()
-HEAVY = [
-    f"scripts/bench_{name}.py" for name in ("overlap", "backward", "whole_step", "synthesis", "ways", "frontier", "recompute")
-]
-QUICK = [line for line in BENCH_LINES if "--measured" not in line.words and line.words[1] not in HEAVY]
-SMALLEST = first_of(QUICK, 1, lambda line: line.words[1])
-
-
-@pytest.mark.parametrize("line", named(BENCH_LINES, SMALLEST, default=False))
-def test_benches_run_at_their_smallest(line, tmp_path):
-    words = list(line.words[2:])
-    for option in ("--minrev", "--picture"):  # a checkout and a library that tests do without
-        if option in words:
-            del words[words.index(option) : words.index(option) + 2]
-    if "--measured" in words:  # which it reads
-        place = words.index("--measured") + 1
-        words[place] = str(ROOT / words[place])
-    script = ROOT / line.words[1]
-    ended = Forked(script, *words, *BENCHES[script.name].split(), folder=tmp_path, errors=tmp_path / "errors")
-    assert ended.wait() == 0, (tmp_path / "errors").read_text()[-4000:]
+        assert words[0] in ("pytest", "tensorboard"), f"{where}: no test knows how to run it"
