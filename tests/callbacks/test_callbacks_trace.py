@@ -4,7 +4,6 @@ import gzip
 import json
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from compared import assert_equal_parameters
 from small_trainings import quiet_trainer
@@ -64,16 +63,3 @@ def test_a_few_batches_are_traced_and_the_rest_is_left_alone(tmp_path):
     operators = (tmp_path / "trace-operators.txt").read_text()
     assert "aten::addmm" in operators and "recompute 1.g" in operators
     assert_equal_parameters(module, fit(None, 20))
-
-
-def test_a_training_that_fails_leaves_a_trace(tmp_path):
-    class Failing(Module):
-        def training_step(self, batch, batch_idx):
-            if batch_idx == 4:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return super().training_step(batch, batch_idx)
-
-    with pytest.raises(torch.OutOfMemoryError):
-        fit(TraceProfiler(tmp_path), 6, Failing())
-    assert [name for name in names(tmp_path) if name.startswith("batch ")] == ["batch 4", "batch 5"]
-    assert not torch.autograd.profiler._is_profiler_enabled

@@ -107,18 +107,6 @@ def test_resuming_from_the_end_of_an_epoch_and_of_a_validation(tmp_path, epoch_e
         assert_resumed(fit(checkpoint=tmp_path / f"step={step}.ckpt", **options), reference, step)
 
 
-@pytest.mark.parametrize(("most", "steps"), [(STEPS, EVERY_STEP), (100, [4, 7]), slow(100, EVERY_STEP)])
-def test_resuming_where_steps_are_bounded_too(tmp_path, most, steps):
-    """After each step, at the ends of epochs too, and where a bound had ended the training within an epoch."""
-    reference = fit([every_step(tmp_path)], max_steps=most)
-    assert len(reference[0]) == STEPS
-    for step in steps:
-        assert_resumed(fit(checkpoint=tmp_path / f"step={step}.ckpt", max_steps=most), reference, step)
-    fit([last_checkpoint(tmp_path / "ended.ckpt")], max_steps=6)
-    assert torch.load(tmp_path / "ended.ckpt", weights_only=True)["global_step"] == 6
-    assert_resumed(fit(checkpoint=tmp_path / "ended.ckpt", max_steps=most), reference, 6)
-
-
 ACCUMULATED = {"batch": 1, "accumulate_grad_batches": 5, "val_check_interval": 4}
 """Twelve batches an epoch: optimizer steps after 5, 10 and 12; validation falls due after 4, 8 and 12, and waits for them."""
 
@@ -234,10 +222,3 @@ def test_a_resumed_training_keeps_as_many_best_files_as_it_is_told_now(tmp_path,
     assert all((tmp_path / name).exists() for name in names)
     assert best.best_model_score == (4 if mode == "min" else 12)
     assert Path(best.best_model_path).name == names[0 if mode == "min" else -1]
-
-
-def test_a_training_that_begins_from_a_best_file_removes_no_later_ones(tmp_path):
-    fit(best_and_last(tmp_path, save_top_k=3))
-    before = sorted(tmp_path.glob("best-epoch*"))
-    fit(best_and_last(tmp_path), before[0], max_steps=5)
-    assert sorted(tmp_path.glob("best-epoch*")) == before

@@ -13,7 +13,7 @@ import torch
 from data_files import documents_of, write_saved_images
 from resumed_loaders import same, stream
 
-from holotrain.data import HubImages, HubText, hub
+from holotrain.data import HubImages, HubText
 from holotrain.data.sampler import set_data_shard
 from holotrain.data.text import batches
 from holotrain.errors import UserError
@@ -166,41 +166,6 @@ def test_images_that_were_saved_to_disk(images):
             assert image.getpixel((0, 0))[2] == label
     two = pictures(images, classes=["c", "a"])
     assert two.class_names == ["c", "a"] and {label for _, label in (two.split("train")[i] for i in range(30))} == {0, 1}
-
-
-def write_lines(folder, *names):
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(f"{name}\n")
-
-
-def test_a_folder_of_several_formats_is_read_as_the_one_that_is_chosen(tmp_path):
-    write_lines(tmp_path / "in", "a.txt", "b.csv", "README.md", ".hidden/a.parquet")
-    with pytest.raises(UserError, match=r"^data\.format: the files are of several formats, csv and text; choose one$"):
-        hub.files_in(tmp_path / "in", None, tmp_path / "cache")
-    kind, found = hub.files_in(tmp_path / "in", "text", tmp_path / "cache")
-    assert (kind, found) == ("text", {"train": [tmp_path / "in/a.txt"]})
-    with pytest.raises(UserError, match=r"^data\.name: .*in has no files of \.parquet$"):
-        hub.files_in(tmp_path / "in", "parquet", tmp_path / "cache")
-    with pytest.raises(UserError, match=r"^data: cannot read .*\*\.nothing"):
-        HubText(str(tmp_path / "in/*.nothing"), cache_dir=str(tmp_path / "cache")).opened()
-
-
-@pytest.mark.parametrize("name", [".", "data", "data/*.txt"])
-def test_a_snapshot_of_the_hub_is_read(tmp_path, name):
-    """Its files are links into the ``blobs`` beside it."""
-    snapshot = tmp_path / "datasets--a--b/snapshots/1234"
-    write_lines(tmp_path, "datasets--a--b/blobs/5678", "datasets--c--d/blobs/5678")
-    (snapshot / "data").mkdir(parents=True)
-    link = snapshot / "data/train-00000-of-00001.txt"
-    link.symlink_to("../../../blobs/5678")
-    data = HubText(str(snapshot / name), cache_dir=str(tmp_path / "cache"))
-    assert data.opened()["train"]["text"][:] == ["datasets--a--b/blobs/5678"]
-    link.unlink()
-    link.symlink_to("../../../../datasets--c--d/blobs/5678")
-    if "*" not in name:  # a pattern names the link itself
-        with pytest.raises(UserError, match="is no file in "):
-            data.opened()
 
 
 REFUSED = [

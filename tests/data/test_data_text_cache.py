@@ -2,7 +2,6 @@
 
 import os
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -45,11 +44,6 @@ def built(monkeypatch):
 
     monkeypatch.setattr(tokenise.DocumentRules, "documents", documents)
     return made
-
-
-def test_a_batch_may_hold_more_tokens_than_32_bits_count():
-    found = tokenise.table(np.zeros(2**31 + 5, np.uint8), np.array([2**31, 5]), [None, None])  # never touched
-    assert found["tokens"].chunk(0).offsets.to_pylist() == [0, 2**31, 2**31 + 5]
 
 
 def test_everything_that_matters_is_built_anew(folder, built):

@@ -40,19 +40,6 @@ def test_every_document_comes_once_and_ranks_have_as_many_batches(budget, ranks)
     assert len(counts) == 1  # equal on ranks, and from epoch to epoch
 
 
-@pytest.mark.parametrize(("documents", "ranks"), [(3, 3), (4, 3), (7, 2), (100, 3)])
-def test_few_documents_are_dealt_out_evenly(documents, ranks):
-    for batch_size in (1, 2, 64):
-        shares = [list(sampler(lengths=LENGTHS[:documents], batch_size=batch_size, shard=(r, ranks))) for r in range(ranks)]
-        assert len({len(share) for share in shares}) == 1
-        drawn = [index for share in shares for batch in share for index in batch]
-        left_out = documents % ranks if batch_size == 1 else 0
-        assert len(set(drawn)) == len(drawn) and len(drawn) >= documents - left_out
-        assert all(batch for share in shares for batch in share)
-    with pytest.raises(UserError, match="2 documents cannot be split among 3 processes"):
-        sampler(lengths=LENGTHS[:2], batch_size=1, shard=(0, 3))
-
-
 def test_the_order_is_a_function_of_seed_and_epoch():
     orders = {(seed, epoch): list(sampler(epoch, seed=seed, batch_size=16)) for seed in (0, 1) for epoch in (0, 1)}
     assert len({str(order) for order in orders.values()}) == 4

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from small_run import SMALL
 
 TABLES = {
@@ -80,16 +79,6 @@ def test_a_wrong_command_line_is_answered_in_a_line_or_two(typed, line, message)
     assert message in err and err.startswith("holotrain: ")
     assert err.count("\n") <= 2 and "Traceback" not in err
     assert not list(Path().glob("runs/fit/20*")) and files() == before  # a run that did not begin leaves no folder
-
-
-def test_what_is_given_twice_or_taken_away_is_what_comes_last(holotrain):
-    words = ["optimizer.lr=1", "optimizer.lr=2", "seed=3", "++seed=4", "~data", "+data._target_=holotrain.data.Digits"]
-    shown = holotrain.done("fit", "--cfg", "job", *words, "task=image_classification", "model=rev_vit_tiny")
-    assert yaml.safe_load(shown)["optimizer"]["lr"] == 2 and yaml.safe_load(shown)["seed"] == 4
-    assert "RevViT" in shown  # what an experiment chooses is not given on the line
-    Path("${").mkdir()
-    os.chdir("${")
-    assert "no viable alternative at input '${'" in holotrain.refused("fit", *QUICK)
 
 
 QUICK = [*SMALL, "trainer.max_epochs=1", "callbacks.progress=null", "test=false"]

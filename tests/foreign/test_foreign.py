@@ -7,7 +7,7 @@ import pytest
 import torch
 from compared import assert_equal
 from covering import slow
-from foreign_models import SHORT, TEXT, TINY, trained_once, words_of, write_network, write_texts
+from foreign_models import SHORT, TEXT, TINY, trained_once, write_network, write_texts
 
 import holotrain as package
 from holotrain.models import HuggingFace, Timm, generate
@@ -97,25 +97,3 @@ def test_the_weights_of_a_checkpoint_of_an_older_version_load(holotrain, trained
     assert f"another version of holotrain ({package.__version__}): model.reversible is gone: backward=check" in said
     assert said.endswith("resume it with that version, or load its weights with model.pretrained=old.ckpt\n")
     assert_equal(package.load("old.ckpt").state_dict(), package.load(run / "checkpoints/last.ckpt").state_dict())
-
-
-@pytest.mark.slow
-def test_lora_is_trained_and_merged(holotrain):
-    pytest.importorskip("peft")
-    write_network(Path("network"), "vit")
-    lora = ["model.adapters._target_=peft.LoraConfig", "model.adapters.target_modules=[q_proj,v_proj]", "model.adapters.r=4"]
-    words = [*SHORT, *words_of("vit", "image_classification"), *lora, "hydra.run.dir=run", "optimizer.lr=0.1"]
-    holotrain.done("fit", *words)
-    assert holotrain("test", "ckpt_path=run")[0] == 0
-    trained = package.load("run")
-    moving = [name for name, tensor in trained.named_parameters() if tensor.requires_grad]
-    assert moving and all("lora" in name or "classifier" in name for name in moving)
-    holotrain.done("export", "ckpt_path=run", "to=export")
-    images = torch.randn(2, 1, 8, 8)
-    back = transformers.AutoModelForImageClassification.from_pretrained("export").eval()
-    torch.testing.assert_close(back(images).logits, trained(images))
-    assert holotrain("fit", "resume=true", "hydra.run.dir=run", "trainer.max_steps=5")[0] == 0
-    said = holotrain.refused("fit", "ckpt_path=run", "model.quantised=4bit")
-    assert "last.ckpt was trained with null; leave the option out" in said and "to=FOLDER writes it whole" in said
-    pretrained = ["model.pretrained=run/checkpoints/last.ckpt"]
-    assert "write them whole" in holotrain.refused("fit", *SHORT, *words_of("vit", "image_classification"), *pretrained)

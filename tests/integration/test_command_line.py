@@ -44,16 +44,6 @@ def test_a_run_shows_and_leaves_what_it_should(holotrain):
     assert "hp_metric" not in seen and seen["test/accuracy"] == [pytest.approx(left["metrics"]["test/accuracy"])]
 
 
-@pytest.mark.slow
-def test_a_training_that_diverges_says_so(holotrain):
-    with pytest.warns(UserWarning, match="train/loss is nan since epoch"):
-        _, _, err = holotrain(
-            "fit", *QUICK, "backward=autograd", "optimizer.lr=1e30", "trainer.gradient_clip_val=null", "hydra.run.dir=run"
-        )
-    assert summary(Path("run"))["status"] == "diverged"
-    assert "holotrain: the training has diverged: train/loss is nan since epoch" in err
-
-
 @pytest.fixture
 def trained(image_run):
     """A finished run, and the best checkpoint in it."""
@@ -133,14 +123,6 @@ def test_checkpoints_that_do_not_fit_are_refused(holotrain, trained, command, wo
     status, _, err = holotrain(command, f"ckpt_path={trained[1]}", *words)
     assert status == 2 and expected in err and err.count("\n") <= 3 and "Traceback" not in err
     assert trained[1].read_bytes() == before
-
-
-def test_help_lists_commands_groups_and_options(holotrain):
-    out = holotrain.done("--help")
-    assert all(command in out for command in ("fit", "validate", "test", "predict"))
-    out = holotrain.done("fit", "--help", "data=imagefolder")
-    assert all(word in out for word in ("rev_vit_tiny", "imagefolder", "on_corrupt", "lr", "max_epochs", "resume")), out
-    assert "temperature" in holotrain.done("generate", "--help")
 
 
 STARVED = """

@@ -1,12 +1,10 @@
 """Sweeps whose options Optuna chooses, from the results of the jobs before, and whose jobs run in other processes."""
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from covering import long, slow
+from covering import slow
 from hydra.core.plugins import Plugins
 from left_by_runs import only, rows, summary
 from small_run import SMALL
@@ -79,24 +77,3 @@ def test_a_plugin_that_is_not_installed_is_named(holotrain, monkeypatch):
         monkeypatch.delitem(ConfigStore.instance().repo["hydra"]["sweeper"], "optuna.yaml")
     refused = holotrain.refused("fit", "-m", "sweep=optuna")
     assert "there is no 'optuna' among its options; a plugin of Hydra: pip install 'holotrain[optuna]'" in refused
-
-
-@pytest.mark.parametrize("launcher", [long("joblib"), long("submitit_local")])
-def test_the_table_does_not_depend_on_the_launcher(holotrain, tmp_path, launcher):
-    """Four jobs: two that fail, two that complete."""
-    pytest.importorskip(f"hydra_plugins.hydra_{launcher.removesuffix('_local')}_launcher")
-    words = [f"hydra/launcher={launcher}", *(["hydra.launcher.n_jobs=2"] if launcher == "joblib" else [])]
-    (tmp_path / "elsewhere").mkdir()
-    command = ["fit", "-m", *BRIEF, "model.heads=3,2", "seed=1,2"]
-    elsewhere = subprocess.run(
-        [sys.executable, "-m", "holotrain", *command, *words], cwd="elsewhere", capture_output=True, text=True, timeout=900
-    )
-    status = holotrain(*command)[0]
-    assert elsewhere.returncode == status == 2, elsewhere.stderr
-    theirs, ours = rows(only(Path("elsewhere/runs/fit/sweeps")) / "sweep.csv"), table()[1]
-    measured = ("samples_per_second", "step_seconds", "peak_memory_bytes", "seconds")
-    assert [{key: row[key] for key in row if key not in measured} for row in theirs] == [
-        {key: row[key] for key in row if key not in measured} for row in ours
-    ]
-    assert [row["status"] for row in ours] == ["failed", "failed", "completed", "completed"]
-    assert "16 is not a multiple of 3" in theirs[0]["error"] and theirs[2]["best/val/accuracy"] != ""

@@ -134,7 +134,7 @@ def assert_losses_of_one_process(holotrain, folder: Path, cases: list, kind: str
         assert found["processes"] == 2 and {path.name for path in job.iterdir()} >= {"config.yaml", "checkpoints"}
 
 
-@pytest.mark.parametrize(("case", "done"), [(QUICK, "quick"), slow(SLOW, "left")])
+@pytest.mark.parametrize(("case", "done"), [slow(QUICK, "quick"), slow(SLOW, "left")])
 def test_losses_are_those_of_one_process(holotrain, request, case, done):
     assert_losses_of_one_process(holotrain, request.getfixturevalue(done)[0], [case], case[0])
 
@@ -160,6 +160,7 @@ def whole_on_all(folder: Path, found: list[dict], name: str) -> tuple[int, int]:
     return found[0]["seen"][name]["alike"][0], len(weights(folder / name / LAST))
 
 
+@pytest.mark.slow
 def test_processes_of_a_launcher_print_a_mistake_once_and_have_all_parameters_under_ddp(quick):
     folder, found = quick
     assert found[1]["statuses"] == dict.fromkeys(runs_of([QUICK]), 0) | {"mistaken": 2}

@@ -175,7 +175,7 @@ def test_files_that_are_no_regular_ones(holotrain, honest, file, words):
     holotrain.refused(*words)
 
 
-@pytest.mark.parametrize("words", [["resume=true", "hydra.run.dir=run"], slow(["ckpt_path=run/checkpoints/last.ckpt"])])
+@pytest.mark.parametrize("words", [slow(["resume=true", "hydra.run.dir=run"]), slow(["ckpt_path=run/checkpoints/last.ckpt"])])
 def test_a_checkpoint_does_not_say_what_is_removed(holotrain, honest, words):
     """Lightning removes the files that a checkpoint names as saved before it."""
     Path("precious").mkdir()

@@ -48,16 +48,6 @@ def test_our_own_weights_come_from_checkpoints(prefix):
     assert_equal(model.blocks.blocks[1].g.widen.weight, trained.blocks.blocks[1].g.widen.weight)
 
 
-def test_shorter_texts_take_the_first_positions_and_added_words_stay_new():
-    model, given = GPT(**TEXT | {"vocab": 43, "context": 7}, positions="learned"), GPT(**TEXT, positions="learned").state_dict()
-    before = model.embedding.word.weight.detach().clone()
-    loaded = load_pretrained(model, given)
-    assert_equal(model.embedding.position, given["embedding.position"][:7])
-    assert_equal(model.embedding.word.weight[:40], given["embedding.word.weight"])
-    assert_equal(model.embedding.word.weight[40:], before[40:])
-    assert set(loaded.resized) == {"embedding.word.weight", "embedding.position"}
-
-
 def of_another_type():
     weights = ViT(**IMAGE).state_dict()
     return weights | {"head.weight": weights["head.weight"].bool()}

@@ -3,7 +3,6 @@
 import copy
 import io
 import re
-import sys
 from contextlib import nullcontext
 
 import pytest
@@ -244,12 +243,6 @@ def test_forged_states_are_refused(refusal, forgery):
     where[last] = new
     with pytest.raises(ValueError, match=re.escape(refusal)):
         optimizer.load_state_dict(forged)
-
-
-def test_without_torchao_it_names_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(ValueError, match=r"AdamW4bit needs torchao: pip install 'holotrain\[torchao\]'"):
-        low_bit("AdamW4bit", model_of().parameters())
 
 
 class Coupled(torch.optim.SGD):

@@ -1,13 +1,10 @@
 """Links of READMEs lead somewhere, Python blocks run, command lines are composed, and those of the first page are run."""
 
-import argparse
 import json
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -258,31 +255,11 @@ def test_commands_of_the_first_page_run_with_a_small_model_and_a_few_batches(whe
     assert status == 0 and "Traceback" not in err, (out[-2000:], err[-4000:])
 
 
-class Read(Exception):
-    """A script has read its arguments."""
-
-
-def read_by_a_script(words: list[str], monkeypatch) -> None:
-    """The script's own parser takes the arguments; nothing else of it runs."""
-    parse = argparse.ArgumentParser.parse_args
-
-    def parse_and_stop(parser, *args):
-        parse(parser, *args)
-        raise Read
-
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
-    monkeypatch.setattr(sys, "argv", words[1:])
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    with pytest.raises(Read):
-        runpy.run_path(str(ROOT / words[1]), run_name="__main__")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("where", OTHERS)
-def test_commands_of_other_programs_are_read(where, monkeypatch):
+def test_commands_of_other_programs_name_what_is_there(where):
     words = OTHERS[where]
     if words[0] == "python" and words[1].startswith("scripts/"):
-        read_by_a_script(words, monkeypatch)
+        assert (ROOT / words[1]).is_file()
     elif words[0] == "pip":
         assert words[1] == "install" and len(words) > 2
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
