@@ -4,6 +4,7 @@ the same loop over the plain model."""
 import math
 import warnings
 from functools import cache
+from itertools import product
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from covering import long, slow
+from covering import long, pairwise, slow
 from foreign_models import write_tokenizer
 from gloo_pair import found_by_processes
 from made_once import made_once
@@ -145,10 +146,12 @@ def assert_close(found: list[float], expected: list[float], way: str) -> None:
     assert len(found) > 5 and off <= CLOSE[way]
 
 
-MATRIX = [(kind, part, way) for kind in KINDS for part in ("whole", "lora", "4-bit") for way in WAYS]
+PARTS = ["whole", "lora", "4-bit"]
+OFTEN = pairwise(KINDS, PARTS, list(WAYS))
+MATRIX = [(slow if case in OFTEN else long)(*case) for case in product(KINDS, PARTS, WAYS)]
 
 
-@pytest.mark.parametrize(("kind", "part", "way"), [slow(*case) if "4-bit" not in case else long(*case) for case in MATRIX])
+@pytest.mark.parametrize(("kind", "part", "way"), MATRIX)
 def test_figures_are_those_of_the_plain_model(folder, kind, part, way):
     found = figures_of(kind, recompute(loaded(folder, part), **WAYS[way]), folder)
     assert_close(found, plain_figures(kind, part, folder), way)
