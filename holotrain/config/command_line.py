@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 import textwrap
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress

@@ -1,8 +1,11 @@
 """What the bench scripts have saved."""
 
 import json
+import runpy
+import sys
 from pathlib import Path
 
+import pytest
 from torch.utils._pytree import tree_leaves
 
 RESULTS = Path(__file__).parents[2] / "scripts/results"
@@ -13,3 +16,16 @@ def test_results_name_no_path_of_a_machine():
     words = [(path.name, leaf) for path in files for leaf in tree_leaves(json.loads(path.read_text())) if isinstance(leaf, str)]
     assert {name for name, _ in words} == {path.name for path in files} != set()
     assert not [(name, word) for name, word in words if Path(word).is_absolute()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", sorted(RESULTS.parent.glob("*.py")), ids=lambda path: path.stem)
+def test_a_script_starts(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(script), "--help"])
+    monkeypatch.syspath_prepend(str(script.parent))
+    if "argparse" in script.read_text() or "arguments(" in script.read_text():
+        with pytest.raises(SystemExit, match="0"):
+            runpy.run_path(str(script), run_name="__main__")
+        assert "usage:" in capsys.readouterr().out
+    else:
+        runpy.run_path(str(script), run_name="not_main")
