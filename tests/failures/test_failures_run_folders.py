@@ -55,7 +55,7 @@ def test_links_in_the_place_of_files_that_are_replaced_are_replaced(crafted):
     before = outside()
     # Earlier versions wrote to this name, before they renamed it.
     Path(f"run/.config.yaml.{os.getpid()}").symlink_to(Path("outside/file").absolute())
-    typed.done(*CONTINUED)
+    assert typed(*CONTINUED)[0] == 0  # the profiler may say something
     assert outside() == before and not Path("run/config.yaml").is_symlink()
 
 

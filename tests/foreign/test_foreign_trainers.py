@@ -33,6 +33,13 @@ ROWS = [{"input_ids": row, "labels": row} for row in TOKENS]
 TEXTS = [f"{number} and {number * number} are what they are" for number in range(12)]
 
 
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    """Other trainings in this process may have left the variables of theirs, which accelerate reads."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A pretrained model with its tokenizer, of bytes."""
