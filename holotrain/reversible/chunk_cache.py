@@ -124,11 +124,17 @@ _latest: dict[tuple[Any, ...], Tensor] = {}
 
 def _last_rows(length: int, tokens: int, groups: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     key = length, tokens, groups, dtype, device, torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    if key not in _latest:
+    mask = _latest.get(key)
+    if mask is None:
         _latest.clear()
-        mask = torch.full((length, tokens), float("-inf"), dtype=dtype, device=device)
-        _latest[key] = mask.triu(tokens - length + 1).repeat(groups, 1)
-    return _latest[key]
+        numbers = torch.full((length, tokens), float("-inf"), dtype=dtype, device=device)
+        _latest[key] = mask = numbers.triu(tokens - length + 1).repeat(groups, 1)
+    return mask
+
+
+def forget_mask() -> None:
+    """After a step: its memory goes."""
+    _latest.clear()
 
 
 def _mask(*, mask_function: Callable, attention_mask: Tensor | None, allow_is_causal_skip: bool = True, **keywords: Any):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,16 +19,16 @@ from torch import Tensor, nn
 
 from holotrain.reversible.context import has_no_data
 from holotrain.reversible.replaced_forward import ReplacedForward
-from holotrain.reversible.settings import State, put_back, sources_of
-from holotrain.reversible.tiled_cross_entropy import KnownGradients
+from holotrain.reversible.settings import Call, State, put_back, sources_of
+from holotrain.reversible.tiled_cross_entropy import KnownGradients, Unreadable, require_leaves
 from holotrain.reversible.tiled_loss import IGNORED, language_model
 
-CUT = ("input_ids", "position_ids", "token_type_ids")
-TAKEN = (*CUT, "attention_mask", "labels", "shift_labels", "num_items_in_batch")
+OF_TOKENS = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels")
+TAKEN = (*OF_TOKENS, "num_items_in_batch", "use_cache", "return_dict")
 """Arguments that a model may be called with."""
 
-LOOKED_AT = 32
-"""Tokens of the first call on which chunks are compared with the whole."""
+COMPARED = 32
+"""Tokens of the first call that are taken in chunks and at once, to compare what they give."""
 
 
 def train_in_chunks(model: nn.Module, chunk: int = 1024) -> nn.Module:
@@ -71,19 +72,19 @@ class ChunkedForward(ReplacedForward):
 
     def __init__(self, module: Any) -> None:
         super().__init__(module)
-        self._proven = False
+        self._compared = False
 
     def train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
         own = self.own()
         given = _by_name(own, arguments, keywords)
-        if given.get("labels") is None:
+        if given.get("labels") is None or not any(weight.requires_grad for weight in self.module.parameters()):
             return self.pass_on(arguments, keywords)
         if not self.module.training:  # an evaluation looks at the logits
             return self.pass_on_in_eval(arguments, keywords)
         _require_taken(self.module, given)
-        if not self._proven and not has_no_data(given["input_ids"]):
-            _require_equal(self.module, own, given)
-            self._proven = True
+        Call(given["input_ids"].device)  # which refuses torch.func
+        if not self._compared and not has_no_data(given["input_ids"]):
+            self._compared = _require_equal(self.module, own, given["input_ids"][:1, :COMPARED])
         return _loss_in_chunks(self.module, own, given, self.chunk)
 
 
@@ -98,13 +99,29 @@ def _by_name(forward: Callable, arguments: tuple, keywords: dict[str, Any]) -> d
 
 
 def _require_taken(model: Any, given: dict[str, Any]) -> None:
-    refused = [name for name in given if name not in (*TAKEN, "use_cache", "return_dict")]
+    """Raises a ValueError for a call that cannot be taken in chunks."""
+    config, name = model.config.get_text_config(decoder=True), type(model).__name__
+    refused = [name for name, value in given.items() if name not in TAKEN and value is not False]
+    refused += [name for name in ("output_hidden_states", "output_attentions") if getattr(config, name, False)]
+    refused += ["return_dict=False"] if given.get("return_dict") is False else []
     if "input_ids" not in given or refused:
         wrong = f"with {', '.join(refused)}" if refused else "without input_ids"
-        raise ValueError(f"{type(model).__name__} was called {wrong}; chunks take {', '.join(TAKEN)}: call undo(model)")
-    for name in ("attention_mask", "position_ids"):
-        if name in given and given[name].ndim != 2:
-            raise ValueError(f"chunks take {name} of (B, T), not {tuple(given[name].shape)}: call undo(model)")
+        raise ValueError(f"{name} was called {wrong}; chunks take {', '.join(TAKEN)}: call undo(model)")
+    length = given["input_ids"].shape[-1]
+    for each in OF_TOKENS:
+        shape = tuple(given[each].shape) if each in given else (1, length)
+        if len(shape) != 2 or shape[1] != length or not length:
+            raise ValueError(f"chunks take {each} of (B, T), not {shape}, and input_ids of T={length}: call undo(model)")
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *(each for each in ropes.values() if isinstance(each, dict))):
+        if rope.get("rope_type") not in ("dynamic", "longrope"):
+            continue
+        known = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        if length > known:
+            raise ValueError(
+                f"the rotation of {name}'s positions ({rope['rope_type']}) depends on the length of a sequence above {known} "
+                "tokens, which a chunk does not know: call undo(model)"
+            )
 
 
 class _Sequence:
@@ -119,28 +136,42 @@ class _Sequence:
     def __init__(self, model: Any, given: dict[str, Any]) -> None:
         from holotrain.reversible.chunk_cache import ChunkCache
 
-        self._given, self.length = given, given["input_ids"].shape[1]
-        self.cache = ChunkCache(model.config.get_text_config(decoder=True).num_hidden_layers, self.length)
-        ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
-        if mask is not None and not has_no_data(mask) and bool(mask.all()):
-            mask = None
+        config, ids, positions = model.config.get_text_config(decoder=True), given["input_ids"], given.get("position_ids")
+        self._ids, self._positions, self._mask = ids, positions, given.get("attention_mask")
+        self.length, self.cache = ids.shape[1], ChunkCache(config.num_hidden_layers, ids.shape[1])
         labels = given.get("shift_labels")
         self.labels = nn.functional.pad(given["labels"], (0, 1), value=IGNORED)[:, 1:] if labels is None else labels
-        self._mask, self._documents = mask, None
-        if positions is not None and mask is None and not has_no_data(positions):  # transformers looks for them without a cache
+        self._documents = None
+        # transformers separates documents where it gets neither a mask nor a cache.
+        caches = given.get("use_cache", getattr(config, "use_cache", False))
+        if positions is not None and self._mask is None and not caches and not has_no_data(positions):
             self._documents = _documents(positions.expand(len(ids), -1))
-        # Its name has changed within transformers 5.
+        if self._documents is not None and (config._attn_implementation != "sdpa" or _has_windows(config)):
+            raise ValueError(
+                f"{type(model).__name__} got several documents in a row, which chunks take with attn_implementation='sdpa' and "
+                "without sliding windows: call undo(model)"
+            )
+        if self._mask is not None and not has_no_data(self._mask) and bool(self._mask.all()):
+            self._mask = None
+        if self._mask is not None and config._attn_implementation == "eager" and not bool(self._mask[:, 0].all()):
+            raise ValueError(
+                f"{type(model).__name__} got padding on the left, of which attn_implementation='eager' lets rows read later "
+                "tokens, so it takes no chunks: take 'sdpa', or call undo(model)"
+            )
+        # What transformers calls the argument of a cache; it was past_key_values before 5.24.
         self._cache = "cache" if "cache" in inspect.signature(_base_of(model).forward).parameters else "past_key_values"
 
     def chunk(self, start: int, stop: int) -> dict[str, Any]:
         """What the model gets for the tokens of a chunk."""
         self.cache.begin(start)
-        given = {name: self._given[name][:, start:stop] for name in CUT if name in self._given}
+        given: dict[str, Any] = {"input_ids": self._ids[:, start:stop], "use_cache": True, "return_dict": True}
+        if self._positions is not None:
+            given["position_ids"] = self._positions[:, start:stop]
         if self._documents is not None:
             given["attention_mask"] = _within_documents(self._documents, start, stop)
         elif self._mask is not None:
             given["attention_mask"] = self._mask[:, :stop]
-        return given | {self._cache: self.cache, "use_cache": True}
+        return given | {self._cache: self.cache}
 
     def targets(self, start: int, stop: int) -> dict[str, Any]:
         """What the model gets besides, to return the sum of the losses of a chunk."""
@@ -160,8 +191,14 @@ def _within_documents(documents: Tensor, start: int, stop: int) -> Tensor:
     return (documents[:, start:stop, None] == documents[:, None, :stop])[:, None] & causal
 
 
+def _has_windows(config: Any) -> bool:
+    kinds = getattr(config, "layer_types", None) or ()
+    return getattr(config, "sliding_window", None) is not None or any(kind != "full_attention" for kind in kinds)
+
+
 def _base_of(model: Any) -> nn.Module:
-    return getattr(model, model.base_model_prefix)
+    """The model without its head; Llama 4 names it wrongly."""
+    return getattr(model, model.base_model_prefix, None) or model.model
 
 
 def _loss_in_chunks(model: Any, own: Callable, given: dict[str, Any], chunk: int) -> Any:
@@ -169,23 +206,27 @@ def _loss_in_chunks(model: Any, own: Callable, given: dict[str, Any], chunk: int
     sequence, weights, device = _Sequence(model, given), _Weights(model, own), given["input_ids"].device
     starts = range(0, sequence.length, chunk)
     chunks = [(start, min(start + chunk, sequence.length)) for start in starts]
-    with _attention_of_chunks(model):
-        states = []
-        with torch.no_grad():
-            for each in chunks[:-1]:  # the last one runs with its graph at once
-                states.append(_random_states(device))
-                _base_of(model)(**sequence.chunk(*each))
-                _require_filled(model, sequence.cache, each[1])
-        result, total = weights.differentiate(sequence, *chunks[-1])
-        _require_filled(model, sequence.cache, sequence.length)
-        after = _random_states(device)
-        for each, then in zip(reversed(chunks[:-1]), reversed(states), strict=True):
-            put_back(then)
-            total = total + weights.differentiate(sequence, *each)[1]
-        put_back(after)
+    states, after = [], None
+    try:
+        with _attention_of_chunks(model):
+            with torch.no_grad():
+                for each in chunks[:-1]:  # the last one runs with its graph at once
+                    states.append(_random_states(device))
+                    _base_of(model)(**sequence.chunk(*each))
+                    _require_filled(model, sequence.cache, each[1])
+            result, total = weights.differentiate(sequence, *chunks[-1])
+            _require_filled(model, sequence.cache, sequence.length)
+            after = _random_states(device)
+            for each, then in zip(reversed(chunks[:-1]), reversed(states), strict=True):
+                put_back(then)
+                total = total + weights.differentiate(sequence, *each)[1]
+        known = weights.gradients()
+    finally:
+        weights.release()
+        if after is not None:
+            put_back(after)
     count = given.get("num_items_in_batch")
     count = (sequence.labels != IGNORED).sum() if count is None else torch.as_tensor(count, device=device)
-    known = weights.gradients()
     return type(result)(loss=KnownGradients.apply(total, count, [*known.values()], *known))
 
 
@@ -204,7 +245,7 @@ def _require_filled(model: Any, cache: Any, stop: int) -> None:
 @contextmanager
 def _attention_of_chunks(model: Any) -> Generator[None]:
     """Inside, ``sdpa`` is one that makes no mask where a chunk is causal and nothing else."""
-    from holotrain.reversible.chunk_cache import NAME
+    from holotrain.reversible.chunk_cache import NAME, forget_mask
 
     config = model.config.get_text_config(decoder=True)
     before = config._attn_implementation
@@ -214,6 +255,7 @@ def _attention_of_chunks(model: Any) -> Generator[None]:
         yield
     finally:
         config._attn_implementation = before
+        forget_mask()
 
 
 class _Weights(nn.Module):
@@ -228,8 +270,9 @@ class _Weights(nn.Module):
         self._parameters_of = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self._leaves = {name: nn.Parameter(each.detach()) for name, each in self._parameters_of.items()}
         self._sums: dict[str, Tensor] = {}
+        self._hooks = []
         for name, leaf in self._leaves.items():
-            leaf.register_post_accumulate_grad_hook(lambda leaf, name=name: self._add(name, leaf))
+            self._hooks.append(leaf.register_post_accumulate_grad_hook(partial(self._add, name)))
 
     def _add(self, name: str, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
@@ -253,37 +296,64 @@ class _Weights(nn.Module):
                 "the loss of this mixture of experts is no sum over tokens, so it takes no chunks; set "
                 "output_router_logits=False in its configuration, or call undo(model)"
             )
+        if stop == sequence.length:
+            self._require_own_leaves(result.loss)
         with torch.autocast(result.loss.device.type, enabled=False):
             result.loss.backward()
         return result, result.loss.detach()
+
+    def _require_own_leaves(self, loss: Tensor) -> None:
+        try:
+            require_leaves(loss, [*self._leaves.values()])
+        except Unreadable as error:
+            raise ValueError(
+                f"{type(self.model).__name__} reads a tensor with a gradient that is none of its parameters, as by a hook, so "
+                "it takes no chunks: call undo(model)"
+            ) from error
 
     def gradients(self) -> dict[Tensor, Tensor]:
         """The parameters that have a gradient, with it."""
         return {self._parameters_of[name]: total for name, total in self._sums.items()}
 
+    def release(self) -> None:
+        """Lets go of leaves, whose hooks hold this, in a circle that Python does not see."""
+        for hook in self._hooks:
+            hook.remove()
+        self._leaves, self._sums, self._hooks = {}, {}, []
+
 
 @torch.no_grad()
-def _require_equal(model: Any, own: Callable, given: dict[str, Any]) -> None:
-    """Raises a ValueError if the first tokens have other logits, or another loss, in two chunks than at once."""
-    ids = given["input_ids"][:1, :LOOKED_AT]
-    length = ids.shape[1]
-    if length < 2:
-        return
+def _require_equal(model: Any, own: Callable, ids: Tensor) -> bool:
+    """Whether a row has been compared, which takes two tokens.
+
+    Raises:
+        ValueError: it has other logits, or another loss, in two chunks than at once, or logits that depend on later tokens.
+    """
+    if ids.shape[1] < 2:
+        return False
     modes = {part: part.training for part in model.modules()}
     model.eval()
     try:
-        whole, parts = own(input_ids=ids, labels=ids, use_cache=False), _in_two(model, own, ids)
+        whole, parts = own(input_ids=ids, labels=ids, use_cache=False, return_dict=True), _in_two(model, own, ids)
+        other = own(input_ids=torch.cat([ids[:, :-1], (ids[:, -1:] + 1) % 2], 1), use_cache=False, return_dict=True)
     finally:
         for part, mode in modes.items():
             part.training = mode
-    expected, found = whole.logits.float(), torch.cat([part.logits for part in parts], 1).float()
-    loss = (parts[0].loss + parts[1].loss) / (length - 1)
-    bound = 0.05 if whole.logits.dtype.itemsize < 4 or torch.is_autocast_enabled(ids.device.type) else 1e-3
-    if not ((found - expected).norm() < bound * expected.norm() and (loss - whole.loss).abs() < bound * whole.loss.abs()):
+    is_half = whole.logits.dtype.itemsize < 4 or torch.is_autocast_enabled(ids.device.type)
+    bound, expected = (0.05 if is_half else 1e-3), whole.logits.float()
+    loss = (parts[0].loss + parts[1].loss) / (ids.shape[1] - 1)
+    is_equal = _are_near(torch.cat([part.logits for part in parts], 1).float(), expected, bound)
+    is_causal = _are_near(other.logits[:, :-1].float(), expected[:, :-1], 1e-3 if is_half else 1e-5)
+    if not (is_equal and is_causal and _are_near(loss, whole.loss, bound)):
         raise ValueError(
-            f"{type(model).__name__} computes something else in chunks than at once (loss {loss:.6g} and {whole.loss:.6g}), so "
-            "it takes none; call undo(model)"
+            f"{type(model).__name__} computes something else in chunks than at once (loss {loss:.6g} and {whole.loss:.6g}), or "
+            "reads later tokens, so it takes none; call undo(model)"
         )
+    return True
+
+
+def _are_near(found: Tensor, expected: Tensor, bound: float) -> bool:
+    return bool((found - expected).norm() <= bound * expected.norm())
 
 
 def _in_two(model: Any, own: Callable, ids: Tensor) -> list[Any]:

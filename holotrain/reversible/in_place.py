@@ -50,7 +50,7 @@ def recompute(
             ``model(input_ids, labels=labels)`` are then taken in tiles, too, and ``logits`` is None in training; see
             :mod:`holotrain.reversible.tiled_loss`. None: all tokens at once.
         chunk: tokens of a sequence that a causal language model of transformers takes at a time, under any ``backward``; see
-            :func:`~holotrain.reversible.train_in_chunks`. None: 1,024 for ``"chunks"``, else the whole sequence.
+            :func:`~holotrain.reversible.train_in_chunks`. It stays until :func:`undo`. None: 1,024 for ``"chunks"``.
 
     Returns:
         the model.

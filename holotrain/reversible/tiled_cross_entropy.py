@@ -149,7 +149,7 @@ class Tiles:
 
     def _differentiate(self, loss: Tensor, hidden: Tensor, rows: slice) -> None:
         if self._linear is None:
-            _require_leaves(loss, [hidden, *self._leaves.values()])
+            require_leaves(loss, [hidden, *self._leaves.values()])
         with torch.autocast(loss.device.type, enabled=False):
             of_hidden, *found = torch.autograd.grad(loss, [hidden, *self._leaves.values()], allow_unused=True)
         if self._gradient is not None:
@@ -174,7 +174,7 @@ def _zeros(like: Tensor) -> Tensor:
     return torch.zeros_like(like, dtype=_for_sums(like.dtype), requires_grad=False)
 
 
-def _require_leaves(loss: Tensor, known: list[Tensor]) -> None:
+def require_leaves(loss: Tensor, known: list[Tensor]) -> None:
     """Raises a RuntimeError if a loss has gradients for leaves that are not known."""
     nodes, seen = [loss.grad_fn], set()
     while nodes:
@@ -244,7 +244,7 @@ class KnownGradients(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("the gradients of a loss in tiles are given once; a second backward needs a second forward")
+            raise RuntimeError("the gradients of this loss are given once; a second backward needs a second forward")
         gradients, ctx.gradients = ctx.gradients, None
         factor = torch.where(ctx.count == 0, 0, gradient / ctx.count)  # no label at all: zeros, as without tiles
         found, nodes = [], [node for node, _ in ctx.next_functions[2:]]

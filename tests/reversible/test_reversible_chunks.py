@@ -1,6 +1,8 @@
 """Causal models of transformers in chunks of their sequence, against the same models at once, with plain autograd."""
 
 import copy
+import gc
+from weakref import ref
 
 import pytest
 import torch
@@ -43,7 +45,7 @@ from transformers import (
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from holotrain.models.huggingface import HuggingFace
-from holotrain.reversible import recompute, train_in_chunks, undo
+from holotrain.reversible import chunk_cache, chunks, recompute, train_in_chunks, undo
 
 WORDS, TOKENS = 97, 50
 SMALL = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -170,12 +172,38 @@ def test_padding(name, side, in_double):
     require_equal(made(name), given | {"attention_mask": mask})
 
 
+DOCUMENTS = torch.cat([torch.arange(11), torch.arange(27), torch.arange(12)])[None].expand(2, -1)
+
+
 def test_documents_in_a_row_do_not_read_each_other(in_double):
-    positions = torch.cat([torch.arange(11), torch.arange(27), torch.arange(12)])[None].expand(2, -1)
     model, given = made("Llama"), batch()
-    at_once = step(model, given | {"position_ids": positions, "use_cache": False})
+    at_once = step(model, given | {"position_ids": DOCUMENTS, "use_cache": False})
     assert off(step(model, given)[1], at_once[1]) > 0.01
-    require_equal(model, given | {"position_ids": positions}, use_cache=False)
+    require_equal(model, given | {"position_ids": DOCUMENTS, "use_cache": False})
+
+
+@pytest.mark.parametrize("more", [{}, {"use_cache": False, "attention_mask": torch.ones(2, TOKENS)}])
+def test_documents_read_each_other_where_they_do_at_once(more, in_double):
+    """transformers separates them where it gets neither a cache nor a mask."""
+    require_equal(made("Llama"), batch() | {"position_ids": DOCUMENTS} | more)
+
+
+@pytest.mark.parametrize(("name", "attention"), [("Mistral", "sdpa"), ("Llama", "eager")])
+def test_documents_are_refused_where_their_mask_would_be_taken_for_another(name, attention):
+    model = train_in_chunks(made(name, torch.float32, attn_implementation=attention), 16)
+    with pytest.raises(ValueError, match="several documents in a row"):
+        model(**batch(), position_ids=DOCUMENTS, use_cache=False)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_rotation_that_depends_on_the_length_is_refused(kind):
+    rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else {}
+    config = LlamaConfig(**GROUPED, max_position_embeddings=32, rope_parameters=rope)
+    model = train_in_chunks(AutoModelForCausalLM.from_config(config).train(), 16)
+    assert model(**batch(30)).loss.isfinite()
+    with pytest.raises(ValueError, match=f"{kind}.* depends on the length"):
+        model(**batch())
 
 
 def test_dropout_is_drawn_alike_again(in_double):
@@ -309,12 +337,18 @@ class TwoWays(torch.nn.Module):
         self.own = own
 
     def forward(self, x):
-        return self.own(x) + x.mean(1, keepdim=True)
+        return self.own(x) + 0.1 * x.mean(1, keepdim=True)
 
 
-def bidirectional():
-    model = made("Llama", torch.float32)
+def bidirectional(dtype: torch.dtype = torch.float32):
+    model = made("Llama", dtype)
     model.model.layers[1].mlp = TwoWays(model.model.layers[1].mlp)
+    return model
+
+
+def steered():
+    model, direction = made("Llama", torch.float32), torch.nn.Parameter(torch.ones(32))
+    model.model.layers[1].register_forward_hook(lambda module, given, result: result + direction)
     return model
 
 
@@ -322,6 +356,16 @@ REFUSED = {
     "mamba": (lambda: AutoModelForCausalLM.from_config(MambaConfig(**SMALL)), {}, "cache of keys and values alone"),
     "jamba": (lambda: AutoModelForCausalLM.from_config(JambaConfig(**GROUPED, use_mamba_kernels=False)), {}, "cache"),
     "what reads tokens behind": (bidirectional, {}, "something else in chunks than at once"),
+    "what does so in bf16": (lambda: bidirectional(torch.bfloat16), {}, "reads later tokens"),
+    "a tensor of a hook": (steered, {}, "none of its parameters"),
+    "types of tokens": (lambda: made("Llama", torch.float32), {"token_type_ids": torch.ones(2, TOKENS)}, "token_type_ids"),
+    "too many labels": (lambda: made("Llama", torch.float32), {"shift_labels": torch.ones(2, 60).long()}, r"\(2, 60\)"),
+    "padding on the left, in eager": (
+        lambda: made("Llama", torch.float32, attn_implementation="eager"),
+        {"attention_mask": torch.arange(TOKENS).expand(2, -1) > 3},
+        "padding on the left",
+    ),
+    "a tuple": (lambda: made("Llama", torch.float32), {"return_dict": False}, "return_dict=False"),
     "embeddings": (lambda: made("Llama", torch.float32), {"inputs_embeds": torch.zeros(2, TOKENS, 32)}, "inputs_embeds"),
     "a whole mask": (
         lambda: made("Llama", torch.float32),
@@ -343,7 +387,33 @@ def test_what_takes_no_chunks_says_so(name):
     with pytest.raises(ValueError, match=words):
         model(**batch(), **given)
     undo(model)
-    assert not given or name == "embeddings" or model(**batch(), **given).loss.isfinite()
+
+
+def test_a_first_row_of_one_token_proves_nothing():
+    model = train_in_chunks(bidirectional(), 16)
+    model(**{name: value[:, :1] if value.ndim else value for name, value in batch().items()})
+    with pytest.raises(ValueError, match="something else in chunks"):
+        model(**batch())
+
+
+def test_a_model_that_trains_nothing_is_taken_whole():
+    model = train_in_chunks(made("Llama", torch.float32).requires_grad_(False), 16)
+    assert model(**batch()).logits is not None
+
+
+def test_nothing_of_a_step_stays(monkeypatch):
+    """Sums of gradients would stay, in circles that Python's collector does not see."""
+    kept = []
+    own = chunks._Weights.__init__
+    monkeypatch.setattr(chunks._Weights, "__init__", lambda self, *given: kept.append(ref(self)) or own(self, *given))
+    model = train_in_chunks(made("Llama", torch.float32), 16)
+    step(model, batch())
+    refused = train_in_chunks(steered(), 16)
+    with pytest.raises(ValueError, match="none of its parameters"):
+        refused(**batch())
+    gc.collect()
+    assert len(kept) == 2 and [each() for each in kept] == [None, None]
+    assert chunk_cache._latest == {}
 
 
 def test_gradient_checkpointing_of_transformers_turns_the_cache_off():
