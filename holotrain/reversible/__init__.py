@@ -20,6 +20,7 @@ in_place            has the blocks of another model run again in the backward, a
 replaced_forward    a module's forward, replaced in place, and the stream in its calls
 lists_of_blocks     the lists of blocks in a model
 chunks              a causal language model, a chunk of its sequence at a time, through its own cache
+chunked_call        a call of such a model, by chunk, and what is refused
 chunk_cache         that cache: keys, values and their gradients
 tiles               the MLPs of another model, some tokens at a time
 tokenwise           which modules work token by token, so that they can be taken in tiles

@@ -1,0 +1,130 @@
+"""A call of a causal language model of transformers, by chunks of its sequence: what is taken, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from holotrain.reversible.context import has_no_data
+from holotrain.reversible.tiled_loss import IGNORED
+
+OF_TOKENS = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels")
+TAKEN = (*OF_TOKENS, "num_items_in_batch", "use_cache", "return_dict")
+"""Arguments that a model may be called with."""
+
+
+def arguments_by_name(forward: Callable, arguments: tuple, keywords: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, without those that are None."""
+    signature = inspect.signature(forward)
+    given = signature.bind(*arguments, **keywords).arguments
+    rest = [name for name, each in signature.parameters.items() if each.kind is each.VAR_KEYWORD]
+    for name in rest:
+        given |= given.pop(name, {})
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def require_taken(model: Any, given: dict[str, Any]) -> None:
+    """Raises a ValueError for a call that cannot be taken in chunks."""
+    config, name = model.config.get_text_config(decoder=True), type(model).__name__
+    refused = [name for name, value in given.items() if name not in TAKEN and value is not False]
+    refused += [name for name in ("output_hidden_states", "output_attentions") if getattr(config, name, False)]
+    refused += ["return_dict=False"] if given.get("return_dict") is False else []
+    if "input_ids" not in given or refused:
+        wrong = f"with {', '.join(refused)}" if refused else "without input_ids"
+        raise ValueError(f"{name} was called {wrong}; chunks take {', '.join(TAKEN)}: call undo(model)")
+    length = given["input_ids"].shape[-1]
+    for each in OF_TOKENS:
+        shape = tuple(given[each].shape) if each in given else (1, length)
+        if len(shape) != 2 or shape[1] != length or not length:
+            raise ValueError(f"chunks take {each} of (B, T), not {shape}, and input_ids of T={length}: call undo(model)")
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *(each for each in ropes.values() if isinstance(each, dict))):
+        if rope.get("rope_type") not in ("dynamic", "longrope"):
+            continue
+        known = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        if length > known:
+            raise ValueError(
+                f"the rotation of {name}'s positions ({rope['rope_type']}) depends on the length of a sequence above {known} "
+                "tokens, which a chunk does not know: call undo(model)"
+            )
+
+
+class ChunkedCall:
+    """The arguments of a call, by chunk.
+
+    Attributes:
+        length: tokens.
+        cache: of keys and values.
+        labels: (B, T), of the token that follows each.
+    """
+
+    def __init__(self, model: Any, given: dict[str, Any]) -> None:
+        from holotrain.reversible.chunk_cache import ChunkCache
+
+        config, ids, positions = model.config.get_text_config(decoder=True), given["input_ids"], given.get("position_ids")
+        self._ids, self._positions, self._mask = ids, positions, given.get("attention_mask")
+        self.length, self.cache = ids.shape[1], ChunkCache(config.num_hidden_layers, ids.shape[1])
+        labels = given.get("shift_labels")
+        self.labels = nn.functional.pad(given["labels"], (0, 1), value=IGNORED)[:, 1:] if labels is None else labels
+        self._documents = None
+        # transformers separates documents where it gets neither a mask nor a cache.
+        caches = given.get("use_cache", getattr(config, "use_cache", False))
+        if positions is not None and self._mask is None and not caches and not has_no_data(positions):
+            self._documents = _documents(positions.expand(len(ids), -1))
+        if self._documents is not None and (config._attn_implementation != "sdpa" or _has_windows(config)):
+            raise ValueError(
+                f"{type(model).__name__} got several documents in a row, which chunks take with attn_implementation='sdpa' and "
+                "without sliding windows: call undo(model)"
+            )
+        if self._mask is not None and not has_no_data(self._mask) and bool(self._mask.all()):
+            self._mask = None
+        if self._mask is not None and config._attn_implementation == "eager" and not bool(self._mask[:, 0].all()):
+            raise ValueError(
+                f"{type(model).__name__} got padding on the left, of which attn_implementation='eager' lets rows read later "
+                "tokens, so it takes no chunks: take 'sdpa', or call undo(model)"
+            )
+        # What transformers calls the argument of a cache; it was past_key_values before 5.24.
+        self._cache = "cache" if "cache" in inspect.signature(base_of(model).forward).parameters else "past_key_values"
+
+    def chunk(self, start: int, stop: int) -> dict[str, Any]:
+        """What the model gets for the tokens of a chunk."""
+        self.cache.begin(start)
+        given: dict[str, Any] = {"input_ids": self._ids[:, start:stop], "use_cache": True, "return_dict": True}
+        if self._positions is not None:
+            given["position_ids"] = self._positions[:, start:stop]
+        if self._documents is not None:
+            given["attention_mask"] = _within_documents(self._documents, start, stop)
+        elif self._mask is not None:
+            given["attention_mask"] = self._mask[:, :stop]
+        return given | {self._cache: self.cache}
+
+    def targets(self, start: int, stop: int) -> dict[str, Any]:
+        """What the model gets besides, to return the sum of the losses of a chunk."""
+        labels = self.labels[:, start:stop].contiguous()
+        return {"labels": labels, "shift_labels": labels, "num_items_in_batch": 1}
+
+
+def _documents(positions: Tensor) -> Tensor | None:
+    """The number of the document of each token, where position ids begin anew; None: there is one."""
+    begins = positions[:, 1:] != positions[:, :-1] + 1
+    return nn.functional.pad(begins.cumsum(1), (1, 0)) if bool(begins.any()) else None
+
+
+def _within_documents(documents: Tensor, start: int, stop: int) -> Tensor:
+    """(B, 1, tokens of the chunk, tokens so far): which of these each token reads."""
+    causal = torch.ones(stop - start, stop, dtype=torch.bool, device=documents.device).tril(start)
+    return (documents[:, start:stop, None] == documents[:, None, :stop])[:, None] & causal
+
+
+def _has_windows(config: Any) -> bool:
+    kinds = getattr(config, "layer_types", None) or ()
+    return getattr(config, "sliding_window", None) is not None or any(kind != "full_attention" for kind in kinds)
+
+
+def base_of(model: Any) -> nn.Module:
+    """The model without its head; Llama 4 names it wrongly."""
+    return getattr(model, model.base_model_prefix, None) or model.model
