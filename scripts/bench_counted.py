@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
-from holotrain.reversible import loss_ops, tiled_loss
+from holotrain.reversible import loss_ops, pending, tiled_loss
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "attention", "convolution", "linear")
 """Parts of the names of operations that are the same in all ways of training."""
@@ -78,7 +78,7 @@ def counted_tiles(width: int, words: int, tiles: int, fused: bool) -> Counting:
         config = LlamaConfig(hidden_size=width, vocab_size=words, num_hidden_layers=0, num_attention_heads=8, use_cache=False)
         model = LlamaForCausalLM(config).bfloat16().train()
     model.model.norm = nn.Identity()
-    size = tiled_loss.MOST_LOGITS["cuda"]
+    size = pending.MOST_LOGITS["cuda"]
     tiled_loss.tile_loss(model, most_logits=size)
     with fake_tensors(), patch.object(loss_ops, "is_fused", lambda logits: fused):
         fake_parameters(model, torch.device("cpu"))
@@ -97,7 +97,7 @@ def tile_rows(name: str) -> dict[str, dict[str, float]]:
     for way, fused in (("torch's operations", False), ("one kernel", True)):
         less, more = (counted_tiles(width, words, tiles, fused) for tiles in (2, 3))
         rows[way] = {"kernels": more.kernels - less.kernels, "bytes": more.bytes - less.bytes}
-        logits = tiled_loss.MOST_LOGITS["cuda"] // words * words
+        logits = pending.MOST_LOGITS["cuda"] // words * words
         rows[way]["bytes_a_logit"] = rows[way]["bytes"] / logits
     return rows
 

@@ -25,7 +25,8 @@ chunk_cache         that cache: keys, values and their gradients
 tiles               the MLPs of another model, some tokens at a time
 tokenwise           which modules work token by token, so that they can be taken in tiles
 token_rules         which operators keep tokens apart
-tiled_loss          the logits of another model, which wait for its loss
+tiled_loss          the loss of another model, some tokens at a time
+pending             its logits, which wait for the loss
 tiled_cross_entropy the loss of such logits, some tokens at a time
 loss_ops            that of one tile in one kernel, as operators
 loss_kernels        these kernels, of Triton

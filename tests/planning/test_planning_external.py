@@ -75,7 +75,7 @@ def test_a_plan_of_a_model_of_others_is_what_a_step_takes(name, size):
 @pytest.mark.filterwarnings("ignore")
 def test_the_plan_of_a_few_tiles_is_that_of_all(monkeypatch):
     """A plan takes some tiles of the loss and of MLPs for all."""
-    monkeypatch.setattr("holotrain.reversible.tiled_loss.MOST_LOGITS", {"cpu": 2 * 32 * 500})
+    monkeypatch.setattr("holotrain.reversible.pending.MOST_LOGITS", {"cpu": 2 * 32 * 500})
     with torch.device("meta"):
         model = make("gpt2")
     with fake_tensors():

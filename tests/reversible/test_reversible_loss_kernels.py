@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holotrain.planning.fake_tensors import fake_tensors
-from holotrain.reversible import loss_ops, tiled_loss
+from holotrain.reversible import loss_ops, pending, tiled_loss
 from holotrain.reversible.tiled_cross_entropy import LinearHead
 
 WORDS = (1, 2, 3, 7, 16, 31, 64, 65, 127, 200)
@@ -161,7 +161,7 @@ def check_model(name: str, dtype: torch.dtype, **given: Tensor) -> None:
     with (
         fused(),
         patch.object(loss_ops, "cross_entropy", losses),
-        patch.object(tiled_loss, "MOST_LOGITS", {"cpu": 8 * WORDS}),
+        patch.object(pending, "MOST_LOGITS", {"cpu": 8 * WORDS}),
     ):
         with tiled_loss.pending_logits(model):
             mean = F.cross_entropy(model(input_ids=tokens).logits.flatten(0, 1).float(), targets.flatten())
