@@ -410,11 +410,9 @@ def start_checkpoint(arguments: Arguments) -> dict[str, Any] | None:
     if arguments.resume:
         folder = Path(arguments.value("hydra.run.dir") or run_folder(arguments.command, root, True)).expanduser()
         path = folder / LAST_CHECKPOINT
-        later = [
-            each for each in folder.parent.glob("[0-9]*") if each.name > folder.name and not (each / LAST_CHECKPOINT).exists()
-        ]
-        if later and not arguments.value("hydra.run.dir"):
-            print(f"holotrain: resume=true: continuing {folder}; {max(later)} is later, but has no checkpoint", file=sys.stderr)
+        later = max((each for each in folder.parent.glob("[0-9]*") if each.name > folder.name), default=None)
+        if later and not (later / LAST_CHECKPOINT).exists() and not arguments.value("hydra.run.dir"):
+            print(f"holotrain: resume=true: continuing {folder}; {later} is later, but has no checkpoint", file=sys.stderr)
         if not path.exists():
             raise UserError(f"resume=true: {folder} has no checkpoint; to start it from the beginning, leave out resume=true")
     elif named != "null":

@@ -6,47 +6,17 @@ from weakref import ref
 
 import pytest
 import torch
+import transformers as hf
 from covering import slow
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from tracked_memory import TrackedMemory
-from transformers import (
-    AutoModelForCausalLM,
-    BloomConfig,
-    CohereConfig,
-    DeepseekV3Config,
-    DynamicCache,
-    FalconConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    Glm4Config,
-    GPT2Config,
-    GPTJConfig,
-    GPTNeoXConfig,
-    GptOssConfig,
-    GraniteConfig,
-    JambaConfig,
-    LlamaConfig,
-    MambaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Olmo2Config,
-    OPTConfig,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    SmolLM3Config,
-    StableLmConfig,
-    Starcoder2Config,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from holotrain.models.huggingface import HuggingFace
 from holotrain.reversible import chunk_cache, chunks, recompute, train_in_chunks, undo
 
+of = hf.AutoModelForCausalLM.from_config
 WORDS, TOKENS = 97, 50
 SMALL = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4}
 GROUPED = SMALL | {"num_key_value_heads": 2}
@@ -56,34 +26,34 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
 
 MODELS = {
-    "Llama": lambda: LlamaConfig(**GROUPED),
-    "GPT-2": lambda: GPT2Config(**OLD, **DRY),
-    "Mistral": lambda: MistralConfig(**GROUPED, sliding_window=16),
-    "Qwen2": lambda: Qwen2Config(**GROUPED),
-    "Qwen3": lambda: Qwen3Config(**GROUPED, head_dim=8),
-    "GPT-NeoX": lambda: GPTNeoXConfig(**SMALL, attention_dropout=0.0, hidden_dropout=0.0),
-    "GPT-J": lambda: GPTJConfig(**OLD, rotary_dim=4, **DRY),
-    "Gemma 2": lambda: Gemma2Config(**GROUPED, head_dim=8, sliding_window=16, final_logit_softcapping=3.0),
-    "Gemma 3": lambda: Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=16),
-    "Phi-3": lambda: Phi3Config(**GROUPED, pad_token_id=0),
-    "OLMo 2": lambda: Olmo2Config(**GROUPED),
-    "Granite": lambda: GraniteConfig(**GROUPED),
-    "StarCoder2": lambda: Starcoder2Config(**GROUPED),
-    "StableLM": lambda: StableLmConfig(**GROUPED),
-    "Cohere": lambda: CohereConfig(**GROUPED),
-    "SmolLM3": lambda: SmolLM3Config(**GROUPED, pad_token_id=0),
-    "GLM-4": lambda: Glm4Config(**GROUPED, head_dim=8, pad_token_id=0),
-    "Bloom": lambda: BloomConfig(vocab_size=WORDS, hidden_size=32, n_layer=3, n_head=4),
-    "Falcon": lambda: FalconConfig(vocab_size=WORDS, hidden_size=32, num_hidden_layers=3, num_attention_heads=4),
-    "OPT": lambda: OPTConfig(**SMALL, ffn_dim=64, max_position_embeddings=64, word_embed_proj_dim=32, dropout=0.0),
+    "Llama": lambda: hf.LlamaConfig(**GROUPED),
+    "GPT-2": lambda: hf.GPT2Config(**OLD, **DRY),
+    "Mistral": lambda: hf.MistralConfig(**GROUPED, sliding_window=16),
+    "Qwen2": lambda: hf.Qwen2Config(**GROUPED),
+    "Qwen3": lambda: hf.Qwen3Config(**GROUPED, head_dim=8),
+    "GPT-NeoX": lambda: hf.GPTNeoXConfig(**SMALL, attention_dropout=0.0, hidden_dropout=0.0),
+    "GPT-J": lambda: hf.GPTJConfig(**OLD, rotary_dim=4, **DRY),
+    "Gemma 2": lambda: hf.Gemma2Config(**GROUPED, head_dim=8, sliding_window=16, final_logit_softcapping=3.0),
+    "Gemma 3": lambda: hf.Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=16),
+    "Phi-3": lambda: hf.Phi3Config(**GROUPED, pad_token_id=0),
+    "OLMo 2": lambda: hf.Olmo2Config(**GROUPED),
+    "Granite": lambda: hf.GraniteConfig(**GROUPED),
+    "StarCoder2": lambda: hf.Starcoder2Config(**GROUPED),
+    "StableLM": lambda: hf.StableLmConfig(**GROUPED),
+    "Cohere": lambda: hf.CohereConfig(**GROUPED),
+    "SmolLM3": lambda: hf.SmolLM3Config(**GROUPED, pad_token_id=0),
+    "GLM-4": lambda: hf.Glm4Config(**GROUPED, head_dim=8, pad_token_id=0),
+    "Bloom": lambda: hf.BloomConfig(vocab_size=WORDS, hidden_size=32, n_layer=3, n_head=4),
+    "Falcon": lambda: hf.FalconConfig(vocab_size=WORDS, hidden_size=32, num_hidden_layers=3, num_attention_heads=4),
+    "OPT": lambda: hf.OPTConfig(**SMALL, ffn_dim=64, max_position_embeddings=64, word_embed_proj_dim=32, dropout=0.0),
 }
 IN_FP32 = {
-    "Mixtral": lambda: MixtralConfig(**GROUPED, num_local_experts=4),
-    "Qwen3-MoE": lambda: Qwen3MoeConfig(**GROUPED, head_dim=8, num_experts=4, **EXPERTS),
-    "DeepSeek-V3": lambda: DeepseekV3Config(
+    "Mixtral": lambda: hf.MixtralConfig(**GROUPED, num_local_experts=4),
+    "Qwen3-MoE": lambda: hf.Qwen3MoeConfig(**GROUPED, head_dim=8, num_experts=4, **EXPERTS),
+    "DeepSeek-V3": lambda: hf.DeepseekV3Config(
         **SMALL, n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, **EXPERTS, **LATENT
     ),
-    "gpt-oss": lambda: GptOssConfig(**GROUPED, head_dim=8, num_local_experts=4, sliding_window=16),
+    "gpt-oss": lambda: hf.GptOssConfig(**GROUPED, head_dim=8, num_local_experts=4, sliding_window=16),
 }
 """Mixtures, whose products of groups are not there in fp64."""
 
@@ -104,7 +74,7 @@ def in_double(monkeypatch):
 
 def made(name: str, dtype: torch.dtype = torch.float64, **options):
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config((MODELS | IN_FP32)[name](), **options).to(dtype).train()
+    return of((MODELS | IN_FP32)[name](), **options).to(dtype).train()
 
 
 def batch(tokens: int = TOKENS) -> dict[str, Tensor]:
@@ -199,8 +169,8 @@ def test_documents_are_refused_where_their_mask_would_be_taken_for_another(name,
 def test_a_rotation_that_depends_on_the_length_is_refused(kind):
     rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
     rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else {}
-    config = LlamaConfig(**GROUPED, max_position_embeddings=32, rope_parameters=rope)
-    model = train_in_chunks(AutoModelForCausalLM.from_config(config).train(), 16)
+    config = hf.LlamaConfig(**GROUPED, max_position_embeddings=32, rope_parameters=rope)
+    model = train_in_chunks(of(config).train(), 16)
     assert model(**batch(30)).loss.isfinite()
     with pytest.raises(ValueError, match=f"{kind}.* depends on the length"):
         model(**batch())
@@ -210,8 +180,8 @@ def test_dropout_is_drawn_alike_again(in_double):
     """Against the chunks with one graph, in an ordinary cache."""
     options = OLD | {"resid_pdrop": 0.3, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(GPT2Config(**options), attn_implementation="eager").double().train()
-    given, cache, losses = batch(), DynamicCache(), []
+    model = of(hf.GPT2Config(**options), attn_implementation="eager").double().train()
+    given, cache, losses = batch(), hf.DynamicCache(), []
     labels = torch.nn.functional.pad(given["labels"], (0, 1), value=-100)[:, 1:]
     torch.manual_seed(3)
     for start in range(0, TOKENS, 16):
@@ -299,7 +269,7 @@ def test_what_grows_with_the_sequence_is_keys_values_and_their_gradients():
 
 def test_a_model_that_fit_builds(tmp_path):
     """It gets the targets of each token, and returns the loss itself."""
-    LlamaConfig(**GROUPED).save_pretrained(tmp_path)
+    hf.LlamaConfig(**GROUPED).save_pretrained(tmp_path)
     torch.manual_seed(0)
     model = HuggingFace(str(tmp_path), "causal_lm", vocab=WORDS).train()
     ids = batch()["input_ids"]
@@ -353,8 +323,8 @@ def steered():
 
 
 REFUSED = {
-    "mamba": (lambda: AutoModelForCausalLM.from_config(MambaConfig(**SMALL)), {}, "cache of keys and values alone"),
-    "jamba": (lambda: AutoModelForCausalLM.from_config(JambaConfig(**GROUPED, use_mamba_kernels=False)), {}, "cache"),
+    "mamba": (lambda: of(hf.MambaConfig(**SMALL)), {}, "cache of keys and values alone"),
+    "jamba": (lambda: of(hf.JambaConfig(**GROUPED, use_mamba_kernels=False)), {}, "cache"),
     "what reads tokens behind": (bidirectional, {}, "something else in chunks than at once"),
     "what does so in bf16": (lambda: bidirectional(torch.bfloat16), {}, "reads later tokens"),
     "a tensor of a hook": (steered, {}, "none of its parameters"),
@@ -373,7 +343,7 @@ REFUSED = {
         r"attention_mask of \(B, T\)",
     ),
     "a router's loss": (
-        lambda: AutoModelForCausalLM.from_config(MixtralConfig(**GROUPED, num_local_experts=4, output_router_logits=True)),
+        lambda: of(hf.MixtralConfig(**GROUPED, num_local_experts=4, output_router_logits=True)),
         {},
         "output_router_logits",
     ),
@@ -426,8 +396,8 @@ def test_gradient_checkpointing_of_transformers_turns_the_cache_off():
 def test_what_is_no_causal_language_model():
     with pytest.raises(ValueError, match="no causal language model"):
         train_in_chunks(torch.nn.Linear(2, 2))
-    config = T5Config(vocab_size=WORDS, d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4)
+    config = hf.T5Config(vocab_size=WORDS, d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4)
     with pytest.raises(ValueError, match="no causal language model"):
-        train_in_chunks(T5ForConditionalGeneration(config))
+        train_in_chunks(hf.T5ForConditionalGeneration(config))
     with pytest.raises(ValueError, match="chunk must be a number of tokens"):
         train_in_chunks(made("Llama"), 0)
