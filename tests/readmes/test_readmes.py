@@ -198,8 +198,8 @@ def laid_out(tmp_path, tmp_path_factory, small_library, image_run, monkeypatch):
     for name in ("my_llama", "gpt2"):
         Path(name).mkdir()
         Path(name, "config.json").write_text(json.dumps(LLAMA))
-    chat = [{"role": "user", "content": "which?"}, {"role": "assistant", "content": "fig"}]
-    Path("chat.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 40)
+    chats = [[{"role": "user", "content": f"which {n}?"}, {"role": "assistant", "content": "fig"}] for n in range(40)]
+    Path("chat.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     words = ["task=causal_lm", *SMALL, "data.context=32", "trainer.max_steps=2", "test=false", "hydra.run.dir=run"]
 
     def run(of_text: bool) -> Path:
@@ -212,7 +212,11 @@ def laid_out(tmp_path, tmp_path_factory, small_library, image_run, monkeypatch):
 
 def composed(words: list[str], run: Callable[[bool], Path]) -> list[str]:
     """A command line with a checkpoint that is there, of the first job if there are several, without what is Hydra's own."""
-    kept = [word for word in words if word != "-m" and not word.startswith(("hydra", "resume=", "--config-dir", "my_conf"))]
+    kept = [
+        word
+        for word in words
+        if word != "-m" and not word.startswith(("hydra", "sweep=", "resume=", "--config-dir", "my_conf"))
+    ]
     of_text = words[0] == "generate" or any("text" in word for word in words)
     kept = [f"ckpt_path={run(of_text)}/checkpoints/last.ckpt" if word.startswith("ckpt_path=") else word for word in kept]
     return [re.sub(r"^([\w.]+=[^\[{,]+),.*", r"\1", word) for word in kept]
