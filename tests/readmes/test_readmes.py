@@ -213,7 +213,7 @@ def laid_out(tmp_path, tmp_path_factory, small_library, image_run, monkeypatch):
 def composed(words: list[str], run: Callable[[bool], Path]) -> list[str]:
     """A command line with a checkpoint that is there, of the first job if there are several, without what is Hydra's own."""
     left_out = ("-m", "hydra", "sweep=", "resume=", "--config-dir", "my_conf")
-    kept = [word for word in words if not word.startswith(left_out) and "(" not in word]  # such as interval(1, 2)
+    kept = [word for word in words if not (word.startswith(left_out) or re.match(r"[\w.]+=\w+\(", word))]  # interval(1, 2)
     of_text = words[0] == "generate" or any("text" in word for word in words)
     kept = [f"ckpt_path={run(of_text)}/checkpoints/last.ckpt" if word.startswith("ckpt_path=") else word for word in kept]
     return [re.sub(r"^([\w.]+=[^\[{,]+),.*", r"\1", word) for word in kept]
