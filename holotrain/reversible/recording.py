@@ -165,12 +165,9 @@ class Recorded:
         if kinds != history.kinds:  # else leaves are where they were in earlier runs, or at fewer places
             history.kinds, history.places = kinds, [*range(len(packed))]
         self.kinds, self._own = history.kinds, [*map(addresses.get, map(id, packed))]
-        places, history.places = history.places, []
-        for place in places:
-            leaf = _leaf_of(packed[place])
-            if leaf is None:
-                continue
-            history.places.append(place)
+        leaves = [(place, leaf) for place in history.places if (leaf := _leaf_of(packed[place])) is not None]
+        history.places = [place for place, _ in leaves]
+        for place, leaf in leaves:
             if self._own[place] is not None or leaf is source:
                 continue
             if id(leaf) in addresses or isinstance(leaf, nn.Parameter):

@@ -1,6 +1,7 @@
 """What the bench scripts have saved."""
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -29,3 +30,17 @@ def test_a_script_starts(script, monkeypatch, capsys):
         assert "usage:" in capsys.readouterr().out
     else:
         runpy.run_path(str(script), run_name="not_main")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "given"), [("checkpoint in tiles", ""), ("checkpoint8 in tiles", 'backward="checkpoint8", ')]
+)
+def test_the_table_of_whole_steps_is_the_plan(method, given, monkeypatch):
+    """Of GPT-2, in KiB a token."""
+    monkeypatch.syspath_prepend(RESULTS.parent)
+    import bench_whole_step
+
+    text = (RESULTS.parents[1] / "holotrain/reversible/README.md").read_text()
+    said = re.search(rf"\| `recompute\(model, {given}tile=512\)`[^|]*\| ([\d.]+)", text)
+    assert bench_whole_step.planned("gpt2", method, 16384, "cpu", False)[1] == pytest.approx(float(said[1]), abs=0.05)
