@@ -316,8 +316,9 @@ def lightning_refusals(command: str) -> Generator[None]:
         names = [(frame.f_globals.get("__name__", ""), frame.f_code.co_name.lstrip("_")) for frame in frames]
         begins = not {"configure_optimizers", "on_fit_start"}.isdisjoint(name for _, name in names)
         if isinstance(error, ValueError) and begins and is_of(names[-1][0], ["holotrain"]):
-            group = "synthesis" if SynthesisCallback.__module__ in [module for module, _ in names] else command
-            with as_user_error(group, signature(SynthesisCallback).parameters):
+            of_synthesis = SynthesisCallback.__module__ in [module for module, _ in names]
+            own = ("synthesis", signature(SynthesisCallback).parameters) if of_synthesis else (command,)
+            with as_user_error(*own):
                 raise
         restores = any(module in RESTORING and name.startswith("restore") for module, name in names)
         if not restores or not is_of(names[-1][0], READERS):

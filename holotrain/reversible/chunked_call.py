@@ -126,5 +126,5 @@ def _has_windows(config: Any) -> bool:
 
 
 def base_of(model: Any) -> nn.Module:
-    """The model without its head; Llama 4 names it wrongly."""
-    return getattr(model, model.base_model_prefix, None) or model.model
+    """The model without its head; Llama 4 names it wrongly, and so gives itself."""
+    return model.model if model.base_model is model else model.base_model

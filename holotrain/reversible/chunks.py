@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from holotrain.reversible.chunked_call import ChunkedCall, arguments_by_name, base_of, require_taken
 from holotrain.reversible.context import has_no_data
 from holotrain.reversible.replaced_forward import ReplacedForward
-from holotrain.reversible.settings import Call, State, put_back, sources_of
+from holotrain.reversible.settings import Call, put_back, states_of
 from holotrain.reversible.tiled_cross_entropy import KnownGradients, Unreadable, require_leaves
 from holotrain.reversible.tiled_loss import IGNORED, language_model
 
@@ -27,7 +27,11 @@ COMPARED = 32
 """Tokens of the first call that are taken in chunks and at once, to compare what they give."""
 
 
-def train_in_chunks(model: nn.Module, chunk: int = 1024) -> nn.Module:
+CHUNK = 1024
+"""Tokens of a chunk, if none are given."""
+
+
+def train_in_chunks(model: nn.Module, chunk: int = CHUNK) -> nn.Module:
     """Takes a causal language model's sequences a chunk at a time in training, in place.
 
     The model is called as ever, with labels, and returns the loss, with ``logits`` None. Its gradients are made in this call,
@@ -50,14 +54,9 @@ def train_in_chunks(model: nn.Module, chunk: int = 1024) -> nn.Module:
     found = language_model(model)
     if found is None or found.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} is no causal language model of transformers, so it takes no chunks")
-    take_whole(model)
+    ChunkedForward.remove_all(model)
     ChunkedForward(found).chunk = chunk
     return model
-
-
-def take_whole(model: nn.Module) -> None:
-    """Takes back what :func:`train_in_chunks` did."""
-    ChunkedForward.remove_all(model)
 
 
 class ChunkedForward(ReplacedForward):
@@ -94,12 +93,12 @@ def _loss_in_chunks(model: Any, own: Callable, given: dict[str, Any], chunk: int
         with _attention_of_chunks(model):
             with torch.no_grad():
                 for each in chunks[:-1]:  # the last one runs with its graph at once
-                    states.append(_random_states(device))
+                    states.append(states_of(device))
                     base_of(model)(**sequence.chunk(*each))
                     _require_filled(model, sequence.cache, each[1])
             result, total = weights.differentiate(sequence, *chunks[-1])
             _require_filled(model, sequence.cache, sequence.length)
-            after = _random_states(device)
+            after = states_of(device)
             for each, then in zip(reversed(chunks[:-1]), reversed(states), strict=True):
                 put_back(then)
                 total = total + weights.differentiate(sequence, *each)[1]
@@ -111,10 +110,6 @@ def _loss_in_chunks(model: Any, own: Callable, given: dict[str, Any], chunk: int
     count = given.get("num_items_in_batch")
     count = (sequence.labels != IGNORED).sum() if count is None else torch.as_tensor(count, device=device)
     return type(result)(loss=KnownGradients.apply(total, count, [*known.values()], *known))
-
-
-def _random_states(device: torch.device) -> list[State]:
-    return [source.read() for source in sources_of(device)]
 
 
 def _require_filled(model: Any, cache: Any, stop: int) -> None:
@@ -150,8 +145,8 @@ class _Weights(nn.Module):
     def __init__(self, model: nn.Module, own: Callable) -> None:
         super().__init__()
         self.model, self._own = model, own
-        self._parameters_of = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        self._leaves = {name: nn.Parameter(each.detach()) for name, each in self._parameters_of.items()}
+        self._parameters_of = {name: each for name, each in self.named_parameters() if each.requires_grad}
+        self._leaves: dict[str, Tensor] = {name: nn.Parameter(each.detach()) for name, each in self._parameters_of.items()}
         self._sums: dict[str, Tensor] = {}
         self._hooks = []
         for name, leaf in self._leaves.items():
@@ -171,9 +166,8 @@ class _Weights(nn.Module):
     def differentiate(self, sequence: ChunkedCall, start: int, stop: int) -> tuple[Any, Tensor]:
         """Runs a chunk with its graph, and adds its gradients; returns what the model returned, and the sum of the losses."""
         arguments = sequence.chunk(start, stop) | sequence.targets(start, stop)
-        named: dict[str, Tensor] = {f"model.{name}": leaf for name, leaf in self._leaves.items()}
         with torch.enable_grad():
-            result = torch.func.functional_call(self, named, (arguments,))
+            result = torch.func.functional_call(self, self._leaves, (arguments,))
         if getattr(result, "aux_loss", None) is not None:
             raise ValueError(
                 "the loss of this mixture of experts is no sum over tokens, so it takes no chunks; set "

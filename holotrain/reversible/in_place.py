@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from holotrain.numeric import counted
-from holotrain.reversible.chunks import ChunkedForward, train_in_chunks
+from holotrain.reversible.chunks import CHUNK, ChunkedForward, train_in_chunks
 from holotrain.reversible.coupling import ReversibleBlock
 from holotrain.reversible.lists_of_blocks import named_blocks
 from holotrain.reversible.replaced_forward import ReplacedForward, call_of, is_cache
@@ -60,7 +60,7 @@ def recompute(
             unknown or a wrong number of schedules.
     """
     if backward == "chunks":
-        backward, chunk = "autograd", 1024 if chunk is None else chunk
+        backward, chunk = "autograd", CHUNK if chunk is None else chunk
     chosen = named_blocks(model, blocks)
     schedules = [backward] * len(chosen) if isinstance(backward, str) else list(backward)
     if len(schedules) != len(chosen):

@@ -114,6 +114,11 @@ def sources_of(device: torch.device) -> list[Source]:
     return [_CPU, Source(partial(module.get_rng_state, device), partial(module.set_rng_state, device=device))]
 
 
+def states_of(device: torch.device) -> list[State]:
+    """The states of the generators for work on a device, for :func:`put_back`."""
+    return [source.read() for source in sources_of(device)]
+
+
 def put_back(states: list[State]) -> list[State]:
     """Sets the states of some sources and returns those that they had."""
     present = [source.read() for source, _, _ in states]
@@ -125,7 +130,7 @@ def put_back(states: list[State]) -> list[State]:
 @contextmanager
 def generators_unmoved(device: torch.device, others: Iterable[torch.Generator]) -> Generator[None]:
     """After the context all generators of a device, and others, are as they were before it."""
-    states = [source.read() for source in (*sources_of(device), *map(source_of, others))]
+    states = states_of(device) + [source_of(generator).read() for generator in others]
     try:
         yield
     finally:

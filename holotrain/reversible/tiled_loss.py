@@ -25,7 +25,7 @@ from holotrain.reversible.context import has_no_data
 from holotrain.reversible.pending import PendingLogits
 from holotrain.reversible.reads import is_sharded
 from holotrain.reversible.replaced_forward import ReplacedForward, replaced
-from holotrain.reversible.settings import put_back, sources_of
+from holotrain.reversible.settings import put_back, states_of
 from holotrain.reversible.tiled_cross_entropy import Head, Unreadable
 from holotrain.reversible.tokenwise import mixes_tokens
 
@@ -131,7 +131,7 @@ def loss_in_tiles(model: nn.Module, compute: Callable[[], Any], most_logits: int
     if model in _whole:
         return compute()
     device = next(iter(model.parameters())).device
-    states = [source.read() for source in sources_of(device)]
+    states = states_of(device)
     try:
         with pending_logits(model, most_logits):
             return _without_pending(compute())
@@ -164,17 +164,18 @@ def pending_logits(model: nn.Module, most_logits: int | None = None) -> Generato
         most_logits: numbers in the logits of a tile, at most; None: by the device.
     """
     found = language_model(model)
-    head = None if found is None else _head_of(found)
+    head: Any = None if found is None else _head_of(found)
     if head is None or is_sharded(type(head)) or torch.compiler.is_compiling():  # sharded: it would be gathered for each tile
         yield
         return
-    own, weights, looking = head.forward, _weights_of(head), False
+    own, is_linear, looking = head.forward, _is_linear(head), False
 
     def forward(hidden: Tensor) -> Tensor:
         nonlocal looking
         if looking or hidden.ndim < 2:
             return own(hidden)
         looking = True
+        weights = (head.weight, head.bias) if is_linear else None  # of this call: functional_call may have put others there
         reason = None if weights else mixes_tokens(head, hidden.reshape(1, -1, hidden.shape[-1]), {})
         looking = False
         if reason:
@@ -185,12 +186,11 @@ def pending_logits(model: nn.Module, most_logits: int | None = None) -> Generato
         yield
 
 
-def _weights_of(head: nn.Module) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of a head that is one linear layer and nothing else."""
+def _is_linear(head: nn.Module) -> bool:
+    """Whether a head is one linear layer and nothing else."""
     if type(head) is not nn.Linear or "forward" in vars(head):
-        return None
-    plain = type(head.weight) is nn.Parameter or has_no_data(head.weight)  # not such as a DTensor
-    return (head.weight, head.bias) if plain else None
+        return False
+    return type(head.weight) is nn.Parameter or has_no_data(head.weight)  # not such as a DTensor
 
 
 def linear_cross_entropy(

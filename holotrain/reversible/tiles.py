@@ -22,7 +22,7 @@ from holotrain.reversible.lists_of_blocks import is_list_of_blocks, outermost
 from holotrain.reversible.reads import parts_of
 from holotrain.reversible.replaced_forward import ReplacedForward
 from holotrain.reversible.schedule import checkpointed
-from holotrain.reversible.settings import put_back, sources_of
+from holotrain.reversible.settings import put_back, states_of
 from holotrain.reversible.tiled_loss import language_model, tile_loss
 from holotrain.reversible.tokenwise import attributes_of, put_back_attributes, require_tile, tiles_of, why_whole
 
@@ -163,7 +163,7 @@ class Tiled(ReplacedForward):
     @torch.no_grad()
     def _keeps_apart(self, x: Tensor, keywords: dict[str, Any]) -> bool:
         """Whether the first two tiles give the same by themselves as together; unknown, so True, if it draws numbers."""
-        states = [source.read() for source in sources_of(x.device)]
+        states = states_of(x.device)
         parts = parts_of(self.module) if self.trusted else []  # others are known to change nothing
         attributes = attributes_of(parts)
         buffers = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers(recurse=False)]

@@ -219,6 +219,13 @@ def test_blocks_may_run_again_within_a_chunk(backward, in_double):
     assert found == pytest.approx(loss, rel=1e-12) and off(gradient, expected) < 1e-12
 
 
+def test_tiles_may_be_changed_later(in_double):
+    model, given = made("Llama"), batch()
+    expected = step(model, given)[1]
+    for options in ({"tile": 8, "chunk": 16}, {"tile": 4}):
+        assert off(step(recompute(model, "model.layers", **options), given)[1], expected) < 1e-12
+
+
 def test_gradients_of_two_batches_are_added_and_each_parameter_gets_one_of_each(in_double):
     model, first, second = made("Llama"), batch(), batch(33)
     expected = step(model, first)[1] + 4 * step(model, second)[1]
