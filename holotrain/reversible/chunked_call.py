@@ -16,6 +16,9 @@ OF_TOKENS = ("input_ids", "attention_mask", "position_ids", "labels", "shift_lab
 TAKEN = (*OF_TOKENS, "num_items_in_batch", "use_cache", "return_dict")
 """Arguments that a model may be called with."""
 
+OF_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Where documents begin in a row, for kernels: ``sdpa`` ignores them, since position ids tell it."""
+
 
 def arguments_by_name(forward: Callable, arguments: tuple, keywords: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name, without those that are None."""
@@ -30,7 +33,8 @@ def arguments_by_name(forward: Callable, arguments: tuple, keywords: dict[str, A
 def require_taken(model: Any, given: dict[str, Any]) -> None:
     """Raises a ValueError for a call that cannot be taken in chunks."""
     config, name = model.config.get_text_config(decoder=True), type(model).__name__
-    refused = [name for name, value in given.items() if name not in TAKEN and value is not False]
+    taken = TAKEN + (OF_DOCUMENTS if "position_ids" in given and config._attn_implementation == "sdpa" else ())
+    refused = [name for name, value in given.items() if name not in taken and value is not False]
     refused += [name for name in ("output_hidden_states", "output_attentions") if getattr(config, name, False)]
     refused += ["return_dict=False"] if given.get("return_dict") is False else []
     if "input_ids" not in given or refused:

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from holotrain.reversible.chunked_call import ChunkedCall, arguments_by_name, base_of, require_taken
 from holotrain.reversible.context import has_no_data
-from holotrain.reversible.replaced_forward import ReplacedForward
 from holotrain.reversible.settings import Call, put_back, states_of
 from holotrain.reversible.tiled_cross_entropy import KnownGradients, Unreadable, require_leaves
-from holotrain.reversible.tiled_loss import IGNORED, language_model
+from holotrain.reversible.tiled_loss import IGNORED, ModelsLoss, language_model
 
 COMPARED = 32
 """Tokens of the first call that are taken in chunks and at once, to compare what they give."""
@@ -59,10 +58,11 @@ def train_in_chunks(model: nn.Module, chunk: int = CHUNK) -> nn.Module:
     return model
 
 
-class ChunkedForward(ReplacedForward):
+class ChunkedForward(ModelsLoss):
     """The forward of a language model, which goes through its sequence in chunks in training with labels."""
 
     KEY, WHAT = "_chunked_forward", "model"
+    NOT_DONE = "its sequence is not taken in chunks"
     chunk: int
 
     def __init__(self, module: Any) -> None:
@@ -72,7 +72,8 @@ class ChunkedForward(ReplacedForward):
     def train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
         own = self.own()
         given = arguments_by_name(own, arguments, keywords)
-        if given.get("labels") is None or not any(weight.requires_grad for weight in self.module.parameters()):
+        labels = given.get("labels") if self._runs else None
+        if labels is None or not any(weight.requires_grad for weight in self.module.parameters()):
             return self.pass_on(arguments, keywords)
         if not self.module.training:  # an evaluation looks at the logits
             return self.pass_on_in_eval(arguments, keywords)

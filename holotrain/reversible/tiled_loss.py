@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
@@ -75,14 +75,14 @@ def _head_of(model: nn.Module) -> nn.Module | None:
     return None if get is None else get(model)
 
 
-class TiledLoss(ReplacedForward):
-    """The forward of a language model, which makes its loss tile by tile in training with labels.
+class ModelsLoss(ReplacedForward):
+    """The forward of a language model, which makes the model's own loss in another way in training with labels.
 
-    Trainers of TRL make the loss themselves, of the model's base and the weight of its head: then it is theirs as a whole.
+    Trainers of TRL make the loss themselves, of the model's base and the weight of its head: then it is theirs as a whole,
+    which is said once.
     """
 
-    KEY, WHAT = "_tiled_loss", "model"
-    most_logits: int | None
+    NOT_DONE: ClassVar[str]
 
     def __init__(self, module: Any) -> None:
         super().__init__(module)
@@ -106,10 +106,19 @@ class TiledLoss(ReplacedForward):
             self._watch.remove()
             self._watch = None
             warnings.warn(
-                f"head and loss of {type(self.module).__name__} are not taken in holotrain's tiles, since something else calls "
-                f"its {type(base).__name__}, as trainers of TRL do, which take them in chunks of their own; MLPs are in tiles",
+                f"{type(self.module).__name__}: {self.NOT_DONE}, since something else calls its {type(base).__name__}, as "
+                "trainers of TRL do for a loss of their own; in a subclass of SFTTrainer, compute_loss = Trainer.compute_loss "
+                "takes the model's",
                 stacklevel=3,
             )
+
+
+class TiledLoss(ModelsLoss):
+    """The forward of a language model, which makes its loss tile by tile in training with labels."""
+
+    KEY, WHAT = "_tiled_loss", "model"
+    NOT_DONE = "its head and loss are not taken in holotrain's tiles (its MLPs are)"
+    most_logits: int | None
 
     def train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
         if keywords.get("labels") is None or not self._runs:

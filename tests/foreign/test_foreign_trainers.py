@@ -27,7 +27,7 @@ peft = pytest.importorskip("peft")
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320}
 SIZES |= {"intermediate_size": 64, "max_position_embeddings": 128, "tie_word_embeddings": True, "pad_token_id": 0}
-WAYS = {"checkpoint": {}, "checkpoint8": {"backward": "checkpoint8"}, "tile": {"tile": 16}}
+WAYS = {"checkpoint": {}, "checkpoint8": {"backward": "checkpoint8"}, "tile": {"tile": 16}, "chunks": {"chunk": 16}}
 TOKENS = torch.randint(3, 260, (12, 40), generator=torch.Generator().manual_seed(0))
 ROWS = [{"input_ids": row, "labels": row} for row in TOKENS]
 TEXTS = [f"{number} and {number * number} are what they are" for number in range(12)]
@@ -106,10 +106,12 @@ def made_trainer(kind: str, model: nn.Module, folder: Path, **changed: Any) -> A
         return transformers.Trainer(model, arguments, train_dataset=ROWS, eval_dataset=ROWS[:4])
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
-    if kind == "SFT":
+    if kind.startswith("SFT"):
+        own = {"compute_loss": transformers.Trainer.compute_loss} if kind != "SFT" else {}
+        trainer = type("Trainer", (trl.SFTTrainer,), own)
         data = datasets.Dataset.from_dict({"text": TEXTS})
         arguments = trl.SFTConfig(**options | evaluates | {"max_length": 64, "packing": True} | changed)
-        return trl.SFTTrainer(model, args=arguments, train_dataset=data, eval_dataset=data, processing_class=tokenizer)
+        return trainer(model, args=arguments, train_dataset=data, eval_dataset=data, processing_class=tokenizer)
     if kind == "DPO":
         rows = {"prompt": TEXTS, "chosen": [" yes"] * len(TEXTS), "rejected": [" not at all"] * len(TEXTS)}
         data = datasets.Dataset.from_dict(rows)
@@ -140,7 +142,7 @@ def figures_of(kind: str, model: nn.Module, folder: Path, **changed: Any) -> lis
 
 
 KINDS = ["Trainer", "SFT", "DPO", "GRPO", "Lightning"]
-CLOSE = {"checkpoint": 0, "checkpoint8": 1e-3, "tile": 1e-6}
+CLOSE = {"checkpoint": 0, "checkpoint8": 1e-3, "tile": 1e-6, "chunks": 1e-6}
 
 
 @cache
@@ -223,15 +225,25 @@ def test_transformers_own_checkpointing_gives_way(folder, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("before", [True, False])
-def test_a_loss_of_trl_stays_its_own_and_that_is_said(folder, before):
+@pytest.mark.parametrize("way", ["tile", "chunks"])
+def test_a_loss_of_trl_stays_its_own_and_that_is_said(folder, way, before):
     model = loaded(folder)
-    trainer = made_trainer("SFT", recompute(model, tile=16) if before else model, folder)
-    with pytest.warns(UserWarning, match="not taken in holotrain's tiles") as said:
+    trainer = made_trainer("SFT", recompute(model, **WAYS[way]) if before else model, folder)
+    with pytest.warns(UserWarning, match="not taken in") as said:
         if not before:
-            recompute(model, tile=16)
+            recompute(model, **WAYS[way])
         trainer.train()
-    assert len([each for each in said if "tiles" in str(each.message)]) == 1
+    assert len([each for each in said if "not taken in" in str(each.message)]) == 1
     assert logged(trainer) == pytest.approx(plain_figures("SFT", "whole", folder)[:3], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("part", "way"), product(PARTS, ["tile", "chunks"]))
+def test_a_trainer_of_trl_with_the_loss_of_the_model(folder, part, way):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*not taken in")
+        found = figures_of("SFT, the model's loss", recompute(loaded(folder, part), **WAYS[way]), folder)
+    assert_close(found, plain_figures("SFT", part, folder), way)
 
 
 def test_what_wraps_a_bound_forward_wraps_ours(folder):
