@@ -1,4 +1,4 @@
-"""One training step in the order of Lightning's automatic optimization, and its simulation on fake tensors."""
+"""One training step in the order of Lightning's automatic optimization or of Trainer, and its simulation on fake tensors."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ class TrainingStep:
         batches: number of batches whose gradients are accumulated in one step. With several, those of earlier batches stay.
         clip: the largest norm of the gradient, or its largest value if ``clip_value`` is true; None: no clipping. An optimizer
             in the backward clips by its own ``clip_value``.
+        zero_first: old gradients are freed before the loss is computed, as in transformers' Trainer, not after it, as in
+            Lightning.
         rewrite: changes the gradients before they are clipped.
         held: other tensors that stay allocated, by kind, such as the batch.
         sequences: the model's sequences of blocks, first to last, whose schedules can be chosen. Each has ``blocks``, ``ends``
@@ -50,6 +52,7 @@ class TrainingStep:
     batches: int = 1
     clip: float | None = None
     clip_value: bool = False
+    zero_first: bool = False
     rewrite: Callable[[], object] | None = None
     held: dict[str, Iterable[Tensor]] = field(default_factory=dict)
     sequences: Sequence[Any] = ()
@@ -74,10 +77,12 @@ class TrainingStep:
                     self.optimizer.step()
 
     def differentiate(self, enter: Callable[[str], object] = lambda phase: None) -> None:
-        """Computes the loss, frees old gradients unless they accumulate, and computes new ones. This is Lightning's order.
+        """Computes the loss, frees old gradients unless they accumulate, and computes new ones.
 
         ``enter`` is called with the name of each phase when it begins.
         """
+        if self.batches == 1 and self.zero_first:
+            self.optimizer.zero_grad()
         enter("forward")
         with self.autocast():
             loss = self.loss()

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holotrain.reversible.context import has_no_data
 from holotrain.reversible.tiled_loss import IGNORED
 
 OF_TOKENS = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels")
@@ -77,14 +76,14 @@ class ChunkedCall:
         self._documents = None
         # transformers separates documents where it gets neither a mask nor a cache.
         caches = given.get("use_cache", getattr(config, "use_cache", False))
-        if positions is not None and self._mask is None and not caches and not has_no_data(positions):
+        if positions is not None and self._mask is None and not caches and _is_known(positions):
             self._documents = _documents(positions.expand(len(ids), -1))
         if self._documents is not None and (config._attn_implementation != "sdpa" or _has_windows(config)):
             raise ValueError(
                 f"{type(model).__name__} got several documents in a row, which chunks take with attn_implementation='sdpa' and "
                 "without sliding windows: call undo(model)"
             )
-        if self._mask is not None and not has_no_data(self._mask) and bool(self._mask.all()):
+        if self._mask is not None and _is_known(self._mask) and bool(self._mask.all()):
             self._mask = None
         if self._mask is not None and config._attn_implementation == "eager" and not bool(self._mask[:, 0].all()):
             raise ValueError(
@@ -110,6 +109,11 @@ class ChunkedCall:
         """What the model gets besides, to return the sum of the losses of a chunk."""
         labels = self.labels[:, start:stop].contiguous()
         return {"labels": labels, "shift_labels": labels, "num_items_in_batch": 1}
+
+
+def _is_known(tensor: Tensor) -> bool:
+    """Whether its values can be read: in a plan, those of integers can, unless they are many."""
+    return type(tensor) is Tensor and not tensor.is_meta
 
 
 def _documents(positions: Tensor) -> Tensor | None:

@@ -185,8 +185,8 @@ class _Weights(nn.Module):
             require_leaves(loss, [*self._leaves.values()])
         except Unreadable as error:
             raise ValueError(
-                f"{type(self.model).__name__} reads a tensor with a gradient that is none of its parameters, as by a hook, so "
-                "it takes no chunks: call undo(model)"
+                f"{type(self.model).__name__} reads a tensor with a gradient that is none of its parameters, as under FSDP2 or "
+                "by a hook, so it takes no chunks: call undo(model)"
             ) from error
 
     def gradients(self) -> dict[Tensor, Tensor]:
@@ -210,7 +210,10 @@ def _require_equal(model: Any, own: Callable, ids: Tensor) -> bool:
     if ids.shape[1] < 2:
         return False
     modes = {part: part.training for part in model.modules()}
-    model.eval()
+    for (
+        part
+    ) in modes:  # without dropout; in eval(), a layer of bitsandbytes packs its weights for a CPU, and loses its gradient
+        part.training = modes[part] and isinstance(part, nn.Linear)
     try:
         whole, parts = own(input_ids=ids, labels=ids, use_cache=False, return_dict=True), _in_two(model, own, ids)
         other = own(input_ids=torch.cat([ids[:, :-1], (ids[:, -1:] + 1) % 2], 1), use_cache=False, return_dict=True)

@@ -3,7 +3,7 @@ the same loop over the plain model."""
 
 import math
 import warnings
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from types import MethodType
@@ -200,12 +200,52 @@ def test_bfloat16(folder, kind):
     assert_close(found, plain_figures(kind, "whole", folder, bf16=True), "checkpoint")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "most"), [("checkpoint", 0), ("checkpoint8", 0.05), ("tile", 1e-5), ("chunks", 1e-5)])
+def test_gradients_of_adapters_over_bitsandbytes(tmp_path, way, most):
+    pytest.importorskip("bitsandbytes")
+    config = transformers.LlamaConfig(**SIZES | {"hidden_size": 64})  # which it quantises in groups of 64
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    four_bits, found = transformers.BitsAndBytesConfig(load_in_4bit=True), []
+    for change in (lambda model: model, lambda model: recompute(model, **WAYS[way])):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=four_bits, device_map="cpu")
+        torch.manual_seed(1)
+        adapters = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+        model = change(peft.get_peft_model(model, adapters)).train()
+        model(TOKENS[:2], labels=TOKENS[:2]).loss.backward()
+        found.append(torch.cat([each.grad.flatten() for each in model.parameters() if each.requires_grad]))
+    plain, ours = found
+    assert plain.norm() > 0 and (ours - plain).norm() <= most * plain.norm()
+
+
+PLANNED = ["plain", "gradient_checkpointing", "tile", "checkpoint8, tile, the model's loss", "chunk, the model's loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", PLANNED)
+def test_a_step_of_sft_takes_what_was_planned(folder, monkeypatch, method):
+    """Counted in tensors, with fewer words and narrower than in the table."""
+    pytest.importorskip("trl")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+    import bench_trl
+
+    shape, given = SIZES | {"vocab_size": 2048}, bench_trl.METHODS[method]
+    planned, tracked = (find(shape, given, 1024) for find in (bench_trl.planned, partial(bench_trl.tracked, folder / "model")))
+    assert planned == pytest.approx(tracked, rel=0.005)
+
+
 @pytest.mark.long  # each process imports TRL
-def test_two_processes(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_two_processes(folder, tmp_path, monkeypatch, sharded):
+    """DDP, and FSDP2."""
     monkeypatch.setenv("PRETRAINED", str(folder))
+    monkeypatch.setenv("SHARDED", str(sharded))
     found = found_by_processes(Path(__file__).with_name("trainer_ranks.py"), tmp_path)
-    for plain, ours in found.values():
-        assert ours == plain
+    refusal = found.pop("Trainer chunks") if sharded else "FSDP2"
+    assert "FSDP2" in refusal
+    for name, figures in found.items():
+        kind, _, way = name.partition(" ")
+        assert_close(figures, found[f"{kind} plain"], way.replace("plain", "checkpoint"))
 
 
 # Whose checkpointing, whose loss, which mode
