@@ -8,13 +8,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from holotrain.reversible.context import has_no_data, is_captured
+from holotrain.reversible.context import is_captured
+from holotrain.reversible.main_memory import InMainMemory
 from holotrain.reversible.side_stream import SameStream, SideStream, side_of
 
 
@@ -90,48 +90,23 @@ def unrounded(multiples: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
     return (multiples * steps.to(torch.promote_types(dtype, torch.float32))).flatten(-2).to(dtype)
 
 
-class OffloadedInput(InputAsIs):
+class OffloadedInput(InMainMemory, InputAsIs):
     """A copy in pinned main memory.
 
-    A second stream copies the input while its block computes. In the backward it fetches it while the block behind computes,
-    so that the device holds two inputs at most. Raises a RuntimeError if memory cannot be pinned.
+    It is made while the block computes, and fetched in the backward while the block behind computes, so that the device holds
+    two inputs at most.
     """
 
     def __init__(self, x: Tensor, side: SideStream | SameStream) -> None:
-        self._side, self._device, self._dtype, self._layout = side, x.device, x.dtype, (x.size(), x.stride())
-        # A plan counts the memory of the device alone, and has nothing to copy.
-        self._host = host = None if has_no_data(x) else torch.empty_like(x, device="cpu", pin_memory=True)
-        self._copied: Any = side.run(lambda: None if host is None else _copy(x, host))
-        self._fetched: tuple[Tensor, Any] | None = None
+        InMainMemory.__init__(self, x, side)
         self._earlier, _latest[x.device] = _latest.get(x.device, lambda: None), ref(self)
 
-    def settle(self) -> None:
-        self._side.wait(self._copied)
-
-    def fetch(self) -> None:
-        """Begins the copy to the device."""
-        if self._fetched is None:
-            copies: list[Tensor] = []
-            done = self._side.run(lambda: copies.append(self._on_device()))
-            self._fetched = copies[0], done
-
-    def _on_device(self) -> Tensor:
-        x = torch.empty_strided(*self._layout, dtype=self._dtype, device=self._device)
-        return x if self._host is None else _copy(self._host, x)
-
     def restore(self) -> Tensor:
-        self.fetch()
-        assert self._fetched is not None
-        (x, done), self._fetched = self._fetched, None
-        self._side.wait(done)
+        x = self.take()
         if (earlier := self._earlier()) is not None:
             with suppress(torch.OutOfMemoryError):  # it is fetched in its turn
                 earlier.fetch()
         return x
-
-
-def _copy(source: Tensor, target: Tensor) -> Tensor:
-    return target.copy_(source.detach(), non_blocking=True)
 
 
 _latest: dict[torch.device, Callable[[], OffloadedInput | None]] = {}

@@ -1,45 +1,47 @@
 """Keys and values of a sequence that is taken in chunks, and their gradients, as a cache of transformers.
 
-Imported only with transformers. (Chunks: OOMB, arXiv 2602.02108.)
+They are on the device, each layer's in one tensor, or in main memory, each chunk's by itself. Imported only with transformers.
+(Chunks: OOMB, arXiv 2602.02108.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache, DynamicLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-NAME = "holotrain_chunks"
-"""Of the attention that takes the place of transformers' ``sdpa`` in a chunk."""
+from holotrain.reversible.main_memory import InMainMemory, Leaving, OnDevice
 
 
 class ChunkLayer(DynamicLayer):
     """Keys and values of one layer, for all tokens, of which those before the present chunk are known.
+
+    Args:
+        length: tokens.
+        window: the tokens that a token reads, itself included; None: all before it.
 
     Attributes:
         start: the first token of the present chunk.
         filled: the number of tokens whose keys and values are there.
     """
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, window: int | None) -> None:
         super().__init__()
-        self._length, self.start, self.filled = length, 0, 0
+        self._length, self.window, self.start, self.filled = length, window, 0, 0
+        self.is_sliding = window is not None
         self._kept: list[Tensor] = []
         self._sums: list[Tensor] = []
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *rest: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
-        """Returns keys and values up to the end of the chunk: (B, heads, tokens, width of a head)."""
+        """Returns keys and values that the chunk reads, up to its end: (B, heads, tokens, width of a head)."""
         new = key_states, value_states
-        stop = self.start + key_states.shape[-2]
+        first, stop = self._first(), self.start + key_states.shape[-2]
         if not self._kept:
             self._kept = [each.new_empty(*each.shape[:-2], self._length, each.shape[-1]) for each in new]
         if stop > self.filled:  # else the chunk runs again
@@ -47,102 +49,153 @@ class ChunkLayer(DynamicLayer):
                 kept[..., self.start : stop, :] = each.detach()
             self.filled = stop
         if not torch.is_grad_enabled():
-            return self._kept[0][..., :stop, :], self._kept[1][..., :stop, :]
+            return self._kept[0][..., first:stop, :], self._kept[1][..., first:stop, :]
         if not self._sums:
             self._sums = [torch.zeros_like(kept) for kept in self._kept]  # of 16 bits, too: sums of fp32 are no better
-        keys, values = map(_UpTo.apply, new, self._kept, self._sums, [self.start] * 2)
+        keys, values = map(_UpTo.apply, new, self._kept, self._sums, [first] * 2, [self.start] * 2)
         return keys, values
+
+    def _first(self) -> int:
+        """The first token that the chunk reads."""
+        return 0 if self.window is None else max(self.start - self.window + 1, 0)
 
     def get_seq_length(self) -> int:
         return self.start
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.start + query_length, 0
+        return self.start + query_length - self._first(), self._first()
 
 
 class _UpTo(torch.autograd.Function):
-    """All keys (or values) up to the end of a chunk.
+    """The keys (or values) from a first token up to the end of a chunk.
 
     The gradients of those before the chunk are added to sums; those of its own are completed by what later chunks have added.
     """
 
     @staticmethod
-    def forward(ctx, new: Tensor, kept: Tensor, sums: Tensor, start: int) -> Tensor:
-        ctx.sums, ctx.start, ctx.stop = sums, start, start + new.shape[-2]
-        return kept[..., : ctx.stop, :]
+    def forward(ctx, new: Tensor, kept: Tensor, sums: Tensor, first: int, start: int) -> Tensor:
+        ctx.sums, ctx.first, ctx.start, ctx.stop = sums, first, start, start + new.shape[-2]
+        return kept[..., first : ctx.stop, :]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.sums[..., : ctx.stop, :] += gradient
-        return ctx.sums[..., ctx.start : ctx.stop, :], None, None, None
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        ctx.sums[..., ctx.first : ctx.stop, :] += gradient
+        return ctx.sums[..., ctx.start : ctx.stop, :], None, None, None, None
+
+
+class Part:
+    """Keys and values of one chunk in main memory, and the sums of their gradients, to which later chunks add."""
+
+    def __init__(self, start: int, new: Sequence[Tensor], leaving: Leaving) -> None:
+        self.start, self.stop = start, start + new[0].shape[-2]
+        self._leaving = leaving
+        self._kept = [leaving.keep(each.detach()) for each in new]
+        self._sums: list[InMainMemory | OnDevice] = []
+
+    def fetch(self, sums: bool) -> None:
+        """Begins to copy keys and values to the device, and the sums."""
+        for each in self._kept:
+            each.fetch()
+        if sums:
+            self.fetch_sums()
+
+    def fetch_sums(self) -> None:
+        for each in self._sums:
+            each.fetch()
+
+    def take(self) -> list[Tensor]:
+        """Keys and values."""
+        return [each.take() for each in self._kept]
+
+    def take_sums(self) -> list[Tensor]:
+        """The sums of their gradients; none: no chunk has read them yet."""
+        return [each.take() for each in self._sums]
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        if not self._sums:
+            self._sums = [self._leaving.keep(each) for each in gradients]
+            return
+        for sums, gradient in zip(self._sums, gradients, strict=True):
+            self._leaving.put(sums, sums.take() + gradient)
+
+
+class HostLayer(ChunkLayer):
+    """Keys and values of one layer in main memory, which the attention of :mod:`holotrain.reversible.chunk_attention` reads."""
+
+    def __init__(self, length: int, window: int | None, leaving: Leaving) -> None:
+        super().__init__(length, window)
+        self._leaving, self._parts = leaving, []
+
+    def update(self, key_states: Tensor, value_states: Tensor, *rest: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
+        """Returns what it was given. The attention that follows finds the rest by :meth:`latest`."""
+        stop = self.start + key_states.shape[-2]
+        if stop > self.filled:  # else the chunk runs again
+            self._parts.append(Part(self.start, (key_states, value_states), self._leaving))
+            self.filled = stop
+        if _latest.get() is not None:
+            raise ValueError("a layer's attention is not one of transformers' sdpa, which keys in main memory need")
+        _latest.set(self)
+        return key_states, value_states
+
+    @staticmethod
+    def latest() -> HostLayer:
+        """The layer that was updated last, once."""
+        layer = _latest.get()
+        if layer is None:
+            raise ValueError(
+                "an attention reads no cache, or one twice; keys in main memory need one of their own in each layer"
+            )
+        _latest.set(None)
+        return layer
+
+    def own(self) -> Part:
+        """The part of the present chunk."""
+        return next(part for part in self._parts if part.start == self.start)
+
+    def before(self, sums: bool = False) -> Iterator[Part]:
+        """The parts before the present chunk that it reads. The first is fetched now, each other one while the one before it is
+        used."""
+        parts = [part for part in self._parts if part.start < self.start and part.stop > self._first()]
+        for part in parts[:1]:
+            part.fetch(sums)
+        return _one_ahead(parts, sums)
+
+
+def _one_ahead(parts: list[Part], sums: bool) -> Iterator[Part]:
+    for part, following in zip_longest(parts, parts[1:]):
+        if following is not None:
+            following.fetch(sums)
+        yield part
+
+
+_latest: ContextVar[HostLayer | None] = ContextVar("the layer that was updated last", default=None)
 
 
 class ChunkCache(Cache):
-    """The cache of all layers. A block may run again with it: what is there already is not added twice."""
+    """The cache of all layers. A block may run again with it: what is there already is not added twice.
+
+    Args:
+        config: of the model, whose layers may have sliding windows.
+        length: tokens.
+        on_host: keys and values are in main memory.
+    """
 
     runs_again = True
 
-    def __init__(self, layers: int, length: int) -> None:
-        self.chunks = [ChunkLayer(length) for _ in range(layers)]
+    def __init__(self, config: Any, length: int, on_host: bool) -> None:
+        windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
+        windows += [None] * (config.num_hidden_layers - len(windows))
+        self._leaving = leaving = Leaving()
+        self.chunks = [HostLayer(length, each, leaving) if on_host else ChunkLayer(length, each) for each in windows]
         super().__init__(layers=[*self.chunks])
 
     def begin(self, start: int) -> None:
         """Before the chunk that begins at a token."""
+        _latest.set(None)
         for layer in self.chunks:
             layer.start = start
 
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **keywords: Any,
-) -> tuple[Tensor, None]:
-    """The last tokens' attention to all, causal where there is no mask. Keys and values of groups are not copied."""
-    if attention_mask is not None or query.shape[-2] == key.shape[-2]:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **keywords)
-    groups, length, tokens = query.shape[1] // key.shape[1], query.shape[-2], key.shape[-2]
-    if query.is_cuda:  # a kernel knows which rows these are
-        bias = causal_lower_right(length, tokens)
-        out = F.scaled_dot_product_attention(query, key, value, bias, dropout, scale=scaling, enable_gqa=groups > 1)
-    else:  # the queries of a group stand one below the other
-        folded = query.reshape(len(query), key.shape[1], groups * length, -1)
-        mask = _last_rows(length, tokens, groups, query.dtype, query.device)
-        out = F.scaled_dot_product_attention(folded, key, value, mask, dropout, scale=scaling)
-        out = out.reshape(*query.shape[:-1], -1)
-    return out.transpose(1, 2).contiguous(), None
-
-
-_latest: dict[tuple[Any, ...], Tensor] = {}
-"""The mask of the latest chunk, for all layers. It holds numbers: a CPU would make them of a boolean one in each layer."""
-
-
-def _last_rows(length: int, tokens: int, groups: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    key = length, tokens, groups, dtype, device, torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    mask = _latest.get(key)
-    if mask is None:
-        _latest.clear()
-        numbers = torch.full((length, tokens), float("-inf"), dtype=dtype, device=device)
-        _latest[key] = mask = numbers.triu(tokens - length + 1).repeat(groups, 1)
-    return mask
-
-
-def forget_mask() -> None:
-    """After a step: its memory goes."""
-    _latest.clear()
-
-
-def _mask(*, mask_function: Callable, attention_mask: Tensor | None, allow_is_causal_skip: bool = True, **keywords: Any):
-    """None where a chunk is causal and nothing else."""
-    if mask_function is causal_mask_function and attention_mask is None:
-        return None
-    return sdpa_mask(mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=False, **keywords)
-
-
-AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, _mask)
+    def finish(self) -> None:
+        """After a step."""
+        self._leaving.finish()

@@ -29,9 +29,15 @@ def arguments_by_name(forward: Callable, arguments: tuple, keywords: dict[str, A
     return {name: value for name, value in given.items() if value is not None}
 
 
-def require_taken(model: Any, given: dict[str, Any]) -> None:
-    """Raises a ValueError for a call that cannot be taken in chunks."""
+def require_taken(model: Any, given: dict[str, Any], on_host: bool) -> None:
+    """Raises a ValueError for a call that cannot be taken in chunks, with keys and values in main memory or not."""
     config, name = model.config.get_text_config(decoder=True), type(model).__name__
+    chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    if on_host and (config._attn_implementation != "sdpa" or not model._supports_attention_backend or chunked):
+        raise ValueError(
+            f"{name} reads keys in main memory only where it takes attn_implementation='sdpa', and has no code of its own for "
+            "it, nor windows that do not slide: take keys='device'"
+        )
     taken = TAKEN + (OF_DOCUMENTS if "position_ids" in given and config._attn_implementation == "sdpa" else ())
     refused = [name for name, value in given.items() if name not in taken and value is not False]
     refused += [name for name in ("output_hidden_states", "output_attentions") if getattr(config, name, False)]
@@ -65,12 +71,12 @@ class ChunkedCall:
         labels: (B, T), of the token that follows each.
     """
 
-    def __init__(self, model: Any, given: dict[str, Any]) -> None:
+    def __init__(self, model: Any, given: dict[str, Any], on_host: bool) -> None:
         from holotrain.reversible.chunk_cache import ChunkCache
 
         config, ids, positions = model.config.get_text_config(decoder=True), given["input_ids"], given.get("position_ids")
         self._ids, self._positions, self._mask = ids, positions, given.get("attention_mask")
-        self.length, self.cache = ids.shape[1], ChunkCache(config.num_hidden_layers, ids.shape[1])
+        self.length, self.cache = ids.shape[1], ChunkCache(config, ids.shape[1], on_host)
         labels = given.get("shift_labels")
         self.labels = nn.functional.pad(given["labels"], (0, 1), value=IGNORED)[:, 1:] if labels is None else labels
         self._documents = None

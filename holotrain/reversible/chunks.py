@@ -30,7 +30,7 @@ CHUNK = 1024
 """Tokens of a chunk, if none are given."""
 
 
-def train_in_chunks(model: nn.Module, chunk: int = CHUNK) -> nn.Module:
+def train_in_chunks(model: nn.Module, chunk: int = CHUNK, keys: str = "device") -> nn.Module:
     """Takes a causal language model's sequences a chunk at a time in training, in place.
 
     The model is called as ever, with labels, and returns the loss, with ``logits`` None. Its gradients are made in this call,
@@ -40,6 +40,9 @@ def train_in_chunks(model: nn.Module, chunk: int = CHUNK) -> nn.Module:
         model: of transformers, maybe within a model of peft. What its blocks keep within a chunk is
             :func:`~holotrain.reversible.recompute`'s matter.
         chunk: tokens.
+        keys: where keys, values and their gradients are kept: on the ``"device"``, or on the ``"host"``, in pinned main memory,
+            from which they come ahead of their use; the device's memory does not grow with the sequence then. On a CPU both are
+            main memory.
 
     Returns:
         the model.
@@ -50,11 +53,14 @@ def train_in_chunks(model: nn.Module, chunk: int = CHUNK) -> nn.Module:
     """
     if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
         raise ValueError(f"chunk must be a number of tokens, not {chunk!r}")
+    if keys not in ("device", "host"):
+        raise ValueError(f"keys must be 'device' or 'host', not {keys!r}")
     found = language_model(model)
     if found is None or found.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} is no causal language model of transformers, so it takes no chunks")
     ChunkedForward.remove_all(model)
-    ChunkedForward(found).chunk = chunk
+    chunked = ChunkedForward(found)
+    chunked.chunk, chunked.on_host = chunk, keys == "host"
     return model
 
 
@@ -64,6 +70,7 @@ class ChunkedForward(ModelsLoss):
     KEY, WHAT = "_chunked_forward", "model"
     NOT_DONE = "its sequence is not taken in chunks"
     chunk: int
+    on_host: bool
 
     def __init__(self, module: Any) -> None:
         super().__init__(module)
@@ -77,21 +84,21 @@ class ChunkedForward(ModelsLoss):
             return self.pass_on(arguments, keywords)
         if not self.module.training:  # an evaluation looks at the logits
             return self.pass_on_in_eval(arguments, keywords)
-        require_taken(self.module, given)
+        require_taken(self.module, given, self.on_host)
         Call(given["input_ids"].device)  # which refuses torch.func
         if not self._compared and not has_no_data(given["input_ids"]):
-            self._compared = _require_equal(self.module, own, given["input_ids"][:1, :COMPARED])
-        return _loss_in_chunks(self.module, own, given, self.chunk)
+            self._compared = _require_equal(self.module, own, given["input_ids"][:1, :COMPARED], self.on_host)
+        return _loss_in_chunks(self.module, own, given, self.chunk, self.on_host)
 
 
-def _loss_in_chunks(model: Any, own: Callable, given: dict[str, Any], chunk: int) -> Any:
+def _loss_in_chunks(model: Any, own: Callable, given: dict[str, Any], chunk: int, on_host: bool) -> Any:
     """What the model returns, with the loss alone. Its node knows all gradients."""
-    sequence, weights, device = ChunkedCall(model, given), _Weights(model, own), given["input_ids"].device
+    sequence, weights, device = ChunkedCall(model, given, on_host), _Weights(model, own), given["input_ids"].device
     starts = range(0, sequence.length, chunk)
     chunks = [(start, min(start + chunk, sequence.length)) for start in starts]
     states, after = [], None
     try:
-        with _attention_of_chunks(model):
+        with _attention_of_chunks(model, on_host):
             with torch.no_grad():
                 for each in chunks[:-1]:  # the last one runs with its graph at once
                     states.append(states_of(device))
@@ -106,6 +113,7 @@ def _loss_in_chunks(model: Any, own: Callable, given: dict[str, Any], chunk: int
         known = weights.gradients()
     finally:
         weights.release()
+        sequence.cache.finish()
         if after is not None:
             put_back(after)
     count = given.get("num_items_in_batch")
@@ -122,14 +130,14 @@ def _require_filled(model: Any, cache: Any, stop: int) -> None:
 
 
 @contextmanager
-def _attention_of_chunks(model: Any) -> Generator[None]:
-    """Inside, ``sdpa`` is one that makes no mask where a chunk is causal and nothing else."""
-    from holotrain.reversible.chunk_cache import NAME, forget_mask
+def _attention_of_chunks(model: Any, on_host: bool) -> Generator[None]:
+    """Inside, ``sdpa`` is one that makes no mask where a chunk is causal and nothing else, or fetches what it reads."""
+    from holotrain.reversible.chunk_attention import ON_DEVICE, ON_HOST, forget_mask
 
     config = model.config.get_text_config(decoder=True)
     before = config._attn_implementation
     if before == "sdpa" and model._supports_attention_backend:  # others know two or three names
-        config._attn_implementation = NAME
+        config._attn_implementation = ON_HOST if on_host else ON_DEVICE
     try:
         yield
     finally:
@@ -201,7 +209,7 @@ class _Weights(nn.Module):
 
 
 @torch.no_grad()
-def _require_equal(model: Any, own: Callable, ids: Tensor) -> bool:
+def _require_equal(model: Any, own: Callable, ids: Tensor, on_host: bool) -> bool:
     """Whether a row has been compared, which takes two tokens.
 
     Raises:
@@ -215,7 +223,7 @@ def _require_equal(model: Any, own: Callable, ids: Tensor) -> bool:
     ) in modes:  # without dropout; in eval(), a layer of bitsandbytes packs its weights for a CPU, and loses its gradient
         part.training = modes[part] and isinstance(part, nn.Linear)
     try:
-        whole, parts = own(input_ids=ids, labels=ids, use_cache=False, return_dict=True), _in_two(model, own, ids)
+        whole, parts = own(input_ids=ids, labels=ids, use_cache=False, return_dict=True), _in_two(model, own, ids, on_host)
         other = own(input_ids=torch.cat([ids[:, :-1], (ids[:, -1:] + 1) % 2], 1), use_cache=False, return_dict=True)
     finally:
         for part, mode in modes.items():
@@ -237,12 +245,12 @@ def _are_near(found: Tensor, expected: Tensor, bound: float) -> bool:
     return bool((found - expected).norm() <= bound * expected.norm())
 
 
-def _in_two(model: Any, own: Callable, ids: Tensor) -> list[Any]:
+def _in_two(model: Any, own: Callable, ids: Tensor, on_host: bool) -> list[Any]:
     """What a model returns for the halves of a row."""
     length = ids.shape[1]
-    sequence = ChunkedCall(model, {"input_ids": ids, "labels": ids})
+    sequence = ChunkedCall(model, {"input_ids": ids, "labels": ids}, on_host)
     try:
-        with _attention_of_chunks(model):
+        with _attention_of_chunks(model, on_host):
             return [
                 own(**sequence.chunk(*each), **sequence.targets(*each)) for each in ((0, length // 2), (length // 2, length))
             ]

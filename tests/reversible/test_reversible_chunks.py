@@ -14,7 +14,7 @@ from tracked_memory import TrackedMemory
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from holotrain.models.huggingface import HuggingFace
-from holotrain.reversible import chunk_cache, chunks, recompute, train_in_chunks, undo
+from holotrain.reversible import chunk_attention, chunks, recompute, train_in_chunks, undo
 
 of = hf.AutoModelForCausalLM.from_config
 WORDS, TOKENS = 97, 50
@@ -390,7 +390,7 @@ def test_nothing_of_a_step_stays(monkeypatch):
         refused(**batch())
     gc.collect()
     assert len(kept) == 2 and [each() for each in kept] == [None, None]
-    assert chunk_cache._latest == {}
+    assert chunk_attention._latest == {}
 
 
 def test_gradient_checkpointing_of_transformers_turns_the_cache_off():
