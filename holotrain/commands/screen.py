@@ -132,6 +132,7 @@ def show_start(
     if (backward.kind, backward.tile, backward.chunk) != (None, None, None):
         blocks = f": {runs_of(backward.blocks)}" if backward.blocks else ""
         cut = [f", {name}={getattr(backward, name)}" for name in ("tile", "chunk") if getattr(backward, name) is not None]
+        cut += [", keys=host"] if backward.keys == "host" else []
         rows["backward"] = f"{backward.name}{blocks}{''.join(cut)}"
     if fits:
         rows["synthesis"] = config.synthesis and _named(run, "synthesis", config.synthesis, "dtype", "split")

@@ -205,7 +205,7 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
             set_tile(model, backward.tile)
     if backward.chunk is not None:
         with as_user_error("backward.chunk"):
-            train_in_chunks(model, backward.chunk)
+            train_in_chunks(model, backward.chunk, backward.keys)
     return model
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn, TypeGuard, TypeVar
 
 from holotrain.config.signatures import Option, Signature, signature
-from holotrain.errors import check_choice
+from holotrain.errors import UserError, check_choice
 from holotrain.numeric import require_at_least
 from holotrain.schedules import AUTO, OPTIONS
 from holotrain.targets import TARGET
@@ -83,6 +83,8 @@ class BackwardConfig:
     """tokens at a time that layers take which work token by token, such as MLPs; null: all tokens at once"""
     chunk: int | None = None
     """tokens of a sequence that a causal language model of transformers takes at a time; null: all tokens at once"""
+    keys: Literal["device", "host"] = "device"
+    """where chunks keep keys and values: on the device, or in main memory (host)"""
     inexact: bool = False
     """backward=auto may also choose inexact schedules"""
     on_mismatch: Literal["store", "error"] = "store"
@@ -93,6 +95,8 @@ class BackwardConfig:
     def __post_init__(self) -> None:
         check_choice("backward.kind", self.kind or AUTO, OPTIONS)
         require_at_least(1, tile=self.tile, chunk=self.chunk)
+        if self.keys == "host" and self.chunk is None:
+            raise UserError("backward.keys=host is for chunks; set backward.chunk, too, such as backward.chunk=4096")
 
     @property
     def name(self) -> str:

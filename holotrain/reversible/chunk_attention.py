@@ -19,6 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from holotrain.reversible.chunk_cache import HostLayer, Part
+from holotrain.reversible.context import has_no_data
 
 aten = torch.ops.aten
 
@@ -104,7 +105,7 @@ def _attention_on_host(
             'the configuration, or take keys="device"'
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = _PartByPart.apply(_folded(query, key), key, value, HostLayer.latest(), scale)
+    out = _PartByPart.apply(_folded(query, key), key, value, HostLayer.latest(key), scale)
     return out.reshape(*query.shape[:-1], -1).transpose(1, 2).contiguous(), None
 
 
@@ -194,7 +195,7 @@ def _has_flash(query: Tensor, value: Tensor) -> bool:
     """Whether the GPU's kernel takes heads of this width and type."""
     width = query.shape[-1]
     fits = width == value.shape[-1] and width % 8 == 0 and width <= 256 and query.dtype.itemsize == 2
-    return fits and query.is_cuda and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return fits and query.is_cuda and (has_no_data(query) or torch.cuda.get_device_capability(query.device) >= (8, 0))
 
 
 def _mask(*, mask_function: Callable, attention_mask: Tensor | None, allow_is_causal_skip: bool = True, **keywords: Any):

@@ -88,7 +88,7 @@ class Part:
     """Keys and values of one chunk in main memory, and the sums of their gradients, to which later chunks add."""
 
     def __init__(self, start: int, new: Sequence[Tensor], leaving: Leaving) -> None:
-        self.start, self.stop = start, start + new[0].shape[-2]
+        self.start, self.stop, self.shape = start, start + new[0].shape[-2], new[0].shape
         self._leaving = leaving
         self._kept = [leaving.keep(each.detach()) for each in new]
         self._sums: list[InMainMemory | OnDevice] = []
@@ -134,18 +134,16 @@ class HostLayer(ChunkLayer):
             self._parts.append(Part(self.start, (key_states, value_states), self._leaving))
             self.filled = stop
         if _latest.get() is not None:
-            raise ValueError("a layer's attention is not one of transformers' sdpa, which keys in main memory need")
+            raise ValueError("an attention did not read its layer's cache by transformers' sdpa, so keys stay on the device")
         _latest.set(self)
         return key_states, value_states
 
     @staticmethod
-    def latest() -> HostLayer:
-        """The layer that was updated last, once."""
+    def latest(key: Tensor) -> HostLayer:
+        """The layer that was updated last, with these keys, once."""
         layer = _latest.get()
-        if layer is None:
-            raise ValueError(
-                "an attention reads no cache, or one twice; keys in main memory need one of their own in each layer"
-            )
+        if layer is None or key.shape != layer.own().shape:
+            raise ValueError("an attention reads something else than what its layer's cache keeps, so keys stay on the device")
         _latest.set(None)
         return layer
 

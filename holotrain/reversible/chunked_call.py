@@ -89,7 +89,7 @@ class ChunkedCall:
                 f"{type(model).__name__} got several documents in a row, which chunks take with attn_implementation='sdpa' and "
                 "without sliding windows: call undo(model)"
             )
-        if self._mask is not None and _is_known(self._mask) and bool(self._mask.all()):
+        if self._mask is not None and _hides_nothing(self._mask, self.labels, on_host):
             self._mask = None
         if self._mask is not None and config._attn_implementation == "eager" and not bool(self._mask[:, 0].all()):
             raise ValueError(
@@ -120,6 +120,17 @@ class ChunkedCall:
 def _is_known(tensor: Tensor) -> bool:
     """Whether its values can be read: in a plan, those of integers can, unless they are many."""
     return type(tensor) is Tensor and not tensor.is_meta
+
+
+def _hides_nothing(mask: Tensor, labels: Tensor, on_host: bool) -> bool:
+    """Whether tokens are hidden on the right alone, and teach nothing: the others come before them, and do not read them.
+
+    It is assumed of a plan with keys in main memory, which would refuse others.
+    """
+    if not _is_known(mask) or not (_is_known(labels) or bool(mask.all())):
+        return on_host
+    begins = mask[:, 1:] > mask[:, :-1]
+    return not bool(begins.any() | ((mask == 0) & (labels != IGNORED)).any())
 
 
 def _documents(positions: Tensor) -> Tensor | None:

@@ -29,8 +29,12 @@ COMPARED = 32
 CHUNK = 1024
 """Tokens of a chunk, if none are given."""
 
+HIDING = 8192
+"""Queries of a key above which it and its value come over PCIe 5 (50 GB/s) as fast as an H100 computes attention to them in 16
+bits (4e14 operations a second): of D numbers each, they are 4 D bytes, and 4 D operations a query. At 8,000 both are equal."""
 
-def train_in_chunks(model: nn.Module, chunk: int = CHUNK, keys: str = "device") -> nn.Module:
+
+def train_in_chunks(model: nn.Module, chunk: int | None = None, keys: str = "device") -> nn.Module:
     """Takes a causal language model's sequences a chunk at a time in training, in place.
 
     The model is called as ever, with labels, and returns the loss, with ``logits`` None. Its gradients are made in this call,
@@ -39,7 +43,7 @@ def train_in_chunks(model: nn.Module, chunk: int = CHUNK, keys: str = "device") 
     Args:
         model: of transformers, maybe within a model of peft. What its blocks keep within a chunk is
             :func:`~holotrain.reversible.recompute`'s matter.
-        chunk: tokens.
+        chunk: tokens. None: 1,024; where keys are on the host, as many as hide their copies behind attention.
         keys: where keys, values and their gradients are kept: on the ``"device"``, or on the ``"host"``, in pinned main memory,
             from which they come ahead of their use; the device's memory does not grow with the sequence then. On a CPU both are
             main memory.
@@ -51,7 +55,7 @@ def train_in_chunks(model: nn.Module, chunk: int = CHUNK, keys: str = "device") 
         ValueError: there is no such model, or its attention reads more than what came before. At the call: it has an argument
             that cannot be cut, or its loss is no sum over tokens.
     """
-    if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
+    if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
         raise ValueError(f"chunk must be a number of tokens, not {chunk!r}")
     if keys not in ("device", "host"):
         raise ValueError(f"keys must be 'device' or 'host', not {keys!r}")
@@ -60,8 +64,14 @@ def train_in_chunks(model: nn.Module, chunk: int = CHUNK, keys: str = "device") 
         raise ValueError(f"{type(model).__name__} is no causal language model of transformers, so it takes no chunks")
     ChunkedForward.remove_all(model)
     chunked = ChunkedForward(found)
-    chunked.chunk, chunked.on_host = chunk, keys == "host"
+    chunked.chunk, chunked.on_host = chunk or _usual_chunk(found.config, keys), keys == "host"
     return model
+
+
+def _usual_chunk(config: Any, keys: str) -> int:
+    config = config.get_text_config(decoder=True)
+    queries = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    return max(CHUNK, HIDING // queries) if keys == "host" else CHUNK
 
 
 class ChunkedForward(ModelsLoss):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from holotrain.numeric import counted
-from holotrain.reversible.chunks import CHUNK, ChunkedForward, train_in_chunks
+from holotrain.reversible.chunks import ChunkedForward, train_in_chunks
 from holotrain.reversible.coupling import ReversibleBlock
 from holotrain.reversible.lists_of_blocks import named_blocks
 from holotrain.reversible.replaced_forward import ReplacedForward, call_of, is_cache
@@ -27,6 +27,7 @@ def recompute(
     backward: str | Sequence[str] = "checkpoint",
     tile: int | Mapping[str, int] | None = None,
     chunk: int | None = None,
+    keys: str = "device",
 ) -> nn.Module:
     """Has a stack of blocks keep only their inputs in training, and run again in the backward, in place.
 
@@ -50,7 +51,8 @@ def recompute(
             ``model(input_ids, labels=labels)`` are then taken in tiles, too, and ``logits`` is None in training; see
             :mod:`holotrain.reversible.tiled_loss`. None: all tokens at once.
         chunk: tokens of a sequence that a causal language model of transformers takes at a time, under any ``backward``; see
-            :func:`~holotrain.reversible.train_in_chunks`. It stays until :func:`undo`. None: 1,024 for ``"chunks"``.
+            :func:`~holotrain.reversible.train_in_chunks`. It stays until :func:`undo`. None: chosen for ``"chunks"``, else all.
+        keys: where chunks keep keys and values: on the ``"device"``, or on the ``"host"``, in main memory.
 
     Returns:
         the model.
@@ -59,8 +61,10 @@ def recompute(
         ValueError: the model has no such list of blocks, or several lists and none is named; the blocks are reversible; an
             unknown or a wrong number of schedules.
     """
-    if backward == "chunks":
-        backward, chunk = "autograd", CHUNK if chunk is None else chunk
+    in_chunks = chunk is not None or backward == "chunks"
+    if keys != "device" and not in_chunks:
+        raise ValueError(f'keys={keys!r} is for chunks: give chunk, or backward="chunks"')
+    backward = "autograd" if backward == "chunks" else backward
     chosen = named_blocks(model, blocks)
     schedules = [backward] * len(chosen) if isinstance(backward, str) else list(backward)
     if len(schedules) != len(chosen):
@@ -71,8 +75,8 @@ def recompute(
         raise ValueError("the blocks are those of a ReversibleSequence, which has a backward of its own: set sequence.backward")
     if tile is not None:
         take_in_tiles(model, tile)
-    if chunk is not None:
-        train_in_chunks(model, chunk)
+    if in_chunks:
+        train_in_chunks(model, chunk, keys)
     for block, schedule in zip(chosen, schedules, strict=True):
         recompute_block(block, schedule)
     return model

@@ -8,13 +8,19 @@ import pytest
 import torch
 import transformers as hf
 from covering import slow
+from happens_before import Race
+from paper_gpu import Machine, Stream, paper_gpu
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from tracked_memory import TrackedMemory
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from holotrain.models.huggingface import HuggingFace
+from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
+from holotrain.planning.training_step import TrainingStep, simulate_step
 from holotrain.reversible import chunk_attention, chunks, recompute, train_in_chunks, undo
+from holotrain.reversible.chunks import ChunkedForward
+from holotrain.reversible.side_stream import assuming_a_side_stream
 
 of = hf.AutoModelForCausalLM.from_config
 WORDS, TOKENS = 97, 50
@@ -56,6 +62,14 @@ IN_FP32 = {
     "gpt-oss": lambda: hf.GptOssConfig(**GROUPED, head_dim=8, num_local_experts=4, sliding_window=16),
 }
 """Mixtures, whose products of groups are not there in fp64."""
+
+LLAMA_4 = GROUPED | {
+    "head_dim": 8,
+    "num_local_experts": 2,
+    "intermediate_size_mlp": 32,
+    "attention_chunk_size": 16,
+    "pad_token_id": 0,
+}
 
 COMPUTES_IN_FP32 = {"Gemma 2", "Gemma 3", "Cohere"}
 
@@ -99,9 +113,9 @@ def off(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-def require_equal(model, given: dict, chunk: int = 16, bound: float = 1e-12, **at_once) -> None:
+def require_equal(model, given: dict, chunk: int = 16, bound: float = 1e-12, keys: str = "device", **at_once) -> None:
     loss, expected = step(model, given | at_once)
-    train_in_chunks(model, chunk)
+    train_in_chunks(model, chunk, keys)
     for _ in range(2):
         found, gradient = step(model, given)
         assert found == pytest.approx(loss, rel=bound) and off(gradient, expected) < bound
@@ -112,6 +126,16 @@ def require_equal(model, given: dict, chunk: int = 16, bound: float = 1e-12, **a
 @pytest.mark.parametrize("name", [*MODELS][:3] + [slow(name) for name in [*MODELS][3:]])
 def test_loss_and_gradients_are_those_of_the_whole(name, in_double):
     require_equal(made(name), batch(), bound=1e-7 if name in COMPUTES_IN_FP32 else 1e-12)
+
+
+ON_HOST = ["Llama", "Mistral", "GPT-2", "Gemma 3", *(slow(name) for name in ("Qwen3", "GPT-NeoX", "Phi-3", "OLMo 2", "OPT"))]
+
+
+@pytest.mark.parametrize("name", ON_HOST)
+@pytest.mark.parametrize("chunk", [7, 16])
+def test_keys_in_main_memory(name, chunk, in_double):
+    """Windows of 16 tokens begin and end within a chunk."""
+    require_equal(made(name), batch(), chunk, 1e-7 if name in COMPUTES_IN_FP32 else 1e-12, "host")
 
 
 @pytest.mark.slow
@@ -132,14 +156,20 @@ def test_any_length_of_a_chunk(chunk, in_double):
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral"])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding(name, side, in_double):
+@pytest.mark.parametrize(("side", "keys"), [("left", "device"), ("right", "device"), ("right", "host")])
+def test_padding(name, side, keys, in_double):
     given = batch()
     mask = torch.ones(2, TOKENS, dtype=torch.long)
     padded = slice(0, 20) if side == "left" else slice(30, TOKENS)
     mask[1, padded] = 0
     given["labels"][1, padded] = -100
-    require_equal(made(name), given | {"attention_mask": mask})
+    require_equal(made(name), given | {"attention_mask": mask}, keys=keys)
+
+
+def test_hidden_tokens_that_teach_something_stay_hidden(in_double):
+    mask = torch.ones(2, TOKENS, dtype=torch.long)
+    mask[1, 30:] = 0
+    require_equal(made("Llama"), batch() | {"attention_mask": mask})
 
 
 DOCUMENTS = torch.cat([torch.arange(11), torch.arange(27), torch.arange(12)])[None].expand(2, -1)
@@ -274,6 +304,81 @@ def test_what_grows_with_the_sequence_is_keys_values_and_their_gradients():
     assert kept <= grows < kept + 2 * mask + 64
 
 
+def test_windows_read_their_window_alone(monkeypatch):
+    read, model, given = [], made("Mistral", torch.float32), batch()
+    step(train_in_chunks(model, 10), given)
+
+    def attention(query, key, *rest, sdpa=torch.nn.functional.scaled_dot_product_attention, **more):
+        read.append(key.shape[2])
+        return sdpa(query, key, *rest, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    step(model, given)
+    assert set(read) == {10, 20, 25}  # a window of 16 tokens
+
+
+def on_paper(name: str, tokens: int, machine: Machine) -> tuple[list[Tensor], int]:
+    """Gradients of a step with keys in main memory, and the most bytes on the device above ids and labels."""
+    gc.collect()
+    model, ids = made(name, torch.float32).to("cuda"), (torch.arange(tokens)[None] % WORDS).to("cuda")
+    given = {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.tensor(64).to("cuda")}
+    recompute(model, backward="chunks", chunk=32, keys="host")
+    model(**given).loss.backward()  # the first call compares
+    model.zero_grad()
+    machine.waits.clear()
+    peak, end = 0, machine.end
+
+    def count(*work) -> None:
+        nonlocal peak
+        end(*work)
+        peak = max(peak, sum(memory.size for memory in machine.memories if memory.device == "cuda"))
+
+    machine.end = count
+    model(**given).loss.backward()
+    machine.end = end
+    assert not machine.waits
+    return [parameter.grad.cpu() for parameter in model.parameters()], peak - 2 * 8 * tokens
+
+
+@pytest.mark.parametrize("name", ["Llama", slow("Mistral")])
+def test_the_memory_of_a_gpu_on_paper_does_not_grow(name, monkeypatch):
+    """Keys come ahead of their turn, on a stream of their own, and the host waits for nothing."""
+    model = made(name, torch.float32)
+    ids = torch.arange(96)[None] % WORDS
+    expected = step(model, {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.tensor(64)})[1]
+    with paper_gpu(monkeypatch) as machine:
+        gradients, peak = on_paper(name, 96, machine)
+        assert {stream for operation, stream in machine.log if operation == "aten.copy_"} >= {"side stream 1"}
+        longer = on_paper(name, 224, machine)[1]
+    assert off(torch.cat([each.flatten() for each in gradients]), expected) < 1e-6
+    assert 0 <= longer - peak < 64  # an odd label
+
+
+@pytest.mark.parametrize("method", ["wait_stream", "wait_event"])
+def test_a_wait_that_is_left_out_is_found(method, monkeypatch):
+    with paper_gpu(monkeypatch) as machine, pytest.raises((Race, ValueError), match="side stream 1"):
+        monkeypatch.setattr(Stream, method, lambda *_: None)
+        on_paper("Llama", 96, machine)
+
+
+def test_a_plan_for_a_gpu_counts_no_keys_in_main_memory():
+    def planned(tokens: int) -> int:
+        with assuming_a_side_stream(), fake_tensors():
+            model = fake_parameters(of(MODELS["Llama"]()), torch.device("cpu")).train()
+            ids = torch.zeros(1, tokens, dtype=torch.long)
+            train_in_chunks(model, 64, "host")
+            loss = lambda: model(input_ids=ids, labels=ids).loss  # noqa: E731
+            return simulate_step(TrainingStep(model, loss, torch.optim.SGD(model.parameters(), 0.1))).peak
+
+    assert 0 <= planned(1024) - planned(512) <= 3 * 8 * 512
+
+
+def test_a_chunk_hides_its_copies_behind_attention():
+    model = train_in_chunks(made("Llama"), keys="host")
+    assert ChunkedForward.of(model).chunk == 8192 // 2
+    assert ChunkedForward.of(train_in_chunks(model)).chunk == 1024
+
+
 def test_a_model_that_fit_builds(tmp_path):
     """It gets the targets of each token, and returns the loss itself."""
     hf.LlamaConfig(**GROUPED).save_pretrained(tmp_path)
@@ -364,6 +469,41 @@ def test_what_takes_no_chunks_says_so(name):
     with pytest.raises(ValueError, match=words):
         model(**batch(), **given)
     undo(model)
+
+
+ONLY_ON_DEVICE = {
+    "attention of its own": (lambda: made("Gemma 2", torch.float32), {}, "attn_implementation='sdpa'"),
+    "code of its own": (lambda: made("Bloom", torch.float32), {}, "attn_implementation='sdpa'"),
+    "padding on the left": (
+        lambda: made("Llama", torch.float32),
+        {"attention_mask": (torch.arange(TOKENS) > 3).expand(2, -1)},
+        "padding on the left",
+    ),
+    "documents": (lambda: made("Llama", torch.float32), {"position_ids": DOCUMENTS, "use_cache": False}, "documents in a row"),
+    "dropout": (
+        lambda: of(hf.GPT2Config(**OLD, **DRY | {"attn_pdrop": 0.1})),
+        {},
+        "GPT2Attention drops out attention",
+    ),
+    "latent keys": (lambda: made("DeepSeek-V3", torch.float32), {}, "reads something else than what its layer's cache keeps"),
+    "windows that do not slide": (lambda: of(hf.Llama4TextConfig(**LLAMA_4)), {}, "windows that do not slide"),
+}
+
+
+@pytest.mark.parametrize("name", ONLY_ON_DEVICE)
+def test_what_keeps_its_keys_on_the_device_says_so(name):
+    make, given, words = ONLY_ON_DEVICE[name]
+    model = train_in_chunks(make().train(), 16, "host")
+    with pytest.raises(ValueError, match=words):
+        model(**batch(), **given)
+    train_in_chunks(model, 16)(**batch(), **given)
+
+
+def test_where_keys_are():
+    with pytest.raises(ValueError, match="keys must be 'device' or 'host', not 'disk'"):
+        train_in_chunks(made("Llama"), keys="disk")
+    with pytest.raises(ValueError, match="keys='host' is for chunks"):
+        recompute(made("Llama"), keys="host")
 
 
 def test_a_first_row_of_one_token_proves_nothing():
