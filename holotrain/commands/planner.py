@@ -96,8 +96,8 @@ def _task(config: RunConfig, data: pl.LightningDataModule, backward: Backward, d
         configured = replace(configured, kind=AUTO, blocks=backward)
     elif backward != configured.kind:
         tile = None if backward == PLAIN[0] else configured.tile
-        chunks = {"chunk": configured.chunk, "keys": configured.keys}
-        configured = BackwardConfig(backward, exact=configured.exact, tile=tile, **chunks)
+        exact, chunk, keys = configured.exact, configured.chunk, configured.keys
+        configured = BackwardConfig(backward, exact=exact, tile=tile, chunk=chunk, keys=keys)
     if depth is not None and takes(model, "depths"):
         stage = model.depths.index(max(model.depths))
         model = model.with_arguments(depths=[*model.depths[:stage], depth, *model.depths[stage + 1 :]])

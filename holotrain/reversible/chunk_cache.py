@@ -84,6 +84,14 @@ class _UpTo(torch.autograd.Function):
         return ctx.sums[..., ctx.start : ctx.stop, :], None, None, None, None
 
 
+def as_read(x: Tensor) -> Tensor:
+    """Queries, keys or values in the dtype to which autocast casts them before attention."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
 class Part:
     """Keys and values of one chunk in main memory, and the sums of their gradients, to which later chunks add."""
 
@@ -131,7 +139,7 @@ class HostLayer(ChunkLayer):
         """Returns what it was given. The attention that follows finds the rest by :meth:`latest`."""
         stop = self.start + key_states.shape[-2]
         if stop > self.filled:  # else the chunk runs again
-            self._parts.append(Part(self.start, (key_states, value_states), self._leaving))
+            self._parts.append(Part(self.start, (as_read(key_states), as_read(value_states)), self._leaving))
             self.filled = stop
         if _latest.get() is not None:
             raise ValueError("an attention did not read its layer's cache by transformers' sdpa, so keys stay on the device")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from holotrain.reversible.attention_parts import forget_mask
 from holotrain.reversible.chunked_call import ChunkedCall, arguments_by_name, base_of, require_taken
 from holotrain.reversible.context import has_no_data
 from holotrain.reversible.settings import Call, put_back, states_of
@@ -142,7 +143,7 @@ def _require_filled(model: Any, cache: Any, stop: int) -> None:
 @contextmanager
 def _attention_of_chunks(model: Any, on_host: bool) -> Generator[None]:
     """Inside, ``sdpa`` is one that makes no mask where a chunk is causal and nothing else, or fetches what it reads."""
-    from holotrain.reversible.chunk_attention import ON_DEVICE, ON_HOST, forget_mask
+    from holotrain.reversible.chunk_attention import ON_DEVICE, ON_HOST
 
     config = model.config.get_text_config(decoder=True)
     before = config._attn_implementation
