@@ -12,7 +12,7 @@ from happens_before import Race
 from paper_gpu import Machine, Stream, paper_gpu
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from tracked_memory import TrackedMemory
+from tracked_memory import TrackedMemory, check_plan
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from holotrain.models.huggingface import HuggingFace
@@ -304,6 +304,21 @@ def test_what_grows_with_the_sequence_is_keys_values_and_their_gradients():
     kept = 2 * 2 * 3 * 2 * 8 * 4
     mask = 2 * 64 * 4
     assert kept <= grows < kept + 2 * mask + 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backward", "tile"), [("chunks", None), ("checkpoint", 64)])
+def test_a_step_takes_what_is_planned(backward, tile):
+    ids = torch.arange(1024)[None] % WORDS
+
+    def step_of(model) -> TrainingStep:
+        recompute(model, backward=backward, chunk=256, tile=tile)
+        optimizer = torch.optim.AdamW(model.parameters())
+        return TrainingStep(model, lambda: model(input_ids=ids, labels=ids).loss, optimizer, held={"batch": [ids]})
+
+    with fake_tensors():
+        planned = simulate_step(step_of(fake_parameters(of(MODELS["Llama"]()), torch.device("cpu")).train()))
+    check_plan(planned, step_of(made("Llama", torch.float32)))
 
 
 def test_windows_read_their_window_alone(monkeypatch):
