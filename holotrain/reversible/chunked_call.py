@@ -127,7 +127,9 @@ def _hides_nothing(mask: Tensor, labels: Tensor, on_host: bool) -> bool:
 
     It is assumed of a plan with keys in main memory, which would refuse others.
     """
-    if not _is_known(mask) or not (_is_known(labels) or bool(mask.all())):
+    if _is_known(mask) and bool(mask.all()):
+        return True
+    if not (_is_known(mask) and _is_known(labels)):
         return on_host
     begins = mask[:, 1:] > mask[:, :-1]
     return not bool(begins.any() | ((mask == 0) & (labels != IGNORED)).any())
