@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.loggers import Logger
 from torch import nn
 
 from holotrain.commands.evaluation import PREDICTIONS
@@ -26,7 +27,7 @@ from holotrain.commands.prepare import described_model
 from holotrain.commands.run import Run, read_summary
 from holotrain.commands.screen import quietly
 from holotrain.config import checkpointed
-from holotrain.config.command_line import compose
+from holotrain.config.command_line import compose, key_of
 from holotrain.config.command_options import COMMANDS, ExportConfig, RunConfig
 from holotrain.config.option_groups import PYTHON_OBJECT, full_name
 from holotrain.errors import UserError, as_user_error
@@ -54,6 +55,8 @@ def fit(
     *,
     model: nn.Module | None = None,
     data: pl.LightningDataModule | None = None,
+    callbacks: pl.Callback | Collection[pl.Callback] | None = None,
+    logger: Logger | Collection[Logger] | None = None,
     overrides: Collection[str] = (),
     folder: str | Path | None = None,
     quiet: bool = False,
@@ -62,9 +65,12 @@ def fit(
 
     Args:
         config: from :func:`compose`; None: the defaults, with ``overrides`` and the objects, which are trained in place.
-        model: any module that the task can train, or a LightningModule, which is its own task.
+        model: any module that the task can train, or a LightningModule, which is its own task: how long it trains must be
+            given, as ``trainer.max_epochs``, ``max_steps`` or ``max_time``, and no gradient is clipped unless that is.
         data: any LightningDataModule. Attributes ``num_classes``, ``vocab_size``, ``context`` and ``image_shape`` tell the task
             what it must know; else ``overrides`` do, such as ``task.classes=10``.
+        callbacks, logger: of Lightning, one or several, as its Trainer takes them; they stand beside those of the configuration
+            (which ``overrides=["callbacks.throughput=null", "logger=none"]`` take out), in the test too. None is saved.
         overrides: as for :func:`compose`. ``ckpt_path=...`` continues from a checkpoint, and ``resume=true`` with ``folder``
             continues the run of that folder; both take the same objects again.
         folder: folder of the run, which must not hold another; None: a new one in ``runs/fit``.
@@ -72,7 +78,7 @@ def fit(
 
     Raises a UserError also if memory ran out, or if the run is in several processes, for which there is the command line.
     """
-    run = _run("fit", _configured("fit", config, model, data, overrides, folder), folder, quiet)
+    run = _run("fit", _configured("fit", config, model, data, overrides, folder), folder, quiet, callbacks, logger)
     checkpoint = (read_summary(run.folder) or {})["checkpoint"]
     trained = model if checkpoint is None else described_model(Path(checkpoint), None, model)[0]
     return Result(trained and trained.cpu().eval(), _metrics(run), checkpoint and Path(checkpoint), run.folder)
@@ -83,13 +89,16 @@ def validate(
     *,
     model: nn.Module | None = None,
     data: pl.LightningDataModule | None = None,
+    callbacks: pl.Callback | Collection[pl.Callback] | None = None,
+    logger: Logger | Collection[Logger] | None = None,
     overrides: Collection[str] = (),
     folder: str | Path | None = None,
     quiet: bool = False,
 ) -> dict[str, float]:
     """Evaluates a checkpoint (``compose("validate", ["ckpt_path=..."])``), or pretrained weights, on the validation set, as
     ``holotrain validate`` does, and returns the metrics. The arguments are those of :func:`fit`."""
-    return _metrics(_run("validate", _configured("validate", config, model, data, overrides, folder), folder, quiet))
+    config = _configured("validate", config, model, data, overrides, folder)
+    return _metrics(_run("validate", config, folder, quiet, callbacks, logger))
 
 
 def test(
@@ -97,12 +106,15 @@ def test(
     *,
     model: nn.Module | None = None,
     data: pl.LightningDataModule | None = None,
+    callbacks: pl.Callback | Collection[pl.Callback] | None = None,
+    logger: Logger | Collection[Logger] | None = None,
     overrides: Collection[str] = (),
     folder: str | Path | None = None,
     quiet: bool = False,
 ) -> dict[str, float]:
     """Evaluates on the test set; see :func:`validate`."""
-    return _metrics(_run("test", _configured("test", config, model, data, overrides, folder), folder, quiet))
+    config = _configured("test", config, model, data, overrides, folder)
+    return _metrics(_run("test", config, folder, quiet, callbacks, logger))
 
 
 def predict(config: RunConfig, *, folder: str | Path | None = None, quiet: bool = False) -> Path:
@@ -156,6 +168,10 @@ def load(path: str | Path, trust: str | Collection[str] = (), model: nn.Module |
         return saved.load(path, trust).cpu().eval()
 
 
+OF_NO_RECIPE = ("trainer.gradient_clip_val=null", "trainer.max_epochs=-1")
+"""What a LightningModule of a program's own begins with: the recipes are of our tasks. It is refused without a limit."""
+
+
 def _configured(command: str, config: Any, model: Any = None, data: Any = None, words: Any = (), folder: Any = None) -> Any:
     """The configuration of a command, with the objects that are given; a LightningModule is its own task."""
     if config is not None and type(config) is not COMMANDS[command]:
@@ -171,6 +187,8 @@ def _configured(command: str, config: Any, model: Any = None, data: Any = None, 
     if "auto" in (getattr(data, "batch_size", None), getattr(data, "max_tokens", None)):
         raise UserError("data: batch_size='auto' is for data that are named, as in overrides=['data=...']; give a number")
     words = [*words, *([f"hydra.run.dir={as_word(folder)}"] if folder is not None and words else [])]
+    if "task" in objects and not {"ckpt_path", "experiment", "resume"} & {*map(key_of, words)}:
+        words = [*OF_NO_RECIPE[: 2 if command == "fit" else 1], *words]
     for name, thing in objects.items():
         words += [f"{name}.{TARGET}={PYTHON_OBJECT}", f"{name}.kind='{full_name(type(thing))}'"]
     config = compose(command, words)
@@ -181,11 +199,15 @@ def _configured(command: str, config: Any, model: Any = None, data: Any = None, 
     return config
 
 
-def _run(command: str, config: RunConfig, folder: str | Path | None, quiet: bool) -> Run:
+def _run(
+    command: str, config: RunConfig, folder: str | Path | None, quiet: bool, callbacks: Any = None, logger: Any = None
+) -> Run:
     if rank_from_environment() is not None:
         raise UserError(f"holotrain.{command} runs in one process; with torchrun start python -m holotrain {command}")
+    theirs, loggers = _several("callbacks", callbacks, pl.Callback), _several("logger", logger, Logger)
     named = Path(folder or config.folder or run_folder(command, config.output_dir, False))
-    run = Run(command, relative_to_cwd(named.expanduser().absolute()), list(config.overrides), dict(config.choices))
+    named = relative_to_cwd(named.expanduser().absolute())
+    run = Run(command, named, [*config.overrides], dict(config.choices), callbacks=theirs, loggers=loggers)
     with quietly(), redirect_stdout(StringIO()) if quiet else nullcontext():
         status = run_job(config, run)
     if status > 128:
@@ -193,6 +215,16 @@ def _run(command: str, config: RunConfig, folder: str | Path | None, quiet: bool
     if status:
         raise (UserError if status == 2 else RuntimeError)(next(iter(run.errors), f"{command} ended with status {status}"))
     return run
+
+
+def _several(name: str, given: Any, kind: type) -> list[Any]:
+    """One object or several. Raises a UserError if one is not a ``kind``."""
+    several = [] if given is None else list(given) if isinstance(given, Collection) else [given]
+    for each in several:
+        if not isinstance(each, kind):
+            found = f"the class {each.__name__}" if isinstance(each, type) else full_name(type(each))
+            raise UserError(f"{name}: expected a {kind.__name__} of lightning.pytorch, or a list of them, not {found}")
+    return several
 
 
 def _metrics(run: Run) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 import subprocess
 import sys
 import traceback
@@ -14,6 +15,7 @@ import torch
 from left_by_runs import assert_same_weights
 from made_once import made_once
 from small_run import SMALL, fit_in, run_in
+from small_trainings import Memo
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -173,6 +175,74 @@ def test_load_predict_and_export_read_checkpoints_and_runs(here, run):
         model = holotrain.load(path)
         assert not model.training and all(torch.equal(value, last[name]) for name, value in model.state_dict().items())
     assert "there is no file" in refusal(holotrain.load, here / "none.ckpt")
+
+
+class Counts(pl.Callback):
+    """Counts training batches, and notes the callbacks beside it and the ends of tests."""
+
+    def __init__(self) -> None:
+        self.batches, self.beside, self.tests = 0, set(), 0
+
+    def on_train_batch_end(self, trainer, *_):
+        self.batches += 1
+        self.beside |= {type(each).__name__ for each in trainer.callbacks}
+
+    def on_test_end(self, *_):
+        self.tests += 1
+
+
+def test_callbacks_and_loggers_of_a_program_stand_beside_ours(here):
+    counts, memo, data = Counts(), Memo(), samples()
+    for number, given in enumerate([{"callbacks": [counts], "logger": memo}, {"callbacks": counts, "logger": [memo]}], 1):
+        memo.rows.clear()
+        result = holotrain.fit(model=Net(), data=data, **given, overrides=SHORT, folder=f"run{number}", quiet=True)
+        assert (counts.batches, counts.tests) == (6 * number, number)
+        assert {"BestCheckpoint", "EpochLog", "ExactResume"} <= counts.beside
+        assert list(result.folder.glob("tensorboard/events*"))
+        assert [step for step, _ in memo.of("train/loss")] == [1, 2, 3, 4, 5, 6]  # not one more in the second run
+        assert memo.of("test/loss") and memo.of("val/loss") and memo.of("seconds")
+    words = [f"ckpt_path={result.checkpoint}"]
+    metrics = holotrain.test(model=Net(), data=data, callbacks=counts, logger=memo, overrides=words, quiet=True)
+    assert counts.tests == 3 and memo.of("test/loss")[-1][1] == metrics["test/loss"]
+
+
+@pytest.mark.parametrize(
+    ("objects", "expected"),
+    [
+        ({"callbacks": Counts}, "callbacks: expected a Callback of lightning.pytorch, or a list of them, not the class Counts"),
+        ({"callbacks": [Counts(), Memo()]}, "not small_trainings.Memo"),
+        ({"logger": False}, "logger: expected a Logger of lightning.pytorch, or a list of them, not builtins.bool"),
+    ],
+)
+def test_what_is_no_callback_or_logger(here, objects, expected):
+    assert expected in refusal(holotrain.fit, model=Net(), data=samples(), **objects, quiet=True)
+    assert not list(here.glob("runs/fit/*"))
+
+
+class ByHand(Alone):
+    """Steps its optimizer itself, for which Lightning clips no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, prog_bar=True)
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+
+
+def test_a_lightning_module_has_no_recipe_of_ours(here, capsys):
+    data = samples()
+    assert "max_epochs=-1: how long to train? Set trainer.max_epochs" in refusal(holotrain.fit, model=Alone(), data=data)
+    words = ["trainer.accelerator=cpu", "logger=none"]
+    result = holotrain.fit(model=ByHand(), data=data, overrides=[*words, "trainer.max_steps=246"])  # 41 epochs of 6
+    assert holotrain.api.read_summary(result.folder)["steps"] == 246
+    out = capsys.readouterr().out
+    assert "at most 246 steps" in out and re.search(r"(?m)^epoch 41  step 246  loss \d", out)
+    holotrain.fit(model=Alone(), data=data, overrides=[*words, "trainer.fast_dev_run=true"], quiet=True)  # a limit too
 
 
 @pytest.mark.slow

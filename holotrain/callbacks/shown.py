@@ -9,7 +9,8 @@ from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.callbacks import RichProgressBar, Timer
+from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -20,6 +21,12 @@ from holotrain.callbacks.monitors import log_figure, log_text
 from holotrain.models import generate
 from holotrain.models.generation import Sampling, can_generate
 from holotrain.numeric import require_at_least
+
+FIGURES = ".4g"
+"""The form of numbers on the screen: in the bar, in the lines, and at the end."""
+
+FIRST_LINE, LONGEST_SILENCE = 10.0, 600.0
+"""Seconds after which a line says how far a training is, before anything was validated, and the longest between two."""
 
 
 def classified(outputs: Any) -> tuple[Tensor, Tensor] | None:
@@ -181,15 +188,25 @@ class Samples(pl.Callback):
 
 
 class EpochLog(pl.Callback):
-    """Prints one line per epoch, and one per validation within an epoch, so that the log of a batch job stays readable.
+    """Prints one line per epoch, and one per validation within an epoch, so that the log of a batch job stays readable. Where
+    these are far apart, others stand between them: after 10, 20, 40, ... seconds of training, and every ten minutes.
 
-    A line has epoch, step, metrics and the seconds since the start of the epoch.
+    A line has epoch, step, metrics (those of the progress bar), the seconds since the start of the epoch, and about how long
+    the training still takes, validations included.
     """
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._pace, self._due = Pace(trainer), FIRST_LINE
+        self._started = self._pace.began  # on_train_epoch_start is not called for an epoch that is resumed
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._started = time.monotonic()
 
-    on_train_start = on_train_epoch_start  # which is not called for an epoch that is resumed
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._pace.seconds >= self._due and not trainer.is_last_batch:  # the line of the epoch follows
+            self._print(trainer, evaluated=False)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         ended = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or 0 <= trainer.max_steps <= trainer.global_step
@@ -199,24 +216,80 @@ class EpochLog(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._print(trainer)
 
-    def _print(self, trainer: pl.Trainer) -> None:
+    def _print(self, trainer: pl.Trainer, evaluated: bool = True) -> None:
+        seconds = self._pace.seconds
+        self._due = seconds + min(max(seconds, FIRST_LINE), LONGEST_SILENCE)
         if not trainer.is_global_zero:
             return
-        epochs = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"
-        shown = {name: value for name, value in trainer.callback_metrics.items() if name.startswith(("train/loss", "val/"))}
-        figures = "  ".join(f"{name} {value.item():{'.4f' if value < 1e5 else '.4g'}}" for name, value in sorted(shown.items()))
-        seconds = time.monotonic() - self._started
-        line = f"epoch {trainer.current_epoch + 1}{epochs}  step {trainer.global_step}  {figures}  {seconds:.1f} s"
+        metrics: dict[str, Any] = {
+            name: each for name, each in trainer.callback_metrics.items() if name.startswith(("train/loss", "val/"))
+        }
+        metrics |= trainer.progress_bar_metrics  # of a LightningModule of others, which has names of its own
+        shown = sorted((name, value) for name, value in metrics.items() if evaluated or not name.startswith("val"))
+        figures = "  ".join(f"{name} {value:{FIGURES}}" for name, value in shown)
+        left = self._pace.left(trainer)
+        times = f"{time.monotonic() - self._started:.1f} s" + (f", about {left} left" if left else "")
+        line = f"epoch {epoch_of(trainer)}  step {trainer.global_step}  {figures}  {times}"
         print(line, flush=True)
         logging.getLogger("holotrain").info(line)
+
+
+class Bar(RichProgressBar):
+    """Lightning's bar, which is of an epoch. It counts epochs from 1, and says how long the whole training still takes."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._pace = Pace(trainer)
+        super().on_train_start(trainer, pl_module)
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        return f"epoch {epoch_of(self.trainer)}"
+
+    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+        metrics = super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)  # the first screen names the folder
+        return metrics | {"left": self._pace.left(trainer) or "-"}
+
+
+class Pace:
+    """How fast a training is since it began, or was resumed: ``began``, in seconds of the monotonic clock."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self.began, self._before = time.monotonic(), share_done(trainer)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def left(self, trainer: pl.Trainer) -> str | None:
+        """About how long the rest takes, validations included; None: that is not known, or there is none."""
+        done = share_done(trainer)
+        if not self._before < done < 1:
+            return None
+        left = self.seconds * (1 - done) / (done - self._before)
+        return f"{left:.0f} s" if left < 100 else f"{left / 60:.0f} min" if left < 6000 else f"{left / 3600:.1f} h"
+
+
+def share_done(trainer: pl.Trainer) -> float:
+    """How much of a training is done, by the limit of epochs, steps or time that will end it."""
+    batches = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+    limits = [(batches, (trainer.max_epochs or 0) * trainer.num_training_batches), (trainer.global_step, trainer.max_steps)]
+    timer = next((each for each in trainer.callbacks if isinstance(each, Timer)), None)  # ty: ignore[missing-attribute]
+    if timer is not None and (left := timer.time_remaining()) is not None:
+        limits.append((timer.time_elapsed(), timer.time_elapsed() + left))
+    return max((done / most for done, most in limits if most > 0), default=0.0)
+
+
+def epoch_of(trainer: pl.Trainer) -> str:
+    """The number of the epoch, from 1, and of how many."""
+    return f"{trainer.current_epoch + 1}" + (f"/{trainer.max_epochs}" if (trainer.max_epochs or 0) > 0 else "")
 
 
 def progress(style: Literal["auto", "bar", "lines"] = "auto") -> pl.Callback:
     """Shows how far a training is.
 
     Args:
-        style: bar or lines (one per epoch); auto: bar on a terminal, else lines
+        style: bar or lines (one per epoch, or more of a long one); auto: bar on a terminal, else lines
     """
     if style == "auto":
         style = "bar" if sys.stdout.isatty() else "lines"
-    return RichProgressBar() if style == "bar" else EpochLog()
+    return Bar(theme=RichProgressBarTheme(metrics_format=FIGURES)) if style == "bar" else EpochLog()

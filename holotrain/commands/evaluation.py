@@ -53,7 +53,7 @@ def run(config: CheckpointConfig, run: Run) -> int:
     config, data, path = prepare(config, run)
     task = prepared_task(config, run, data, path)
     screen.show_start(config, run, model_of(task), path, data)
-    loggers = build_loggers(config, run.folder)
+    loggers = build_loggers(config, run.folder, given=run.loggers)
     metrics = evaluate(config, run, task, data, path, loggers)
     for logger in loggers:
         logger.finalize("success")
@@ -78,7 +78,7 @@ def evaluate(
         load_weights(task, path)
         step = checkpointed.load(path).get("global_step", 0)
     matrices = build_matrices(config)
-    trainer = build_trainer(config.trainer, run.folder, [*matrices], False, process=run.process)
+    trainer = build_trainer(config.trainer, run.folder, [*matrices, *run.callbacks], False, process=run.process)
     measure = trainer.validate if split == "validate" else trainer.test
     with lightning_refusals(split), attention_for(data):
         metrics = dict(next(iter(measure(task, datamodule=data, verbose=False)), {}))

@@ -85,8 +85,8 @@ def train(config: FitConfig, run: Run, data: pl.LightningDataModule, start: Path
     task = prepared_task(config, run, data, start)
     if config.trainer.precision == "64-true":
         task.double()  # Lightning (2.6) does so after it has loaded the checkpoint, whose weights would be rounded
-    loggers = build_loggers(config, run.folder, run.folder.parent.name if run.varied else None)
-    callbacks = build_callbacks(config, run.folder, task, data)
+    loggers = build_loggers(config, run.folder, run.folder.parent.name if run.varied else None, run.loggers)
+    callbacks = build_callbacks(config, run.folder, task, data, run.callbacks)
     monitor = next((each for each in callbacks if isinstance(each, ModelCheckpoint) and each.monitor), None)
     selecting = (str(monitor.monitor), monitor.mode) if monitor else None
     objective = objective_of(config, task, is_tested(config, task, data)) or selecting

@@ -14,7 +14,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import Logger
 from torch import nn
 
 from holotrain.config.build import device_name
@@ -52,6 +54,7 @@ class Run:
         config_dir: the user's folder of options; None: there is none.
         process: rank of this process among those of the run; None: it is the only one.
         errors: what went wrong in several processes, in one line.
+        callbacks, loggers: objects that Python code gave, beside those of the configuration.
         started: when, by the clock of this machine.
     """
 
@@ -64,6 +67,8 @@ class Run:
     config_dir: str | None = None
     process: ProcessRank | None = None
     errors: list[str] = field(default_factory=list)
+    callbacks: list[pl.Callback] = field(default_factory=list)
+    loggers: list[Logger] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -72,7 +77,7 @@ class Run:
 
     @property
     def how_to_resume(self) -> str:
-        if any(word.endswith(f".{TARGET}={PYTHON_OBJECT}") for word in self.overrides):
+        if self.callbacks or self.loggers or any(word.endswith(f".{TARGET}={PYTHON_OBJECT}") for word in self.overrides):
             return f"resume with: holotrain.fit(the same objects, overrides=['resume=true'], folder={str(self.folder)!r})"
         words = ["--config-dir", self.config_dir] if self.config_dir else []
         words += ["resume=true", f"hydra.run.dir={as_word(self.folder)}"]

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from holotrain.callbacks.shown import FIGURES
 from holotrain.commands.run import SUMMARY, Run, Summary
 from holotrain.config.build import device_name, model_parallel_size
 from holotrain.config.command_options import RunConfig
@@ -23,7 +24,7 @@ from holotrain.config.option_groups import ObjectConfig, loads_weights
 from holotrain.data.images import ImageDataModule
 from holotrain.data.text.module import TextDataModule
 from holotrain.models.quantised import parameter_count, quantised_counts
-from holotrain.numeric import in_words
+from holotrain.numeric import counted, in_words
 
 plain = partial(Console, highlight=False, markup=False, emoji=False, force_jupyter=False)
 """A console that prints names of files and of options as they are, also those with ``[red]`` or ``:star:`` in them; to the
@@ -100,7 +101,7 @@ def short(name: str, value: object) -> str:
     """A value for the eye: four digits of a number, bytes with their unit."""
     if name.endswith("_bytes") and isinstance(value, int):
         return in_words(value)
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:{FIGURES}}" if isinstance(value, float) else str(value)
 
 
 def runs_of(blocks: Sequence[str]) -> str:
@@ -135,6 +136,7 @@ def show_start(
         cut += [", keys=host"] if backward.keys == "host" else []
         rows["backward"] = f"{backward.name}{blocks}{''.join(cut)}"
     if fits:
+        rows["length"] = _length(config.trainer)
         rows["synthesis"] = config.synthesis and _named(run, "synthesis", config.synthesis, "dtype", "split")
         rows["optimizer"] = config.optimizer and _named(run, "optimizer", config.optimizer, "lr")
         rows["schedule"] = config.scheduler and _named(run, "scheduler", config.scheduler, *config.scheduler.arguments)
@@ -174,6 +176,13 @@ def _model(config: RunConfig, run: Run, model: nn.Module) -> str:
     if config.model and config.model.quantised:
         words += [f"{count / whole:.0%} in {bits} bits" for bits, count in quantised_counts(model).items()]
     return ", ".join(words)
+
+
+def _length(trainer: ObjectConfig) -> str | None:
+    """What ends a training; None: fast_dev_run."""
+    limits = [counted(most, unit) for unit in ("epoch", "step") if (most := getattr(trainer, f"max_{unit}s") or 0) > 0]
+    limits += [f"{trainer.max_time} (max_time)"] if trainer.max_time is not None else []
+    return f"at most {' or '.join(limits)}" if limits else None
 
 
 def _sizes(data: pl.LightningDataModule | None, command: str) -> dict[str, int]:

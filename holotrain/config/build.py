@@ -3,6 +3,7 @@
 import copy
 import math
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -409,9 +410,10 @@ def validation_and_logging(config: ObjectConfig, batches: int) -> dict[str, Any]
 
 
 def build_callbacks(
-    config: RunConfig, folder: Path, task: pl.LightningModule, data: pl.LightningDataModule
+    config: RunConfig, folder: Path, task: pl.LightningModule, data: pl.LightningDataModule, given: Sequence[pl.Callback] = ()
 ) -> list[pl.Callback]:
-    """The callbacks of a training: those of the configuration, and those that no training goes without.
+    """The callbacks of a training: those of the configuration, the objects that are ``given``, and those that no training goes
+    without. A progress bar that is given replaces the one of the configuration.
 
     They act in this order. An average of the weights leaves the model when its validation ends, so it comes after all that look
     at the validation. A synthesis rewrites gradients, so it comes after all that measure them. Lightning moves those that save
@@ -424,8 +426,9 @@ def build_callbacks(
             continue  # there is no metric of a validation
         context = _callback_context(name, chosen, config, folder, task, data)
         callbacks.append(build_object(f"callbacks.{name}", chosen, pl.Callback, **context))
-    if config.trainer.enable_progress_bar is False:
+    if config.trainer.enable_progress_bar is False or any(isinstance(each, ProgressBar) for each in given):
         callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar | EpochLog)]
+    callbacks += given
     callbacks.sort(key=lambda callback: isinstance(callback, WeightAveraging))
     synthesis = [] if config.synthesis is None else [build_object("synthesis", config.synthesis, SynthesisCallback)]
     last = folder / LAST_CHECKPOINT
@@ -480,8 +483,9 @@ def tokens_of(batch: dict[str, Tensor]) -> Tensor:
     return batch["lengths"].sum() if "lengths" in batch else torch.tensor(batch["tokens"][:, 1:].numel())
 
 
-def build_loggers(config: RunConfig, folder: Path, sweep: str | None = None) -> list[Logger]:
-    """Those of the group ``logger``; ``folder``: that of the run; ``sweep``: name of the sweep that the run is a job of."""
+def build_loggers(config: RunConfig, folder: Path, sweep: str | None = None, given: Sequence[Logger] = ()) -> list[Logger]:
+    """Those of the group ``logger``, and the objects that are ``given``; ``folder``: that of the run; ``sweep``: name of the
+    sweep that the run is a job of."""
     run = (config.name or folder.name) if sweep is None else f"{config.name or sweep}/{folder.name}"
     loggers = []
     for name, chosen in config.logger.items():
@@ -492,7 +496,10 @@ def build_loggers(config: RunConfig, folder: Path, sweep: str | None = None) -> 
             tags = dict.fromkeys(tags, "true")
         context = {"save_dir": folder, "run_name": run, "name": named, "tags": tags, "group": sweep}
         loggers.append(build_object(f"logger.{name}", chosen, Logger, **context))
-        _count_steps_done(loggers[-1])
+    loggers += given
+    for logger in loggers:
+        if "log_metrics" not in vars(logger):  # else it was given to an earlier run, too
+            _count_steps_done(logger)
     return loggers
 
 

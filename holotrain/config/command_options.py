@@ -257,8 +257,9 @@ def check_trainer(trainer: ObjectConfig) -> None:
     require_at_least(0, gradient_clip_val=trainer.gradient_clip_val)
     if trainer.strategy == "single" and (trainer.devices not in (1, AUTO) or trainer.num_nodes not in (1, None)):
         raise ValueError("devices: trainer=default uses one process; for several, use trainer=ddp, fsdp, tp or pipeline")
-    if trainer.max_epochs in (None, -1) and trainer.max_steps < 0 and trainer.max_time is None:
-        raise ValueError("max_epochs=-1: needs a limit; set trainer.max_steps or trainer.max_time")
+    unlimited = trainer.max_epochs in (None, -1) and trainer.max_steps < 0 and trainer.max_time is None
+    if unlimited and not trainer.fast_dev_run:
+        raise ValueError("max_epochs=-1: how long to train? Set trainer.max_epochs, trainer.max_steps or trainer.max_time")
     if 0 in (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches):
         raise ValueError("max_epochs, max_steps and limit_train_batches: with 0 nothing is trained; use validate")
 
