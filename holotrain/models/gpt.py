@@ -22,6 +22,8 @@ from holotrain.models.layers.blocks import (
 )
 from holotrain.models.layers.text_layers import TokenEmbedding, initialise
 from holotrain.numeric import require_one_of
+from holotrain.reversible.chunk_keys import ChunkedKeys
+from holotrain.reversible.chunked_call import ChunkedCall
 from holotrain.reversible.tiled_loss import linear_cross_entropy
 
 
@@ -86,6 +88,7 @@ class GPT(Divisible, nn.Module):
         cache: KVCache | None = None,
         positions: Tensor | None = None,
         end: int | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
     ) -> Tensor:
         """
         Args:
@@ -94,16 +97,18 @@ class GPT(Divisible, nn.Module):
             cache: of the tokens before these; these are added to it.
             positions: (B, T), the position of each token, or (1, T) if all sequences have the same; with a cache.
             end: one more than the largest position; with a cache.
+            reduction: of the cross-entropy.
 
         Returns:
-            logits (B, T, V); with ``targets`` the mean cross-entropy, computed without all logits in memory at once.
+            logits (B, T, V); with ``targets`` the cross-entropy, computed without all logits in memory at once.
         """
-        return self._output(self.hidden(tokens, cache=cache, positions=positions, end=end), targets)
+        return self._output(self.hidden(tokens, cache=cache, positions=positions, end=end), targets, reduction)
 
-    def _output(self, hidden: Tensor, targets: Tensor | None) -> Tensor:
+    def _output(self, hidden: Tensor, targets: Tensor | None, reduction: str = "mean") -> Tensor:
         if targets is None:
             return self.logits(hidden)
-        return linear_cross_entropy(hidden.flatten(0, 1), self.embedding.word.weight, targets.flatten())
+        weight = self.embedding.word.weight
+        return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), reduction=reduction)
 
     def hidden(
         self, tokens: Tensor, *, cache: KVCache | None = None, positions: Tensor | None = None, end: int | None = None
@@ -142,6 +147,38 @@ class GPT(Divisible, nn.Module):
         width = self.embedding.word.embedding_dim // self.heads
         shape = (len(self.blocks.blocks), batch, self.heads, length or self.context, width)
         return KVCache(shape, self.norm.weight, static)
+
+    def chunked_call(self, tokens: Tensor, targets: Tensor) -> ChunkedCall:
+        """For :func:`~holotrain.reversible.train_in_chunks`."""
+        return _Chunks(self, tokens, targets)
+
+
+class _Chunks(ChunkedCall):
+    """A call by chunks, which is its own cache."""
+
+    def __init__(self, model: GPT, tokens: Tensor, targets: Tensor) -> None:
+        self._model, self._tokens, self.labels = model, tokens, targets
+        self.keys = ChunkedKeys([None] * len(model.blocks.blocks), tokens.shape[1], on_host=False)
+
+    def run(self, start: int, stop: int) -> None:
+        self._model.hidden(**self._chunk(start, stop))
+
+    def arguments(self, start: int, stop: int) -> dict[str, Any]:
+        return self._chunk(start, stop) | {"targets": self.labels[:, start:stop], "reduction": "sum"}
+
+    def _chunk(self, start: int, stop: int) -> dict[str, Any]:
+        positions = torch.arange(start, stop, device=self._tokens.device)[None]
+        return {"tokens": self._tokens[:, start:stop], "cache": self, "positions": positions, "end": stop}
+
+    def seen_from(self, positions: Tensor, end: int) -> Tensor | None:
+        """As of :class:`KVCache`."""
+        tokens = positions.shape[1]
+        if tokens == end:
+            return None
+        return torch.ones(tokens, end, dtype=torch.bool, device=positions.device).tril(end - tokens)
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return self.keys.layers[layer].update(keys, values)
 
 
 class RevGPT(Reversible, GPT):

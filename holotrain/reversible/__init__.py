@@ -21,8 +21,9 @@ replaced_forward    a module's forward, replaced in place, and the stream in its
 lists_of_blocks     the lists of blocks in a model
 chunks              a causal language model, a chunk of its sequence at a time, through its own cache
 chunked_call        a call of such a model, by chunk, and what is refused
-chunk_cache         that cache: keys, values and their gradients, on the device or in main memory
-chunk_attention     the attention of a chunk to them
+chunk_keys          keys, values and their gradients, on the device or in main memory
+chunk_cache         these as a cache of transformers
+chunk_attention     its attention in a chunk
 attention_parts     attention to a part of the keys, which can be joined with that to others
 main_memory         tensors in pinned main memory, which come to the device ahead of their use
 tiles               the MLPs of another model, some tokens at a time

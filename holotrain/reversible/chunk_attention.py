@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from holotrain.reversible.attention_parts import Reach, attend, gradients, mask_of
-from holotrain.reversible.chunk_cache import HostLayer, Part, as_read
+from holotrain.reversible.chunk_keys import HostLayer, Part, as_read
 
 ON_DEVICE, ON_HOST = "holotrain_chunks", "holotrain_chunks_on_host"
 """Names of the attention that takes the place of transformers' ``sdpa`` in a chunk, by where keys and values are."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from holotrain.reversible.attention_parts import forget_mask
+from holotrain.reversible.chunk_keys import ChunkedKeys
 from holotrain.reversible.tiled_loss import IGNORED
 
 OF_TOKENS = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels")
@@ -62,21 +66,43 @@ def require_taken(model: Any, given: dict[str, Any], on_host: bool) -> None:
             )
 
 
-class ChunkedCall:
+class ChunkedCall(ABC):
     """The arguments of a call, by chunk.
 
     Attributes:
-        length: tokens.
-        cache: of keys and values.
+        keys: keys and values.
         labels: (B, T), of the token that follows each.
+        count: by what the sum of the losses is divided; None: by the number of labels that count.
     """
+
+    keys: ChunkedKeys
+    labels: Tensor
+    count: Any = None
+
+    @abstractmethod
+    def run(self, start: int, stop: int) -> None:
+        """Runs the model without its head, for keys and values of a chunk."""
+
+    @abstractmethod
+    def arguments(self, start: int, stop: int) -> dict[str, Any]:
+        """What the model gets to return the sum of the losses of a chunk."""
+
+    def attention(self) -> AbstractContextManager[None]:
+        """Inside, the model's attention is one for chunks."""
+        return nullcontext()
+
+
+class HuggingFaceCall(ChunkedCall):
+    """That of a model of transformers."""
 
     def __init__(self, model: Any, given: dict[str, Any], on_host: bool) -> None:
         from holotrain.reversible.chunk_cache import ChunkCache
 
         config, ids, positions = model.config.get_text_config(decoder=True), given["input_ids"], given.get("position_ids")
         self._ids, self._positions, self._mask = ids, positions, given.get("attention_mask")
-        self.length, self.cache = ids.shape[1], ChunkCache(config, ids.shape[1], on_host)
+        self._model, self._on_host, self.count = model, on_host, given.get("num_items_in_batch")
+        self._cache = ChunkCache(config, ids.shape[1], on_host)
+        self.keys = self._cache.chunks
         labels = given.get("shift_labels")
         self.labels = nn.functional.pad(given["labels"], (0, 1), value=IGNORED)[:, 1:] if labels is None else labels
         self._documents = None
@@ -97,11 +123,9 @@ class ChunkedCall:
                 "tokens, so it takes no chunks: take 'sdpa', or call undo(model)"
             )
         # What transformers calls the argument of a cache; it was past_key_values before 5.24.
-        self._cache = "cache" if "cache" in inspect.signature(base_of(model).forward).parameters else "past_key_values"
+        self._name = "cache" if "cache" in inspect.signature(base_of(model).forward).parameters else "past_key_values"
 
-    def chunk(self, start: int, stop: int) -> dict[str, Any]:
-        """What the model gets for the tokens of a chunk."""
-        self.cache.begin(start)
+    def _chunk(self, start: int, stop: int) -> dict[str, Any]:
         given: dict[str, Any] = {"input_ids": self._ids[:, start:stop], "use_cache": True, "return_dict": True}
         if self._positions is not None:
             given["position_ids"] = self._positions[:, start:stop]
@@ -109,12 +133,29 @@ class ChunkedCall:
             given["attention_mask"] = _within_documents(self._documents, start, stop)
         elif self._mask is not None:
             given["attention_mask"] = self._mask[:, :stop]
-        return given | {self._cache: self.cache}
+        return given | {self._name: self._cache}
 
-    def targets(self, start: int, stop: int) -> dict[str, Any]:
-        """What the model gets besides, to return the sum of the losses of a chunk."""
+    def run(self, start: int, stop: int) -> None:
+        base_of(self._model)(**self._chunk(start, stop))
+
+    def arguments(self, start: int, stop: int) -> dict[str, Any]:
         labels = self.labels[:, start:stop].contiguous()
-        return {"labels": labels, "shift_labels": labels, "num_items_in_batch": 1}
+        return self._chunk(start, stop) | {"labels": labels, "shift_labels": labels, "num_items_in_batch": 1}
+
+    @contextmanager
+    def attention(self) -> Generator[None]:
+        """Inside, ``sdpa`` is one that makes no mask where a chunk is causal and nothing else, or fetches what it reads."""
+        from holotrain.reversible.chunk_attention import ON_DEVICE, ON_HOST
+
+        config = self._model.config.get_text_config(decoder=True)
+        before = config._attn_implementation
+        if before == "sdpa" and self._model._supports_attention_backend:  # others know two or three names
+            config._attn_implementation = ON_HOST if self._on_host else ON_DEVICE
+        try:
+            yield
+        finally:
+            config._attn_implementation = before
+            forget_mask()
 
 
 def _is_known(tensor: Tensor) -> bool:

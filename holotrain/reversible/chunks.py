@@ -8,17 +8,17 @@ be known or cut. Gradients are those of the whole sequence. (Chunks: OOMB, arXiv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from holotrain.reversible.attention_parts import forget_mask
-from holotrain.reversible.chunked_call import ChunkedCall, arguments_by_name, base_of, require_taken
+from holotrain.reversible.chunk_keys import ChunkedKeys
+from holotrain.reversible.chunked_call import ChunkedCall, HuggingFaceCall, arguments_by_name, require_taken
 from holotrain.reversible.context import has_no_data
+from holotrain.reversible.replaced_forward import ReplacedForward
 from holotrain.reversible.settings import Call, put_back, states_of
 from holotrain.reversible.tiled_cross_entropy import KnownGradients, Unreadable, require_leaves
 from holotrain.reversible.tiled_loss import IGNORED, ModelsLoss, language_model
@@ -42,8 +42,8 @@ def train_in_chunks(model: nn.Module, chunk: int | None = None, keys: str = "dev
     and are given to the parameters in the backward, once.
 
     Args:
-        model: of transformers, maybe within a model of peft. What its blocks keep within a chunk is
-            :func:`~holotrain.reversible.recompute`'s matter.
+        model: of transformers, maybe within a model of peft; or GPT or RevGPT of :mod:`holotrain.models`. What its blocks keep
+            within a chunk is :func:`~holotrain.reversible.recompute`'s matter.
         chunk: tokens. None: 1,024; where keys are on the host, as many as hide their copies behind attention.
         keys: where keys, values and their gradients are kept: on the ``"device"``, or on the ``"host"``, in pinned main memory,
             from which they come ahead of their use; the device's memory does not grow with the sequence then. On a CPU both are
@@ -60,9 +60,17 @@ def train_in_chunks(model: nn.Module, chunk: int | None = None, keys: str = "dev
         raise ValueError(f"chunk must be a number of tokens, not {chunk!r}")
     if keys not in ("device", "host"):
         raise ValueError(f"keys must be 'device' or 'host', not {keys!r}")
+    if hasattr(model, "chunked_call"):
+        if keys == "host":
+            raise ValueError(f"{type(model).__name__} keeps keys on the device: take keys='device'")
+        ChunkedGPT.remove_all(model)
+        ChunkedGPT(model).chunk = chunk or CHUNK
+        return model
     found = language_model(model)
     if found is None or found.config.is_encoder_decoder:
-        raise ValueError(f"{type(model).__name__} is no causal language model of transformers, so it takes no chunks")
+        raise ValueError(
+            f"{type(model).__name__} is no causal language model of transformers, GPT or RevGPT, so it takes no chunks"
+        )
     ChunkedForward.remove_all(model)
     chunked = ChunkedForward(found)
     chunked.chunk, chunked.on_host = chunk or _usual_chunk(found.config, keys), keys == "host"
@@ -99,24 +107,41 @@ class ChunkedForward(ModelsLoss):
         Call(given["input_ids"].device)  # which refuses torch.func
         if not self._compared and not has_no_data(given["input_ids"]):
             self._compared = _require_equal(self.module, own, given["input_ids"][:1, :COMPARED], self.on_host)
-        return _loss_in_chunks(self.module, own, given, self.chunk, self.on_host)
+        return loss_in_chunks(self.module, own, HuggingFaceCall(self.module, given, self.on_host), self.chunk)
 
 
-def _loss_in_chunks(model: Any, own: Callable, given: dict[str, Any], chunk: int, on_host: bool) -> Any:
+class ChunkedGPT(ReplacedForward):
+    """The forward of a model of ours, which goes through its sequence in chunks in training with targets."""
+
+    KEY, WHAT = "_chunked_forward", "model"
+    chunk: int
+
+    def train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
+        own = self.own()
+        given = arguments_by_name(own, arguments, keywords)
+        trains = self.module.training and any(weight.requires_grad for weight in self.module.parameters())
+        if given.keys() != {"tokens", "targets"} or not trains:
+            return self.pass_on(arguments, keywords)
+        Call(given["tokens"].device)  # which refuses torch.func
+        return loss_in_chunks(self.module, own, self.module.chunked_call(**given), self.chunk)
+
+
+def loss_in_chunks(model: Any, own: Callable, sequence: ChunkedCall, chunk: int) -> Any:
     """What the model returns, with the loss alone. Its node knows all gradients."""
-    sequence, weights, device = ChunkedCall(model, given, on_host), _Weights(model, own), given["input_ids"].device
-    starts = range(0, sequence.length, chunk)
-    chunks = [(start, min(start + chunk, sequence.length)) for start in starts]
+    weights, device = _Weights(model, own), sequence.labels.device
+    length = sequence.labels.shape[1]
+    chunks = [(start, min(start + chunk, length)) for start in range(0, length, chunk)]
     states, after = [], None
     try:
-        with _attention_of_chunks(model, on_host):
+        with sequence.attention():
             with torch.no_grad():
                 for each in chunks[:-1]:  # the last one runs with its graph at once
                     states.append(states_of(device))
-                    base_of(model)(**sequence.chunk(*each))
-                    _require_filled(model, sequence.cache, each[1])
+                    sequence.keys.begin(each[0])
+                    sequence.run(*each)
+                    _require_filled(model, sequence.keys, each[1])
             result, total = weights.differentiate(sequence, *chunks[-1])
-            _require_filled(model, sequence.cache, sequence.length)
+            _require_filled(model, sequence.keys, length)
             after = states_of(device)
             for each, then in zip(reversed(chunks[:-1]), reversed(states), strict=True):
                 put_back(then)
@@ -124,36 +149,20 @@ def _loss_in_chunks(model: Any, own: Callable, given: dict[str, Any], chunk: int
         known = weights.gradients()
     finally:
         weights.release()
-        sequence.cache.finish()
+        sequence.keys.finish()
         if after is not None:
             put_back(after)
-    count = given.get("num_items_in_batch")
-    count = (sequence.labels != IGNORED).sum() if count is None else torch.as_tensor(count, device=device)
-    return type(result)(loss=KnownGradients.apply(total, count, [*known.values()], *known))
+    count = (sequence.labels != IGNORED).sum() if sequence.count is None else torch.as_tensor(sequence.count, device=device)
+    loss = KnownGradients.apply(total, count, [*known.values()], *known)
+    return loss if isinstance(result, Tensor) else type(result)(loss=loss)
 
 
-def _require_filled(model: Any, cache: Any, stop: int) -> None:
-    if any(layer.filled != stop for layer in cache.layers):
+def _require_filled(model: Any, keys: ChunkedKeys, stop: int) -> None:
+    if not keys.are_filled(stop):
         raise ValueError(
             f"{type(model).__name__} does not keep keys and values of every token in every layer (layers of another kind, or "
             "gradient_checkpointing=True, which turns the cache off), so it takes no chunks; call undo(model)"
         )
-
-
-@contextmanager
-def _attention_of_chunks(model: Any, on_host: bool) -> Generator[None]:
-    """Inside, ``sdpa`` is one that makes no mask where a chunk is causal and nothing else, or fetches what it reads."""
-    from holotrain.reversible.chunk_attention import ON_DEVICE, ON_HOST
-
-    config = model.config.get_text_config(decoder=True)
-    before = config._attn_implementation
-    if before == "sdpa" and model._supports_attention_backend:  # others know two or three names
-        config._attn_implementation = ON_HOST if on_host else ON_DEVICE
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-        forget_mask()
 
 
 class _Weights(nn.Module):
@@ -185,19 +194,20 @@ class _Weights(nn.Module):
 
     def differentiate(self, sequence: ChunkedCall, start: int, stop: int) -> tuple[Any, Tensor]:
         """Runs a chunk with its graph, and adds its gradients; returns what the model returned, and the sum of the losses."""
-        arguments = sequence.chunk(start, stop) | sequence.targets(start, stop)
+        sequence.keys.begin(start)
         with torch.enable_grad():
-            result = torch.func.functional_call(self, self._leaves, (arguments,))
+            result = torch.func.functional_call(self, self._leaves, (sequence.arguments(start, stop),))
         if getattr(result, "aux_loss", None) is not None:
             raise ValueError(
                 "the loss of this mixture of experts is no sum over tokens, so it takes no chunks; set "
                 "output_router_logits=False in its configuration, or call undo(model)"
             )
-        if stop == sequence.length:
-            self._require_own_leaves(result.loss)
-        with torch.autocast(result.loss.device.type, enabled=False):
-            result.loss.backward()
-        return result, result.loss.detach()
+        loss = result if isinstance(result, Tensor) else result.loss
+        if stop == sequence.labels.shape[1]:
+            self._require_own_leaves(loss)
+        with torch.autocast(loss.device.type, enabled=False):
+            loss.backward()
+        return result, loss.detach()
 
     def _require_own_leaves(self, loss: Tensor) -> None:
         try:
@@ -229,9 +239,8 @@ def _require_equal(model: Any, own: Callable, ids: Tensor, on_host: bool) -> boo
     if ids.shape[1] < 2:
         return False
     modes = {part: part.training for part in model.modules()}
-    for (
-        part
-    ) in modes:  # without dropout; in eval(), a layer of bitsandbytes packs its weights for a CPU, and loses its gradient
+    # Without dropout. In eval(), a layer of bitsandbytes packs its weights for a CPU, and loses its gradient.
+    for part in modes:
         part.training = modes[part] and isinstance(part, nn.Linear)
     try:
         whole, parts = own(input_ids=ids, labels=ids, use_cache=False, return_dict=True), _in_two(model, own, ids, on_host)
@@ -259,12 +268,14 @@ def _are_near(found: Tensor, expected: Tensor, bound: float) -> bool:
 def _in_two(model: Any, own: Callable, ids: Tensor, on_host: bool) -> list[Any]:
     """What a model returns for the halves of a row."""
     length = ids.shape[1]
-    sequence = ChunkedCall(model, {"input_ids": ids, "labels": ids}, on_host)
+    sequence = HuggingFaceCall(model, {"input_ids": ids, "labels": ids}, on_host)
+    halves = []
     try:
-        with _attention_of_chunks(model, on_host):
-            return [
-                own(**sequence.chunk(*each), **sequence.targets(*each)) for each in ((0, length // 2), (length // 2, length))
-            ]
+        with sequence.attention():
+            for start, stop in ((0, length // 2), (length // 2, length)):
+                sequence.keys.begin(start)
+                halves.append(own(**sequence.arguments(start, stop)))
+            return halves
     except Exception as error:  # of models whose layers keep something else, of many kinds
         reason = f"{type(model).__name__} does not run on a cache of keys and values alone, so it takes no chunks"
         raise ValueError(f"{reason} ({type(error).__name__}: {error!s:.200}); call undo(model)") from error

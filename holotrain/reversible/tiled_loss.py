@@ -203,9 +203,14 @@ def _is_linear(head: nn.Module) -> bool:
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, most_logits: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    most_logits: int | None = None,
+    reduction: str = "mean",
 ) -> Tensor:
-    """The mean cross-entropy of ``hidden @ weight.T + bias`` against ``targets``; NaN if all targets are ignored.
+    """The cross-entropy of ``hidden @ weight.T + bias`` against ``targets``; the mean is NaN if all targets are ignored.
 
     Under autocast, products are computed in its precision, softmax and sums in fp32. Second derivatives are not supported.
 
@@ -214,7 +219,8 @@ def linear_cross_entropy(
         weight, bias: (V, C), (V,).
         targets: (N,) of class indices; -100 is ignored.
         most_logits: numbers in the logits of a tile, at most; None: by the device.
+        reduction: ``"mean"`` or ``"sum"``.
     """
     head = Head.called_now(partial(F.linear, weight=weight, bias=bias), (weight, bias), None, hidden.device)
     logits = PendingLogits.of_head(head, hidden, most_logits)
-    return F.cross_entropy(logits.float() if logits.dtype in loss_ops.HALF else logits, targets)
+    return F.cross_entropy(logits.float() if logits.dtype in loss_ops.HALF else logits, targets, reduction=reduction)

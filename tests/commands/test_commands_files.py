@@ -98,6 +98,7 @@ CASES = {
     "with a hologram": [*SIZES, "synthesis=associative"],
     "a head alone": [*SIZES, "model.trained=head", "model.patch_size=2"],
     "causal_lm, in tiles": ["task=causal_lm", *SIZES, "data.context=128", "data.batch_size=8", "backward.tile=48"],
+    "causal_lm, in chunks": ["task=causal_lm", *SIZES, "data.context=128", "data.batch_size=8", "backward.chunk=48"],
     "gradients that add up": [*SIZES, "trainer.accumulate_grad_batches=4"],
     "a schedule a block": [*SIZES, "backward=auto", "backward.blocks=[reversible+attention,checkpoint]"],
 }

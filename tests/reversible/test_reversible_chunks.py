@@ -15,6 +15,7 @@ from torch import Tensor
 from tracked_memory import TrackedMemory, check_plan
 from transformers.loss.loss_utils import LOSS_MAPPING
 
+from holotrain.models import GPT, RevGPT
 from holotrain.models.huggingface import HuggingFace
 from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
 from holotrain.planning.training_step import TrainingStep, simulate_step
@@ -142,6 +143,29 @@ def test_keys_in_main_memory(name, chunk, in_double):
 @pytest.mark.parametrize("name", IN_FP32)
 def test_mixtures_are_those_of_the_whole(name):
     require_equal(made(name, torch.float32), batch(), bound=1e-5)
+
+
+@pytest.mark.parametrize("backward", ["autograd", "checkpoint", "pareprop"])
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_models_of_ours(backward, positions):
+    kind = RevGPT if backward == "pareprop" else GPT
+    torch.manual_seed(0)
+    model = kind(vocab=WORDS, context=64, dim=32, depth=3, heads=4, positions=positions, backward=backward).double().train()
+    given = batch()
+    tokens, targets = given["input_ids"], given["labels"]
+
+    def gradients() -> Tensor:
+        model.zero_grad()
+        (model(tokens, targets) * 3).backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    expected = gradients()
+    train_in_chunks(model, 16)
+    assert off(gradients(), expected) < 1e-12
+    assert model(tokens).shape == model.eval()(tokens).shape == (2, TOKENS, WORDS)
+    undo(model)
+    with pytest.raises(ValueError, match="keeps keys on the device"):
+        train_in_chunks(model, 16, "host")
 
 
 def test_the_mean_is_over_the_labels_that_count(in_double):
