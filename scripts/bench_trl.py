@@ -1,7 +1,8 @@
 """The peak of one step in TRL's SFTTrainer, counted in tensors, beside its plan: SmolLM2-135M's shape in fp32, AdamW.
 
-    python scripts/bench_trl.py --json scripts/results/trl_cpu.json
-    python scripts/bench_trl.py --tokens 8192 --most 12 --json scripts/results/trl_8192_cpu.json
+    python scripts/bench_trl.py --tokens 512 --json scripts/results/trl_512_cpu.json
+    python scripts/bench_trl.py --tokens 2048 --most 8 --json scripts/results/trl_2048_cpu.json
+    python scripts/bench_trl.py --tokens 512 2048 8192 --most 0 --json scripts/results/trl_planned_cpu.json
 
 Random weights, one row of text, clipping to a norm of 1. A plan above --most GiB is printed without a step. Methods: nothing,
 transformers' own checkpointing, and ``recompute`` with its options; with TRL's loss, also in smaller chunks, or with that of
@@ -25,12 +26,11 @@ import trl
 from bench_common import arguments, begin, save, verdict
 from foreign_models import write_tokenizer
 from torch import nn
-from tracked_memory import TrackedMemory
 from trl.kernels import chunked_logprob
 from trl.trainer.utils import add_fused_lm_head
 
 from holotrain.planning import Planner, Size, TrainingStep
-from holotrain.planning.devices import ALLOCATORS
+from holotrain.planning.tracker import AllocationTracker
 from holotrain.reversible import recompute
 
 SHAPE = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
@@ -86,7 +86,7 @@ def planned(shape: dict[str, Any], method: Method, tokens: int) -> int:
         x = torch.ones(batch, tokens, dtype=torch.long)
         given = {"input_ids": x, "attention_mask": x, "labels": x, "use_cache": False, "num_items_in_batch": tokens}
         loss = partial(model, **given) if method.own else partial(model, **given, fused_lm_head=True)
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)  # the Trainer's default
         return TrainingStep(model, lambda: loss().loss, optimizer, clip=1.0, zero_first=True, held={"batch": [x]})
 
     chunked_logprob.TOKEN_CHUNK_SIZE = method.head
@@ -95,36 +95,35 @@ def planned(shape: dict[str, Any], method: Method, tokens: int) -> int:
 
 
 class InTheMiddle(transformers.TrainerCallback):
-    """Before the first step there is the optimizer's state, as after others, and the peak so far is forgotten."""
+    """Makes the optimizer's state before the first step, which is then as any other, and tells a tracker that it begins."""
 
-    def __init__(self, memory: TrackedMemory) -> None:
-        self._memory = memory
+    def __init__(self, tracker: AllocationTracker) -> None:
+        self._tracker = tracker
 
     def on_train_begin(self, args, state, control, model: nn.Module, optimizer: Any, **rest: Any) -> None:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         optimizer.zero_grad()
-        self._memory.peak = self._memory.alive
+        self._tracker.enter("step")
 
 
 def tracked(folder: Path, shape: dict[str, Any], method: Method, tokens: int) -> int:
     """The bytes of tensors at the peak of a step of SFTTrainer, with the tokenizer of a folder."""
-    model = made(shape, method, tokens)
-    kind = trl.SFTTrainer
-    if method.own:
-        kind = type("OwnLoss", (kind,), {"compute_loss": transformers.Trainer.compute_loss})
+    model, tracker = made(shape, method, tokens), AllocationTracker()
+    tracker.label("parameters", [*model.parameters(), *model.buffers()])
     options = {"max_length": tokens, "max_steps": 1, "per_device_train_batch_size": 1, "use_cpu": True, "bf16": False}
-    options |= {"save_strategy": "no", "logging_strategy": "no", "report_to": [], "disable_tqdm": True, "optim": "adamw_torch"}
+    options |= {"save_strategy": "no", "logging_strategy": "no", "report_to": [], "disable_tqdm": True}
     config = trl.SFTConfig(str(folder / "out"), **options, gradient_checkpointing=method.checkpointing)
     rows = datasets.Dataset.from_dict({"input_ids": [[number % 200 + 2 for number in range(tokens)]] * 2})
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    own = {"compute_loss": transformers.Trainer.compute_loss} if method.own else {}
+    kind = type("SFT", (trl.SFTTrainer,), own)
     chunked_logprob.TOKEN_CHUNK_SIZE = method.head
-    memory = TrackedMemory(counted=[*model.parameters(), *model.buffers()], within=ALLOCATORS["cpu"].within)
-    trainer = kind(model, args=config, train_dataset=rows, processing_class=tokenizer, callbacks=[InTheMiddle(memory)])
-    with memory:
+    trainer = kind(model, args=config, train_dataset=rows, processing_class=tokenizer, callbacks=[InTheMiddle(tracker)])
+    with tracker.tracking():
         trainer.train()
-    return memory.peak
+    return tracker.peak("step")
 
 
 def main() -> None:

@@ -153,7 +153,7 @@ class _Tracking(TorchDispatchMode):
         if is_wrapper_subclass(types):
             return NotImplemented
         tracker = self._tracker
-        if func is torch.ops.aten.add.Tensor and isinstance(args[0], FakeTensor) and _engine_adds() and tracker.owns(args[0]):
+        if func is torch.ops.aten.add.Tensor and _engine_adds() and tracker.owns(args[0]):
             # Without a dispatch mode autograd accumulates gradients in place.
             result = torch.ops.aten.add_.Tensor(*args, **(kwargs or {}))
         else:

@@ -8,7 +8,8 @@ be known or cut. Gradients are those of the whole sequence. (Chunks: OOMB, arXiv
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -133,7 +134,7 @@ def loss_in_chunks(model: Any, own: Callable, sequence: ChunkedCall, chunk: int)
     chunks = [(start, min(start + chunk, length)) for start in range(0, length, chunk)]
     states, after = [], None
     try:
-        with sequence.attention():
+        with sequence.attention(), _without_checkpoints(model):
             with torch.no_grad():
                 for each in chunks[:-1]:  # the last one runs with its graph at once
                     states.append(states_of(device))
@@ -160,9 +161,22 @@ def loss_in_chunks(model: Any, own: Callable, sequence: ChunkedCall, chunk: int)
 def _require_filled(model: Any, keys: ChunkedKeys, stop: int) -> None:
     if not keys.are_filled(stop):
         raise ValueError(
-            f"{type(model).__name__} does not keep keys and values of every token in every layer (layers of another kind, or "
-            "gradient_checkpointing=True, which turns the cache off), so it takes no chunks; call undo(model)"
+            f"{type(model).__name__} does not keep keys and values of every token in every layer, so it takes no chunks; call "
+            "undo(model)"
         )
+
+
+@contextmanager
+def _without_checkpoints(model: nn.Module) -> Generator[None]:
+    """Inside, transformers checkpoints no blocks, for which it would turn the cache off."""
+    checkpointing: list[Any] = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False)]
+    for part in checkpointing:
+        part.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for part in checkpointing:
+            part.gradient_checkpointing = True
 
 
 class _Weights(nn.Module):
