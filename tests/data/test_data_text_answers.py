@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Encoder
 from torch.nn import functional as F
 
 from holotrain.data import TextFiles
+from holotrain.data.text.tokenise import held_out_document
 from holotrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, tokenizer_from_json, tokenizer_named
 from holotrain.errors import UserError
 from holotrain.models import RevGPT
@@ -141,9 +142,26 @@ def test_the_loss_of_a_completion_is_that_of_its_tokens(tmp_path):
     assert sum(batch["answers"].sum().item() for batch in chats.val_dataloader()) == tokens + 3  # a space before each
 
 
+@pytest.mark.parametrize(("count", "options"), [(50, {"val_fraction": 0.05}), (12, {})])
+def test_of_few_chats_some_are_held_out_all_the_same(tmp_path, count, options):
+    texts = [text for text in map(str, range(999)) if held_out_document(f"p{text}", 0.05, 0.02) == "train"]
+    rows = [{"prompt": "p", "completion": text} for text in texts[:count]]
+    options |= {"val_files": (), "test_files": (), "completion": "completion"}
+    with pytest.warns(
+        UserWarning, match=rf"data: {count} documents are few for val_fraction .* and test_fraction 0.02; taking 0"
+    ) as caught:
+        data = module(tmp_path, written(tmp_path, rows), **options)
+        data.prepare_data()  # as Lightning does, before a training and a test
+    assert len(caught) == 1
+    held = [data.counts[part]["documents"] for part in ("train", "val", "test")]
+    assert sum(held) == count and min(held) >= 1 and held[0] >= count // 2
+    with pytest.raises(UserError, match=r"no text is left for (val|test) \(documents: 2\); raise data.(val|test)_fraction$"):
+        module(tmp_path, written(tmp_path, rows[:2], "two.jsonl"), **options)
+
+
 def test_long_rows_are_cut_with_one_warning(tmp_path):
     rows = [{"prompt": "p" * n, "completion": "c" * 9} for n in (1, 5, 20, 30)]
-    with pytest.warns(UserWarning, match="data.context: 9 rows cut at 12 tokens; 6 rows left out, since no answer") as caught:
+    with pytest.warns(UserWarning, match="data.context: 9 of 12 rows cut at 12 tokens; 6 left out, since no answer") as caught:
         data = module(tmp_path, written(tmp_path, rows), completion="completion", context=12)
     assert len([each for each in caught if "cut at" in str(each.message)]) == 1
     assert sorted(length for batch in data.train_dataloader() for length in batch["lengths"].tolist()) == [11, 12]

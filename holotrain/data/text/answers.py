@@ -298,8 +298,9 @@ class Answers(Dataset):
 
 
 def warn_of_cut(parts: Sequence[Answers], context: int) -> None:
-    """Says how many rows are longer than the context."""
+    """Says how many rows, and of how many, are longer than the context."""
     cut, left_out = sum(part.cut for part in parts), sum(part.left_out for part in parts)
+    total = counted(left_out + sum(map(len, parts)), "row")
     if cut or left_out:
-        others = f"; {counted(left_out, 'row')} left out, since no answer begins before" if left_out else ""
-        warnings.warn(f"data.context: {counted(cut, 'row')} cut at {context} tokens{others}", stacklevel=2)
+        others = f"; {left_out} left out, since no answer begins before" if left_out else ""
+        warnings.warn(f"data.context: {cut} of {total} cut at {context} tokens{others}", stacklevel=2)

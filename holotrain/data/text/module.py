@@ -28,6 +28,9 @@ from holotrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer
 from holotrain.errors import UserError
 from holotrain.numeric import counted, require_at_least, require_one_of, require_within
 
+MOST_HELD_OUT = 0.5
+"""The largest share of the documents that is held out where the shares that were given draw none."""
+
 
 class TextDataModule(LoadingModule):
     """Text in three parts: train, val, test, tokenised once into Arrow files in ``cache_dir``.
@@ -160,7 +163,10 @@ class TextDataModule(LoadingModule):
         return {name: {"documents": len(part.offsets) - 1, "tokens": len(part.tokens)} for name, part in self._corpora.items()}
 
     def prepare_data(self) -> None:
-        """Reads and tokenises the text, if it is not in the cache yet; a stream reads its held-out parts."""
+        """Reads and tokenises the text, if it is not in the cache yet; a stream reads its held-out parts. Once: Lightning
+        calls this before each training and test."""
+        if self._corpora is not None:
+            return
         try:
             self.cache.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -172,12 +178,31 @@ class TextDataModule(LoadingModule):
             self._training = [each for each in rows if each.may_be_in("train")]
             found = {part: held_out_of(rows, part, self.tokenizer) for part in PARTS[1:]}
         else:
-            found = {part: self._tokens(rows, part) for part in PARTS}
-        _check(found)
+            found = self._parts(rows)
+        _check(found, "" if self.layout == "answers" else ", or cut finer with data.unit=paragraph or line")
         classes = [] if self.streaming else _classes({part: tokens.unique("label") for part, tokens in found.items()})
         self._corpora = {part: Corpus(tokens, part, classes) for part, tokens in found.items()}
         if self.layout == "answers":
             warn_of_cut([self._answers(part) for part in PARTS], self.context)
+
+    def _parts(self, rows: list[Rows]) -> dict[str, Any]:
+        """The tokens of each part. Of few documents a small share may draw none: it is doubled until it does, which is said."""
+        found = {part: self._tokens(rows, part) for part in PARTS}
+        given = shares = [max((each.rules.fractions[place] for each in rows), default=0.0) for place in (0, 1)]
+        count, drawn = sum(map(len, found.values())), any(each.rules.part is None for each in rows)
+        while count and drawn and any(share and not len(found[part]) for share, part in zip(shares, PARTS[1:], strict=True)):
+            shares = [
+                max(2 * share, 1 / count) if share and not len(found[part]) else share
+                for share, part in zip(shares, PARTS[1:], strict=True)
+            ]
+            if sum(shares) > MOST_HELD_OUT:
+                return found
+            rows = [replace(each, rules=replace(each.rules, fractions=tuple(shares))) for each in rows]
+            found = {part: self._tokens(rows, part) for part in PARTS}
+        if shares != given:
+            few = f"{counted(count, 'document')} are few for val_fraction {given[0]:.4g} and test_fraction {given[1]:.4g}"
+            warnings.warn(f"data: {few}; taking {shares[0]:.4g} and {shares[1]:.4g}", stacklevel=2)
+        return found
 
     def _tokens(self, rows: list[Rows], part: str) -> Any:
         from datasets import concatenate_datasets
@@ -291,7 +316,7 @@ class TextDataModule(LoadingModule):
             return tokenizer_from_json(found[0]["json"])
 
 
-def _check(parts: dict[str, Any]) -> None:
+def _check(parts: dict[str, Any], finer: str) -> None:
     counts = {part: len(tokens) for part, tokens in parts.items()}
     if not any(counts.values()):
         raise UserError("data: there is no text")
@@ -299,7 +324,7 @@ def _check(parts: dict[str, Any]) -> None:
         if not count:
             fewer = "lower data.val_fraction and data.test_fraction" if part == "train" else f"raise data.{part}_fraction"
             left = f"no text is left for {part} (documents: {sum(counts.values())})"
-            raise UserError(f"data: {left}; {fewer}, or cut finer with data.unit=paragraph or line")
+            raise UserError(f"data: {left}; {fewer}{finer}")
 
 
 def _classes(labels: dict[str, list[str | None]]) -> list[str]:
