@@ -20,6 +20,7 @@ in_place            has the blocks of another model run again in the backward, a
 replaced_forward    a module's forward, replaced in place, and the stream in its calls
 lists_of_blocks     the lists of blocks in a model
 chunks              a causal language model, a chunk of its sequence at a time, through its own cache
+chunk_weights       its weights, and the sums of their gradients
 chunked_call        a call of such a model, by chunk, and what is refused
 chunk_keys          keys, values and their gradients, on the device or in main memory
 chunk_cache         these as a cache of transformers

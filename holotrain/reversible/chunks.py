@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from holotrain.reversible.chunk_keys import ChunkedKeys
+from holotrain.reversible.chunk_weights import weights_of
 from holotrain.reversible.chunked_call import ChunkedCall, HuggingFaceCall, arguments_by_name, require_taken
 from holotrain.reversible.context import has_no_data
 from holotrain.reversible.replaced_forward import ReplacedForward
 from holotrain.reversible.settings import Call, put_back, states_of
-from holotrain.reversible.tiled_cross_entropy import KnownGradients, Unreadable, require_leaves
+from holotrain.reversible.tiled_cross_entropy import KnownGradients
 from holotrain.reversible.tiled_loss import IGNORED, ModelsLoss, language_model
 
 COMPARED = 32
@@ -129,7 +129,8 @@ class ChunkedGPT(ReplacedForward):
 
 def loss_in_chunks(model: Any, own: Callable, sequence: ChunkedCall, chunk: int) -> Any:
     """What the model returns, with the loss alone. Its node knows all gradients."""
-    weights, device = _Weights(model, own), sequence.labels.device
+    weights = weights_of(model, own)
+    device = sequence.labels.device
     length = sequence.labels.shape[1]
     chunks = [(start, min(start + chunk, length)) for start in range(0, length, chunk)]
     states, after = [], None
@@ -177,70 +178,6 @@ def _without_checkpoints(model: nn.Module) -> Generator[None]:
     finally:
         for part in checkpointing:
             part.gradient_checkpointing = True
-
-
-class _Weights(nn.Module):
-    """A model on leaves that share the memory of its parameters. Their gradients are summed over chunks, in fp32 at least.
-
-    So hooks of the parameters see one gradient, and an outer backward gives it to them.
-    """
-
-    def __init__(self, model: nn.Module, own: Callable) -> None:
-        super().__init__()
-        self.model, self._own = model, own
-        self._parameters_of = {name: each for name, each in self.named_parameters() if each.requires_grad}
-        self._leaves: dict[str, Tensor] = {name: nn.Parameter(each.detach()) for name, each in self._parameters_of.items()}
-        self._sums: dict[str, Tensor] = {}
-        self._hooks = []
-        for name, leaf in self._leaves.items():
-            self._hooks.append(leaf.register_post_accumulate_grad_hook(partial(self._add, name)))
-
-    def _add(self, name: str, leaf: Tensor) -> None:
-        gradient, leaf.grad = leaf.grad, None
-        assert gradient is not None
-        if name in self._sums:
-            self._sums[name] += gradient
-        else:
-            self._sums[name] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-
-    def forward(self, arguments: dict[str, Any]) -> Any:
-        return self._own(**arguments)
-
-    def differentiate(self, sequence: ChunkedCall, start: int, stop: int) -> tuple[Any, Tensor]:
-        """Runs a chunk with its graph, and adds its gradients; returns what the model returned, and the sum of the losses."""
-        sequence.keys.begin(start)
-        with torch.enable_grad():
-            result = torch.func.functional_call(self, self._leaves, (sequence.arguments(start, stop),))
-        if getattr(result, "aux_loss", None) is not None:
-            raise ValueError(
-                "the loss of this mixture of experts is no sum over tokens, so it takes no chunks; set "
-                "output_router_logits=False in its configuration, or call undo(model)"
-            )
-        loss = result if isinstance(result, Tensor) else result.loss
-        if stop == sequence.labels.shape[1]:
-            self._require_own_leaves(loss)
-        with torch.autocast(loss.device.type, enabled=False):
-            loss.backward()
-        return result, loss.detach()
-
-    def _require_own_leaves(self, loss: Tensor) -> None:
-        try:
-            require_leaves(loss, [*self._leaves.values()])
-        except Unreadable as error:
-            raise ValueError(
-                f"{type(self.model).__name__} reads a tensor with a gradient that is none of its parameters, as under FSDP2 or "
-                "by a hook, so it takes no chunks: call undo(model)"
-            ) from error
-
-    def gradients(self) -> dict[Tensor, Tensor]:
-        """The parameters that have a gradient, with it."""
-        return {self._parameters_of[name]: total for name, total in self._sums.items()}
-
-    def release(self) -> None:
-        """Lets go of leaves, whose hooks hold this, in a circle that Python does not see."""
-        for hook in self._hooks:
-            hook.remove()
-        self._leaves, self._sums, self._hooks = {}, {}, []
 
 
 @torch.no_grad()

@@ -176,16 +176,24 @@ def _zeros(like: Tensor) -> Tensor:
 
 def require_leaves(loss: Tensor, known: list[Tensor]) -> None:
     """Raises a RuntimeError if a loss has gradients for leaves that are not known."""
-    nodes, seen = [loss.grad_fn], set()
+    for leaf in leaves_of(loss):
+        if all(leaf is not each for each in known):
+            raise Unreadable("its head reads a tensor that is none of its parameters")
+
+
+def leaves_of(loss: Tensor) -> list[Tensor]:
+    """The leaves for which a loss has gradients."""
+    nodes, seen, leaves = [loss.grad_fn], set(), []
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
-        if leaf is not None and all(leaf is not each for each in known):
-            raise Unreadable("its head reads a tensor that is none of its parameters")
+        if leaf is not None:
+            leaves.append(leaf)
         nodes += [following for following, _ in node.next_functions]
+    return leaves
 
 
 class LinearHead:
