@@ -98,7 +98,9 @@ class ShardedWeights(Weights):
         nn.Module.__init__(self)
         self.model: Any = model
         self._own = own
-        model.reshard()
+        for part in model.modules():
+            if is_sharded(type(part)):
+                part.reshard()
         # The optimizer knows parts of parameters. The root keeps its own whole in its forward, unless this says otherwise.
         if not all(isinstance(each, DTensor) for each in model.parameters()):
             model.set_reshard_after_forward(True, recurse=False)
@@ -107,6 +109,7 @@ class ShardedWeights(Weights):
         self._before = {each: each.grad for each in model.parameters() if each.requires_grad}
         for each in self._before:
             each.grad = None
+        model.set_requires_gradient_sync(True)  # also of a batch whose gradients others will be added to
         model.unshard()
 
     def _run(self, arguments: dict[str, Any]) -> Any:

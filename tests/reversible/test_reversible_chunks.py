@@ -19,7 +19,7 @@ from holotrain.models import GPT, RevGPT
 from holotrain.models.huggingface import HuggingFace
 from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
 from holotrain.planning.training_step import TrainingStep, simulate_step
-from holotrain.reversible import attention_parts, chunks, recompute, train_in_chunks, undo
+from holotrain.reversible import attention_parts, chunk_weights, recompute, train_in_chunks, undo
 from holotrain.reversible.chunks import ChunkedForward
 from holotrain.reversible.side_stream import assuming_a_side_stream
 
@@ -562,8 +562,8 @@ def test_a_model_that_trains_nothing_is_taken_whole():
 def test_nothing_of_a_step_stays(monkeypatch):
     """Sums of gradients would stay, in circles that Python's collector does not see."""
     kept = []
-    own = chunks._Weights.__init__
-    monkeypatch.setattr(chunks._Weights, "__init__", lambda self, *given: kept.append(ref(self)) or own(self, *given))
+    own = chunk_weights.Weights.__init__
+    monkeypatch.setattr(chunk_weights.Weights, "__init__", lambda self, *given: kept.append(ref(self)) or own(self, *given))
     model = train_in_chunks(made("Llama", torch.float32), 16)
     step(model, batch())
     refused = train_in_chunks(steered(), 16)
