@@ -178,6 +178,11 @@ def _configured(command: str, config: Any, model: Any = None, data: Any = None, 
         raise UserError(f"config: {command} takes compose({command!r}, ...), not a {type(config).__name__}")
     if not isinstance(model, nn.Module | None) or not isinstance(data, pl.LightningDataModule | None):
         raise UserError("expected a Module as model= and a LightningDataModule as data=")
+    if (library := type(model).__module__.partition(".")[0]) in ("transformers", "peft"):
+        raise UserError(
+            f"model: {type(model).__name__} of {library} takes other arguments than tasks of holotrain give; name its folder, as "
+            "in overrides=['model=huggingface', 'model.name=FOLDER'], or give a LightningModule that calls it"
+        )
     group = "task" if isinstance(model, pl.LightningModule) else "model"
     objects = {name: thing for name, thing in ((group, model), ("data", data)) if thing is not None}
     if config is not None:

@@ -33,6 +33,9 @@ class Net(nn.Module):
         return self.layers(images)
 
 
+OfTransformers = type("GPT2LMHeadModel", (Net,), {"__module__": "transformers.models.gpt2.modeling_gpt2"})
+
+
 def samples() -> pl.LightningDataModule:
     """Lightning's own data module, which knows nothing of holotrain."""
     generator = torch.Generator().manual_seed(0)
@@ -154,6 +157,7 @@ def test_a_module_and_data_of_a_program(here, run):
     ("objects", "words", "expected"),
     [
         ({"model": 3}, [], "expected a Module as model="),
+        ({"model": OfTransformers()}, ["task=causal_lm"], "name its folder, as in overrides=['model=huggingface'"),
         ({"model": Net()}, ["trainer=ddp"], "trainer=ddp: an object is in one process only"),
         ({"data": holotrain.data.Digits(batch_size="auto")}, [], "batch_size='auto' is for data that are named"),
         ({}, [*SMALL, "trainer=ddp", "trainer.devices=2"], "torchrun --standalone --nproc-per-node 2 -m holotrain fit"),
