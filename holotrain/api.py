@@ -180,7 +180,7 @@ def _configured(command: str, config: Any, model: Any = None, data: Any = None, 
         raise UserError("expected a Module as model= and a LightningDataModule as data=")
     if (library := type(model).__module__.partition(".")[0]) in ("transformers", "peft"):
         raise UserError(
-            f"model: {type(model).__name__} of {library} takes other arguments than holotrain's tasks give; name its folder, as "
+            f"model: {type(model).__name__} of {library} takes other arguments than a task of ours gives; name its folder as "
             "in overrides=['model=huggingface', 'model.name=FOLDER'], or give a LightningModule that calls it"
         )
     group = "task" if isinstance(model, pl.LightningModule) else "model"
