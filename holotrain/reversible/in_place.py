@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from holotrain.numeric import counted
 from holotrain.reversible.chunks import ChunkedForward, train_in_chunks
 from holotrain.reversible.coupling import ReversibleBlock
+from holotrain.reversible.head_groups import HeadGroups, take_heads
 from holotrain.reversible.lists_of_blocks import named_blocks
 from holotrain.reversible.replaced_forward import ReplacedForward, call_of, is_cache
 from holotrain.reversible.schedule import checkpointed
@@ -28,6 +29,7 @@ def recompute(
     tile: int | Mapping[str, int] | None = None,
     chunk: int | None = None,
     keys: str = "device",
+    heads: int | None = None,
 ) -> nn.Module:
     """Has a stack of blocks keep only their inputs in training, and run again in the backward, in place.
 
@@ -53,6 +55,8 @@ def recompute(
         chunk: tokens of a sequence that a causal language model of transformers takes at a time, under any ``backward``; see
             :func:`~holotrain.reversible.train_in_chunks`. It stays until :func:`undo`. None: chosen for ``"chunks"``, else all.
         keys: where chunks keep keys and values: on the ``"device"``, or on the ``"host"``, in main memory.
+        heads: of keys and values that attention takes at a time, also as part of a block that runs again; see
+            :func:`~holotrain.reversible.head_groups.take_heads`. It stays until :func:`undo`. None: all heads at once.
 
     Returns:
         the model.
@@ -75,6 +79,8 @@ def recompute(
         raise ValueError("the blocks are those of a ReversibleSequence, which has a backward of its own: set sequence.backward")
     if tile is not None:
         take_in_tiles(model, tile)
+    if heads is not None:
+        take_heads(model, heads)
     if in_chunks:
         train_in_chunks(model, chunk, keys)
     for block, schedule in zip(chosen, schedules, strict=True):
@@ -84,7 +90,7 @@ def recompute(
 
 def undo(model: nn.Module) -> nn.Module:
     """Takes back what :func:`recompute` did to a model, in place. The weights stay as they are trained."""
-    for kind in (ChunkedForward, Tiled, TiledLoss, RecomputedForward):
+    for kind in (ChunkedForward, Tiled, HeadGroups, TiledLoss, RecomputedForward):
         kind.remove_all(model)
     return model
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from holotrain.reversible.block_inputs import SavedTensors
 
 
 def _operators_of(*names: str) -> tuple[OpOverload, ...]:
@@ -61,12 +63,26 @@ class _Result:
     value: Any
 
     def __post_init__(self) -> None:
-        self._versions = _versions(self.value)
+        self._versions, self._saved = _versions(self.value), None
 
-    def forget_if_changed(self) -> None:
-        """Lets go of a value that was changed in place since: it is computed again."""
-        if self.value is not None and _versions(self.value) != self._versions:
-            self.value = None
+    def save(self) -> None:
+        """After the run: saves the value as autograd would, so that an outer recomputation, in which this run is, makes it
+        again. One that was changed in place since goes: it is computed again."""
+        leaves, self._spec = tree_flatten(self.value)
+        if _versions(self.value) == self._versions:
+            self._saved = SavedTensors(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
+            self._others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.value = None
+
+    def fetch(self, again: bool) -> None:
+        """Before a recomputation: the value is there again, for one use."""
+        if self._saved is not None:
+            tensors = iter(self._saved.tensors())
+            self.value = tree_unflatten([next(tensors) if each is None else each for each in self._others], self._spec)
+        self._saved = self._saved if again else None
+
+    def forget(self) -> None:
+        self.value = self._saved = None
 
     def is_of(self, operator: OpOverload, read: list[tuple[torch.Size, torch.dtype, int]], weights: Collection[int]) -> bool:
         """Whether this call was the same as far as can be told; ``weights`` are storages that are the same in each run."""
@@ -93,36 +109,33 @@ class KeptResults:
     def settle(self, needed: bool) -> None:
         """After the forward: lets go of what cannot be reused, or of all, if the backward needs nothing."""
         for result in self._results:
-            result.forget_if_changed()
+            result.save()
         if not needed:
             self.release()
 
     def reusing(self, weights: Collection[int], again: bool) -> AbstractContextManager:
         """The context of a recomputation; without ``again`` each value goes as it is used."""
-        return _Interposed(self._operators, partial(self._reuse, iter(self._results), weights, again))
+        for result in self._results:
+            result.fetch(again)
+        return _Interposed(self._operators, partial(self._reuse, iter(self._results), weights))
 
     def release(self) -> None:
         for result in self._results:
-            result.value = None
+            result.forget()
 
     def _keep(self, compute: Callable[[], Any], operator: OpOverload, read: list) -> Any:
         value = compute()
         self._results.append(_Result(operator, read, tree_map_only(Tensor, _alias, value)))
         return value
 
-    def _reuse(
-        self, results: Iterator, weights: Collection[int], again: bool, compute: Callable, operator: OpOverload, read: list
-    ):
+    def _reuse(self, results: Iterator, weights: Collection[int], compute: Callable, operator: OpOverload, read: list):
         result = next(results, None)
         if result is None or not result.is_of(operator, read, weights):
             raise RuntimeError(
                 f"the recomputation of a branch calls {operator} where its forward did not, or with other inputs, so it did "
                 "something else; its forward must do the same whenever it runs on the same input"
             )
-        result.forget_if_changed()
-        value = result.value
-        if not again:
-            result.value = None
+        value, result.value = result.value, None
         return compute() if value is None else tree_map_only(Tensor, _alias, value)
 
 

@@ -54,7 +54,7 @@ def why_whole(module: nn.Module, tile: int, x: Tensor, keywords: dict[str, Any],
     if x.shape[1] % tile and any(map(is_compiled, parts)):
         # A last tile of another length would have the code of the others compiled anew, before they are recomputed.
         return "it is compiled, and its tokens are no multiple of a tile"
-    if _has_hooks(parts):
+    if has_hooks(parts):
         return "it has hooks, which would see tiles"
     for leaf in tree_leaves(keywords):
         if isinstance(leaf, Tensor):
@@ -64,7 +64,7 @@ def why_whole(module: nn.Module, tile: int, x: Tensor, keywords: dict[str, Any],
     return None if trusted else mixes_tokens(module, x, keywords, (tile,))
 
 
-def _has_hooks(parts: Iterable[nn.Module]) -> bool:
+def has_hooks(parts: Iterable[nn.Module]) -> bool:
     return any(vars(part)[name] for part in parts for name in _HOOKS)
 
 
