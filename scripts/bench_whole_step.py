@@ -49,16 +49,19 @@ QWEN3 = {"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "
 QWEN3 |= {"num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True}
 LLAMA = {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16}
 LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 4}
+LLAMA_1B = {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
+LLAMA_1B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True}
 TOY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
 TOY |= {"num_attention_heads": 4, "num_key_value_heads": 4}
 SHAPES = {
     "gpt2": ("AutoModelForCausalLM", "gpt2", NO_DROPOUT, "n_positions"),
     "qwen3": ("AutoModelForCausalLM", "qwen3", QWEN3, "max_position_embeddings"),
     "llama": ("AutoModelForCausalLM", "llama", LLAMA, "max_position_embeddings"),
+    "llama-1b": ("AutoModelForCausalLM", "llama", LLAMA_1B, "max_position_embeddings"),
     "modernbert": ("AutoModelForMaskedLM", "modernbert", {}, "max_position_embeddings"),
     "vit": None,
 }
-"""GPT-2 small, the shape of Qwen3-0.6B, a Llama of 16 x 2,048, ModernBERT-base; ViT-B, of which a token is a patch."""
+"""GPT-2 small, the shapes of Qwen3-0.6B, a Llama of 16 x 2,048 and Llama-3.2-1B, ModernBERT-base; ViT-B, of which a token is a patch."""
 
 METHODS: dict[str, Callable[[nn.Module], object]] = {
     "plain": lambda model: None,
@@ -69,6 +72,8 @@ METHODS: dict[str, Callable[[nn.Module], object]] = {
     "chunks": lambda model: recompute(model, backward="chunks", chunk=TILE),
     "checkpoint in chunks": lambda model: recompute(model, chunk=TILE),
     "checkpoint8 in tiles": lambda model: recompute(model, backward="checkpoint8", tile=TILE),
+    "checkpoint in tiles and heads": lambda model: recompute(model, tile=TILE, heads=1),
+    "checkpoint8 in tiles and heads": lambda model: recompute(model, backward="checkpoint8", tile=TILE, heads=1),
 }
 
 
@@ -221,7 +226,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.trains and not options.planned:
         parser.error("--trains needs --planned")
-    for sizes in (NO_DROPOUT, QWEN3, LLAMA) if options.toy else ():
+    for sizes in (NO_DROPOUT, QWEN3, LLAMA, LLAMA_1B) if options.toy else ():
         sizes.update(TOY)
     results = begin(options)
     warnings.filterwarnings("ignore")

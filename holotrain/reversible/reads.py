@@ -117,7 +117,8 @@ class Reads:
 
     Attributes:
         tensors: the parameters; after the forward also the buffers of modules that changed none.
-        addresses: theirs, each by itself, to look one up.
+        known: these and all buffers, by address, before the forward.
+        addresses: after it, those of ``tensors``, each by itself, to look one up.
         hooked: whether forward hooks are registered.
     """
 
@@ -132,6 +133,7 @@ class Reads:
             self._owners += _flat(map(_hooks_of, parts))
         self.tensors = [tensor for tensor in _flat(map(_values, parameters)) if tensor is not None]
         self._buffers = [_Buffers(part) for part in parts if part._buffers] if any(buffers) else []
+        self.known = {id(each): id(each) for each in chain(self.tensors, *(each.tensors() for each in self._buffers))}
         self._copies: list[tuple[dict, dict]] = []
         self._written_late = False
         self._replaced: list[tuple[dict, dict]] = []

@@ -53,6 +53,39 @@ class History:
         self.places: list[int] = []
 
 
+class _Saved:
+    """What autograd would save in a run. It is noted at once and not held, for the run would hold its activations.
+
+    Args:
+        known: what the module holds, by address.
+
+    Attributes:
+        kinds: as of :class:`History`.
+        own: the address of each tensor that the module holds; else None.
+        leaves: leaves, and those of which views or casts were saved, with their places.
+    """
+
+    def __init__(self, history: History, known: dict[int, int]) -> None:
+        self._before, self._places, self._known = history.kinds, frozenset(history.places), known
+        self.kinds: list[tuple[torch.Size, torch.dtype]] = []
+        self.own: list[int | None] = []
+        self.leaves: list[tuple[int, Tensor]] = []
+
+    def pack(self, tensor: Tensor) -> int:
+        """All that the graph keeps of a tensor: its place."""
+        place, kind = len(self.kinds), _kind_of(tensor)
+        self.kinds.append(kind)
+        self.own.append(self._known.get(id(tensor)))
+        # Where a run before saved the same kind, leaves are at the same places, or at fewer.
+        unlike = place >= len(self._before) or self._before[place] != kind
+        if (unlike or place in self._places) and (leaf := _leaf_of(tensor)) is not None:
+            self.leaves.append((place, leaf))
+        return place
+
+    def clear(self) -> None:
+        self.kinds, self.own, self.leaves = [], [], []
+
+
 _histories: WeakKeyDictionary[nn.Module, History] = WeakKeyDictionary()
 
 
@@ -120,11 +153,7 @@ class Recorded:
         Raises:
             ValueError: the branch changes its input in place, or an argument.
         """
-        version, saved, packed = source._version, self.saved, []
-
-        def pack(tensor: Tensor) -> int:
-            packed.append(tensor)
-            return len(packed) - 1  # all that the graph keeps of the tensor
+        version, saved, noted = source._version, self.saved, _Saved(self._history, self._reads.known)
 
         def unpack(place: int) -> Any:
             if not saved or saved[place] is None:
@@ -136,18 +165,18 @@ class Recorded:
         if self._kept is not None:
             around.append(self._kept.keeping())
         try:
-            output = self._called(source, pack, unpack, around)
+            output = self._called(source, noted.pack, unpack, around)
             if source._version != version:
                 raise ValueError(
                     "a branch changed its input in place, so its block cannot be inverted; "
                     "its first operation must return a new tensor (inplace=False)"
                 )
-            self._settle(source, packed)
+            self._settle(source, noted)
         finally:
-            packed.clear()  # which the graph holds
+            noted.clear()  # which the graph holds
         return output
 
-    def _settle(self, source: Tensor, packed: list[Tensor]) -> None:
+    def _settle(self, source: Tensor, noted: _Saved) -> None:
         """After the forward: notes what it read and what autograd would have saved."""
         self._differentiable = source.requires_grad
         self._arguments.settle()
@@ -155,19 +184,18 @@ class Recorded:
         self._settings = self.call.settings  # earlier branches keep theirs
         self._draws.settle()
         self._reads.settle()
-        self._note(source, packed)
+        self._note(source, noted)
         if self._kept is not None:
-            self._kept.settle(needed=bool(packed))
+            self._kept.settle(needed=bool(self.kinds))
 
-    def _note(self, source: Tensor, packed: list[Tensor]) -> None:
+    def _note(self, source: Tensor, noted: _Saved) -> None:
         """Notes what autograd would have saved: kinds, and leaves. Most runs save the same, and share one list."""
-        history, kinds, addresses = self._history, [*map(_kind_of, packed)], self._reads.addresses
-        if kinds != history.kinds:  # else leaves are where they were in earlier runs, or at fewer places
-            history.kinds, history.places = kinds, [*range(len(packed))]
-        self.kinds, self._own = history.kinds, [*map(addresses.get, map(id, packed))]
-        leaves = [(place, leaf) for place in history.places if (leaf := _leaf_of(packed[place])) is not None]
-        history.places = [place for place, _ in leaves]
-        for place, leaf in leaves:
+        history, addresses = self._history, self._reads.addresses
+        if noted.kinds != history.kinds:
+            history.kinds = noted.kinds.copy()
+        history.places = [place for place, _ in noted.leaves]
+        self.kinds, self._own = history.kinds, [*map(addresses.get, noted.own)]
+        for place, leaf in noted.leaves:
             if self._own[place] is not None or leaf is source:
                 continue
             if id(leaf) in addresses or isinstance(leaf, nn.Parameter):
