@@ -258,19 +258,18 @@ def _output_of(result: Any) -> Tensor | None:
 
 def _sum(results: Iterator[Any]) -> Any:
     """What the whole returns, of what groups return. Numbers of 16 bits are added up in fp32."""
-    total = result = None
+    total, others, dtype = None, None, torch.float32
     for result in results:
         output = _output_of(result)
         if output is None:
             raise RuntimeError("an attention in groups of heads returns more than its output; call undo(model)")
-        total = (
-            torch.zeros_like(output, dtype=torch.promote_types(output.dtype, torch.float32), requires_grad=False)
-            if total is None
-            else total
-        )
+        others, dtype = result[1:] if isinstance(result, tuple) else None, output.dtype
+        if total is None:
+            total = output.new_zeros(output.shape, dtype=torch.promote_types(dtype, torch.float32))
         total = _Added.apply(total, output)
-    total = total.to(output.dtype)
-    return (total, *result[1:]) if isinstance(result, tuple) else total
+        del result, output  # before the next group runs
+    assert total is not None
+    return total.to(dtype) if others is None else (total.to(dtype), *others)
 
 
 class _Added(torch.autograd.Function):

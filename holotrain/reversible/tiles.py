@@ -23,6 +23,7 @@ from holotrain.reversible.reads import parts_of
 from holotrain.reversible.replaced_forward import ReplacedForward
 from holotrain.reversible.schedule import checkpointed
 from holotrain.reversible.settings import put_back, states_of
+from holotrain.reversible.tile_graph import Pieces
 from holotrain.reversible.tiled_loss import language_model, tile_loss
 from holotrain.reversible.tokenwise import attributes_of, put_back_attributes, require_tile, tiles_of, why_whole
 
@@ -35,7 +36,8 @@ def tile_modules(model: nn.Module, tile: int | Mapping[str, int]) -> list[str]:
     A second call replaces the first.
 
     Args:
-        tile: tokens of a tile. The candidates are then parts of blocks with at least two matrices of weights. At its first call
+        tile: tokens of a tile. The candidates are then parts of blocks with at least two matrices of weights, and norms, of
+            which :data:`NORMS` times as many are taken. At its first call
             each is looked at (:mod:`holotrain.reversible.tokenwise`), and left alone if it may mix tokens, as attention does;
             the reason is logged. Or a mapping from patterns of names, such as ``"model.layers.*.mlp"``, to tokens: these
             modules are taken in tiles without being looked at.
@@ -57,12 +59,24 @@ def tile_modules(model: nn.Module, tile: int | Mapping[str, int]) -> list[str]:
 
 def _candidates(model: nn.Module, tile: int) -> dict[str, tuple[nn.Module, int]]:
     require_tile(tile)
-    return {
-        f"{name}.{inner}": (module, tile)
-        for name, blocks in outermost(model, is_list_of_blocks)
-        for inner, module in blocks.named_modules()
-        if "." in inner and sum(weight.ndim == 2 for weight in module.parameters()) >= 2
-    }
+    found = {}
+    for name, blocks in outermost(model, is_list_of_blocks):
+        for inner, module in blocks.named_modules():
+            if "." in inner and sum(weight.ndim == 2 for weight in module.parameters()) >= 2:
+                found[f"{name}.{inner}"] = module, tile
+            elif inner.count(".") == 1 and _is_norm(module):
+                found[f"{name}.{inner}"] = module, NORMS * tile
+    return found
+
+
+NORMS = 8
+"""A norm takes the tokens of so many tiles: it holds less of a token than an MLP, and its tiles are soon computed."""
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether it may be a norm of several operators, which keeps several streams; torch's layer norm keeps its input alone."""
+    weights = [weight.ndim for weight in module.parameters()]
+    return bool(weights) and {*weights} == {1} and not any(module.children()) and not isinstance(module, nn.LayerNorm)
 
 
 def _named(model: nn.Module, tiles: Mapping[str, int]) -> dict[str, tuple[nn.Module, int]]:
@@ -125,14 +139,16 @@ class Tiled(ReplacedForward):
         x: Any = arguments[0] if len(arguments) == 1 else None
         if _inside.get() or self._mixes or not self._may_cut(x, keywords):
             return self.pass_on(arguments, keywords)
-        run, outputs = partial(checkpointed, self.module, forward=partial(self._run_tile, keywords)), []
-        sizes, skipped = [part.stop - part.start for part in tiles_of(x, self.tile)], None
-        if has_no_data(x) and len(sizes) > 3:  # a plan, in which these need no more than the two before them
-            sizes, skipped = [*sizes[:2], sum(sizes[2:-1]), sizes[-1]], 2
-        for place, part in enumerate(torch.unsafe_split_with_sizes(x, sizes, 1)):
-            part = part.contiguous()
-            outputs.append(_SkippedTiles.apply(part, outputs[0]) if place == skipped else run(part))
-        return torch.cat(outputs, 1)
+        run = partial(checkpointed, self.module, forward=partial(self._run_tile, keywords))
+        tiles, skipped, pieces = tiles_of(x, self.tile), None, Pieces(x)
+        if has_no_data(x) and len(tiles) > 3:  # a plan, in which these need no more than the two before them
+            skipped = slice(tiles[2].start, tiles[-1].start)
+            tiles = [*tiles[:2], skipped, tiles[-1]]
+        parts = torch.unsafe_split_with_sizes(x.detach(), [tile.stop - tile.start for tile in tiles], 1)
+        for tile, part in zip(tiles, parts, strict=True):
+            given = pieces.read(part.contiguous(), tile)
+            pieces.write(_SkippedTiles.apply(given, pieces.written) if tile is skipped else run(given), tile)
+        return pieces.joined()
 
     def _run_tile(self, keywords: dict[str, Any], part: Tensor) -> Any:
         with _within_a_tile():
@@ -191,8 +207,9 @@ class _SkippedTiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, other: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return other.new_empty(*x.shape[:2], *other.shape[2:])
+        return other.new_empty(()).expand(*x.shape[:2], *other.shape[2:])
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # ty: ignore[incompatible-method-override]
-        return torch.empty_like(ctx.saved_tensors[0]), None
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # ty: ignore[invalid-method-override]
+        (x,) = ctx.saved_tensors
+        return x.new_empty(()).expand_as(x), None
