@@ -15,6 +15,7 @@ weights, and steps within the backward, would leave more of a budget to activati
 Methods: gradient checkpointing of transformers, also with the loss in tiles (as Liger's), and with MLPs in tiles too (as
 ALST's); the same with block inputs in main memory (as Unsloth's: "offload", planned as on a GPU), and in 8 bits. Causal models
 also in chunks of their sequence, of which blocks keep everything ("chunks") or their inputs.
+"heads": attention takes one head of keys and values at a time, too.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ SHAPES = {
     "modernbert": ("AutoModelForMaskedLM", "modernbert", {}, "max_position_embeddings"),
     "vit": None,
 }
-"""GPT-2 small, the shapes of Qwen3-0.6B, a Llama of 16 x 2,048 and Llama-3.2-1B, ModernBERT-base; ViT-B, of which a token is a patch."""
+"""GPT-2 small, the shapes of Qwen3-0.6B, a Llama of 16 x 2,048 and Llama-3.2-1B, ModernBERT-base;
+ViT-B, of which a token is a patch."""
 
 METHODS: dict[str, Callable[[nn.Module], object]] = {
     "plain": lambda model: None,

@@ -27,7 +27,9 @@ chunk_cache         these as a cache of transformers
 chunk_attention     its attention in a chunk
 attention_parts     attention to a part of the keys, which can be joined with that to others
 main_memory         tensors in pinned main memory, which come to the device ahead of their use
-tiles               the MLPs of another model, some tokens at a time
+tiles               the MLPs and norms of another model, some tokens at a time
+tile_graph          how tiles are cut and put together in autograd's graph
+head_groups         attention of another model, some heads at a time
 tokenwise           which modules work token by token, so that they can be taken in tiles
 token_rules         which operators keep tokens apart
 tiled_loss          the loss of another model, some tokens at a time

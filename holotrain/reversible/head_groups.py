@@ -184,25 +184,21 @@ class HeadGroups(ReplacedForward):
 
     @torch.no_grad()
     def _found_apart(self, x: Tensor, run: Callable, rest: dict[str, Any]) -> str | None:
-        parts, few = parts_of(self.module), partial(_first_tokens, x.shape[1])
-        states, attributes, source, rest = (
-            states_of(x.device),
-            attributes_of(parts),
-            x[:, :_FEW],
-            tree_map_only(Tensor, few, rest),
-        )
+        parts, source = parts_of(self.module), x[:, :_FEW]
+        rest = tree_map_only(Tensor, partial(_first_tokens, x.shape[1]), rest)
+        states, attributes = states_of(x.device), attributes_of(parts)
         try:
             with _having([(vars(part), "training", False) for part in parts]):  # without dropout
-                whole = run(source, **rest)
-                groups = _sum(self._run_group(run, group, source, **rest) for group in self._groups())
+                true = _output_of(run(source, **rest))
+                if true is None:
+                    return "it returns more than its output, such as attention weights"
+                found = _output_of(_sum(self._run_group(run, group, source, **rest) for group in self._groups()))
         except Exception as error:  # of a module that needs all heads, or all tokens: of many kinds
             return f"it does not run on a part of its heads ({type(error).__name__})"
         finally:
             put_back(states)
             put_back_attributes(attributes)
-        true, found = _output_of(whole), _output_of(groups)
-        if true is None or found is None or true.shape != found.shape:
-            return "it returns more than its output, such as attention weights"
+        assert found is not None
         off = (found - true).abs().max()
         if has_no_data(x) or not bool(off > torch.finfo(off.dtype).eps ** 0.5 * true.abs().max()):  # also where both are NaN
             return None
@@ -282,5 +278,5 @@ class _Added(torch.autograd.Function):
         return total.add_(output)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:  # ty: ignore[invalid-method-override]
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:  # ty: ignore[incompatible-method-override]
         return gradient, gradient.to(ctx.dtype)

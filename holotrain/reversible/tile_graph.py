@@ -63,7 +63,7 @@ class _Source(Function):
         return x.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, nothing: Tensor) -> Any:  # ty: ignore[invalid-method-override]
+    def backward(ctx: Any, nothing: Tensor) -> Any:  # ty: ignore[incompatible-method-override]
         gradient, ctx.places.of_input = ctx.places.of_input, None
         return gradient, None
 
@@ -75,7 +75,7 @@ class _Part(Function):
         return part[0]  # it is given in a list, so that it is no view of an input of this function
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # ty: ignore[invalid-method-override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # ty: ignore[incompatible-method-override]
         if ctx.places.of_input is None:
             ctx.places.of_input = gradient.new_empty(ctx.places.shape)
         ctx.places.of_input[:, ctx.tile] = gradient
@@ -92,7 +92,7 @@ class _Output(Function):
         return output.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, nothing: Tensor) -> Any:  # ty: ignore[invalid-method-override]
+    def backward(ctx: Any, nothing: Tensor) -> Any:  # ty: ignore[incompatible-method-override]
         places, gradient = ctx.places, ctx.places.of_output[:, ctx.tile]
         places.left -= 1
         if places.left == 0:
@@ -108,6 +108,6 @@ class _Joined(Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # ty: ignore[invalid-method-override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # ty: ignore[incompatible-method-override]
         ctx.places.of_output, ctx.places.left = gradient, ctx.count
         return None, *[gradient.new_zeros(())] * ctx.count

@@ -210,6 +210,6 @@ class _SkippedTiles(torch.autograd.Function):
         return other.new_empty(()).expand(*x.shape[:2], *other.shape[2:])
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # ty: ignore[invalid-method-override]
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # ty: ignore[incompatible-method-override]
         (x,) = ctx.saved_tensors
         return x.new_empty(()).expand_as(x), None
