@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+import timm
 import torch
 import transformers
 from torch import nn
@@ -228,3 +229,14 @@ def test_the_plan_is_that_of_a_step():
                 planned, step_of(recompute(language_model(hidden_size=128).float(), backward="checkpoint8", tile=64, heads=1))
             )
     assert peaks[1] < 0.95 * peaks[0]
+
+
+def test_one_layer_for_queries_keys_and_values():
+    """That of timm's attention."""
+    found, x = [], torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    for heads in (None, 1):
+        torch.manual_seed(0)
+        model = recompute(timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2).double(), heads=heads)
+        model(x).square().mean().backward()
+        found.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
+    assert len(groups_of(model)) == 2 and torch.allclose(*found, rtol=1e-9, atol=1e-13)

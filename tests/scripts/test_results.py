@@ -34,7 +34,12 @@ def test_a_script_starts(script, monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "given"), [("checkpoint in tiles", ""), ("checkpoint8 in tiles", 'backward="checkpoint8", ')]
+    ("method", "given"),
+    [
+        ("checkpoint in tiles", "tile=512"),
+        ("checkpoint8 in tiles", 'backward="checkpoint8", tile=512'),
+        ("checkpoint8 in tiles and heads", 'backward="checkpoint8", tile=512, heads=1'),
+    ],
 )
 def test_the_table_of_whole_steps_is_the_plan(method, given, monkeypatch):
     """Of GPT-2, in KiB a token."""
@@ -42,5 +47,5 @@ def test_the_table_of_whole_steps_is_the_plan(method, given, monkeypatch):
     import bench_whole_step
 
     text = (RESULTS.parents[1] / "holotrain/reversible/README.md").read_text()
-    said = re.search(rf"\| `recompute\(model, {given}tile=512\)`[^|]*\| ([\d.]+)", text)
+    said = re.search(rf"\| `recompute\(model, {given}\)`[^|]*\| ([\d.]+)", text)
     assert bench_whole_step.planned("gpt2", method, 16384, "cpu", False)[1] == pytest.approx(float(said[1]), abs=0.05)
