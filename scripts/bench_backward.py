@@ -51,7 +51,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from holotrain.models.layers.blocks import transformer_branches
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
-from holotrain.reversible.graphs import GraphedStep
+from holotrain.reversible.graphs import StepGraphs
 
 WARM_UPS = 3
 """Steps before the first that is measured."""
@@ -323,7 +323,8 @@ def settle(step: Callable[[], float]) -> None:
 def graphed(run: Run, branches, batch: int, options) -> Callable[[], float]:
     """A function that replays one step as a CUDA graph, synchronizes, and returns its seconds."""
     x = make_input(batch, options)
-    replay = GraphedStep(lambda x: loss_of(run, x, options), parameters_of(branches))
+    model = nn.ModuleList(part for pair in branches for part in pair)
+    replay = StepGraphs(lambda x: loss_of(run, x, options), model)
     return waited(lambda: replay(x), options.device)
 
 

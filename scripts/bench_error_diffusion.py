@@ -32,7 +32,7 @@ from torch import Tensor
 
 from holotrain.error_diffusion import ErrorDiffusionNetwork
 from holotrain.error_diffusion.rules import BACKPROPAGATION, contract, kaneko, slope
-from holotrain.reversible.graphs import GraphedStep
+from holotrain.reversible.graphs import StepGraphs
 
 COLUMNS = ("forward", "update", "autograd", "contracted", "one by one", "materialised", "allocated", "floor")
 BATCHES = (16, 64, 256, 1024)
@@ -118,7 +118,7 @@ def depth_row(depth: int, options) -> dict:
         contestants["materialised"] = timed(lambda: materialised(activities, error, each), device)
     if device == "cuda":
         contestants["update, launched"] = launched(network, x, targets)
-        step = GraphedStep(lambda x, targets: half_squares(network, x, targets), network.parameters())
+        step = StepGraphs(lambda x, targets: half_squares(network, x, targets), network)
         contestants["step"] = timed(lambda: half_squares(network, x, targets).backward(), device, network.zero_grad)
         contestants["step, graphed"] = timed(lambda: step(x, targets), device)
     seconds = alternating(contestants, options.rounds)

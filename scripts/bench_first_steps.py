@@ -6,7 +6,7 @@
 PyTorch puts its attention kernels in another order when the first of them runs, and libraries tune themselves at their first
 call, so what is rebuilt could differ from what was computed first. Each case runs in a process of its own. Anything that is
 rebuilt with other bits is an error. From the third step on so is waiting for the GPU; where the plain model waits, too, that is
-said. Cases of transformers and timm have random weights. Without a GPU there is no GraphedStep, and nothing waits.
+said. Cases of transformers and timm have random weights. Without a GPU there is no StepGraphs, and nothing waits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from holotrain.models.layers.blocks import transformer_branches
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, recompute
-from holotrain.reversible.graphs import GraphedStep
+from holotrain.reversible.graphs import StepGraphs
 
 DEPTH, HEADS, VOCAB = 4, 4, 1024
 ORDER = "order of attention kernels"
@@ -82,7 +82,7 @@ CASES: dict[str, tuple[Callable, dict | None]] = {
     "GPT-2 in tiles": (lambda options: language_model(options, "gpt2"), {"tile": True}),
     "Llama, checkpoint8": (lambda options: language_model(options, "llama"), {"backward": "checkpoint8"}),
     "Llama, offload": (lambda options: language_model(options, "llama"), {"backward": "offload"}),
-    "GraphedStep": (lambda options: language_model(options, "gpt2"), {}),
+    "StepGraphs": (lambda options: language_model(options, "gpt2"), {}),
 }
 """How each case makes a model and its input, and with what recompute changes it; None: it is reversible."""
 
@@ -104,14 +104,14 @@ def three_steps(name: str, options: argparse.Namespace, plain: bool = False) -> 
         recompute(model, **changed | tiled)
     model, x = model.to(DEVICE).train(), x.to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters())
-    graphed = GraphedStep(lambda x: loss_of(model, x), model.parameters()) if name == "GraphedStep" else None
+    graphed = StepGraphs(lambda x: loss_of(model, x), model) if name == "StepGraphs" else None
     warm_ups = 0 if graphed is None else 2  # the fourth call is captured
     try:
         for step in range(3 + warm_ups):
             if DEVICE == "cuda" and step == 2 + warm_ups:
                 torch.cuda.set_sync_debug_mode("error")
+            optimizer.zero_grad()
             if graphed is None:
-                optimizer.zero_grad()
                 loss_of(model, x).backward()
             else:
                 graphed(x)
@@ -176,7 +176,7 @@ def main() -> None:
     options = parser.parse_args()
     multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__", "timm", *MODELING] if options.cases else [])
     orders = in_a_process(ORDER, options)
-    errors = {name: in_a_process(name, options) for name in options.cases if name != "GraphedStep" or DEVICE == "cuda"}
+    errors = {name: in_a_process(name, options) for name in options.cases if name != "StepGraphs" or DEVICE == "cuda"}
     result = begin(options) | {"versions": versions(), "order": orders, "errors": errors}
     print(result["versions"])
     print(f"attention kernels before the first attention, and after it: {orders}")

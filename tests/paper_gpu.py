@@ -17,6 +17,7 @@ which kernel attention chooses.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import count
@@ -30,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from holotrain.overlap import predictor, signals
-from holotrain.reversible import graphs, side_stream
+from holotrain.reversible import graph_generators, side_stream
 from holotrain.synthesis import delayed
 
 CPU = torch.device("cpu")
@@ -84,6 +85,21 @@ class Graph:
 
     def __init__(self, machine: Machine) -> None:
         self._machine, self.calls = machine, []
+        self._there, self._before = {id(memory) for memory in machine.memories}, {}
+
+    def note(self, tensor: Tensor) -> None:
+        """Before a tensor is changed: keeps what memory held that was there before the capture."""
+        storage = tensor.untyped_storage()
+        if id(self._machine.memory_of(tensor)) in self._there and storage._cdata not in self._before:
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                self._before[storage._cdata] = storage, storage.clone()
+
+    def put_back(self) -> None:
+        """A capture computes nothing."""
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            for storage, before in self._before.values():
+                storage.copy_(before)
+        self._before = {}
 
     def register_generator_state(self, generator: object) -> None:
         pass
@@ -153,6 +169,7 @@ class Machine:
         self.wanted: tuple[torch.device, bool] | None = None
         self.log: list[tuple[str, str]] = []
         """What ran on which stream."""
+        self.sync_debug_mode: int | str = 0
         self.waits: list[str] = []
         """The operations for whose result the host waited."""
         self.made_on_host: list[str] = []
@@ -220,6 +237,8 @@ class Machine:
             else:
                 memory.read(self._actor, tensor, str(packet))
         for tensor in written:
+            if self.capture is not None:
+                self.capture.note(tensor)
             self.memory_of(tensor).write(self._actor, tensor, str(packet))
 
     def end(self, function, args: tuple, kwargs: dict, made: object) -> None:
@@ -252,6 +271,8 @@ class Machine:
         waits = to_host and not (pinned and self._without_waiting(function, args, kwargs))
         if actor is not self.host and (packet in WAITING or waits):
             self.waits.append(str(packet))
+            if self.sync_debug_mode == "warn":
+                warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
             self.wait_for(actor)
 
     def _without_waiting(self, function, args: tuple, kwargs: dict) -> bool:
@@ -279,6 +300,7 @@ class Machine:
             yield
         finally:
             self.capture, self.current = None, before
+            graph.put_back()
         for other in self.streams:
             if any(name == other.name for _, name in self.log[ran:]) and not own.knows(other, other.clock[other]):
                 raise Race(f"the capture ends before it has waited for {other.name}")
@@ -409,6 +431,9 @@ def replace_cuda(monkeypatch, machine: Machine, late: bool = False) -> Iterator[
         "get_device_capability": lambda device=None: (8, 0),
         "CUDAGraph": lambda: Graph(machine),
         "graph": machine.captured,
+        "graph_pool_handle": lambda: object(),
+        "get_sync_debug_mode": lambda: machine.sync_debug_mode,
+        "set_sync_debug_mode": lambda mode: setattr(machine, "sync_debug_mode", mode),
         "get_rng_state": lambda device=None: random_numbers,
         "set_rng_state": lambda state, device=None: None,
         "initial_seed": lambda: 0,
@@ -418,7 +443,7 @@ def replace_cuda(monkeypatch, machine: Machine, late: bool = False) -> Iterator[
     recorded = lambda tensor, stream: machine.memory_of(tensor).recorded.add(stream)  # noqa: E731
     monkeypatch.setattr(torch.Tensor, "record_stream", recorded)
     pair = SimpleNamespace(forward=None, recomputation=None, used=lambda generator: nullcontext())
-    monkeypatch.setattr(graphs, "_Pair", lambda device, seed: pair)
+    monkeypatch.setattr(graph_generators, "_Pair", lambda device, seed: pair)
     monkeypatch.setattr(delayed, "ThreadPoolExecutor", lambda threads, thread_name_prefix: Worker(machine, late))
     kept = (side_stream._side_stream, signals._stream_of, signals.order_of, predictor.sms_of)
     for cached in kept:

@@ -28,7 +28,7 @@ from holotrain.overlap import all_to_all_linear, column_parallel_linear, linear_
 from holotrain.overlap import groups as in_groups
 from holotrain.overlap.groups import Collectives, Columns, Holding
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, recompute
-from holotrain.reversible.graphs import WARM_UPS, GraphedStep
+from holotrain.reversible.graphs import WARM_UPS, StepGraphs
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.tasks import optimizer_functions
 
@@ -96,10 +96,14 @@ def test_what_is_rebuilt_wrongly_is_said_when_the_next_step_begins(on_paper, bac
 def test_a_capture_does_not_ask_what_has_arrived(on_paper):
     net = sequence(2).to("cuda")
     net.backward = "reversible"
-    step = GraphedStep(lambda x: sum(net(x, x.tanh())).mean(), net.parameters())
+    step = StepGraphs(lambda x: sum(net(x, x.tanh())).mean(), net)
     for _ in range(WARM_UPS + 2):  # and no other forward between them
         step(torch.ones(3, WIDTH, dtype=torch.float64, device="cuda"))
     assert net.checks.errors[0].item() < 1e-12
+
+
+def captured(step: StepGraphs) -> int:
+    return sum(graph.replay is not None for graph in step._graphs.values())
 
 
 class Flipping(nn.Module):
@@ -116,18 +120,18 @@ class Flipping(nn.Module):
 
 def test_what_a_replay_rebuilds_wrongly_is_said_and_drops_the_graph(on_paper):
     net = ReversibleSequence([ReversibleBlock(Flipping(), Flipping()) for _ in range(3)], "reversible")
-    step = GraphedStep(lambda x: sum(net(x, x.tanh())).mean(), [])
+    step = StepGraphs(lambda x: sum(net(x, x.tanh())).mean(), net)
     x = torch.full((2, 3), 0.5, device="cuda").requires_grad_()
     for _ in range(WARM_UPS + 2):
         step(x)
     step(20 * x)
-    assert step._graph is not None
+    assert captured(step) == 1
     with pytest.warns(UserWarning, match="From the next step on the blocks keep their inputs"):
         step(x)
-    assert step._graph is None
+    assert not step._graphs
     for _ in range(WARM_UPS + 2):
         step(20 * x)
-    assert net.checks.failed and step._graph is not None
+    assert net.checks.failed and captured(step) == 1
 
 
 def test_a_step_that_draws_on_the_host_stays_an_ordinary_one(on_paper):
@@ -137,7 +141,7 @@ def test_a_step_that_draws_on_the_host_stays_an_ordinary_one(on_paper):
         drawn.append(float(torch.rand(())))
         return (weight * x).sum() * drawn[-1]
 
-    step = GraphedStep(loss, [weight])
+    step = StepGraphs(loss, nn.ParameterList([weight]))
     x = torch.ones(3, device="cuda")
     with pytest.warns(UserWarning, match="draws random numbers on the CPU"):
         step(x)
@@ -160,7 +164,7 @@ def test_the_backward_of_a_captured_step_runs_outside_of_autocast(on_paper):
             return gradient * 2
 
     weight = nn.Parameter(torch.ones(3, device="cuda"))
-    step = GraphedStep(lambda x: Noting.apply(weight * x).sum(), [weight])
+    step = StepGraphs(lambda x: Noting.apply(weight * x).sum(), nn.ParameterList([weight]))
     with torch.autocast("cuda", torch.bfloat16):
         for _ in range(WARM_UPS + 1):
             step(torch.ones(3, device="cuda"))
@@ -170,7 +174,7 @@ def test_the_backward_of_a_captured_step_runs_outside_of_autocast(on_paper):
 def test_offload_in_a_capture_says_that_inputs_stay(on_paper):
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))).to("cuda")
     model = recompute(nn.ModuleList([blocks]), backward="offload")[0]
-    step = GraphedStep(lambda x: model(x).sum(), model.parameters())
+    step = StepGraphs(lambda x: model(x).sum(), model)
     with pytest.warns(UserWarning, match="offload keeps inputs on the device in a CUDA graph"):
         for _ in range(WARM_UPS + 1):
             step(torch.ones(3, 4, device="cuda"))
@@ -187,7 +191,7 @@ def test_a_captured_step(on_paper, backward):
         return (y1 * y2.sin()).mean()
 
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    step = GraphedStep(loss, net.parameters())
+    step = StepGraphs(loss, net)
     for number in range(WARM_UPS + 3):
         x = torch.linspace(-1, number, 3 * WIDTH, dtype=torch.float64).view(3, WIDTH).to("cuda")
         value = step(x)
@@ -196,6 +200,7 @@ def test_a_captured_step(on_paper, backward):
         assert_close([p.grad for p in net.parameters()], due)
         del due
         optimizer.step()
+        optimizer.zero_grad()
     step(x[:2]).item()
     optimizer.step()
 

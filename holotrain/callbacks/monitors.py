@@ -18,7 +18,7 @@ from holotrain.error_diffusion.cells import alignment, dead_cells, sign_violatio
 from holotrain.error_diffusion.rules import BACKPROPAGATION
 from holotrain.numeric import require_at_least
 from holotrain.optimizers import InBackward
-from holotrain.reversible.graphs import GraphedStep
+from holotrain.reversible.graphs import StepGraphs
 from holotrain.reversible.sequence import checks_in
 
 
@@ -76,7 +76,7 @@ def log_text(loggers: Iterable[Logger], tag: str, text: str, step: int) -> None:
 
 def replays(pl_module: pl.LightningModule) -> bool:
     """Whether the training step is the replay of a CUDA graph, which runs no hooks of Python's."""
-    return any(isinstance(value, GraphedStep) for value in vars(pl_module).values())
+    return any(isinstance(value, StepGraphs) and value.reason is None for value in vars(pl_module).values())
 
 
 SAMPLED = 2**16

@@ -104,7 +104,7 @@ def _task(config: RunConfig, data: pl.LightningDataModule, backward: Backward, d
     elif depth is not None and takes(model, "depth"):
         model = model.with_arguments(depth=depth)
     # The plan follows the operations themselves, without torch.compile and CUDA graphs.
-    config = replace(config, model=model, backward=replace(configured, cuda_graph=False), compile=False)
+    config = replace(config, model=model, backward=configured, compile=False)
     task = build_task(config, data)
     return task.double() if config.trainer.precision == "64-true" else task
 

@@ -25,7 +25,7 @@ from holotrain.checkpoints.exact_resume import ExactResume
 from holotrain.commands.memory import smallest_batch
 from holotrain.commands.run import Run
 from holotrain.config import checkpointed
-from holotrain.config.build import build_data, build_task, check_device, check_division, class_names, device_kind, train_part
+from holotrain.config.build import build_data, build_task, check_device, check_division, class_names, train_part, why_no_graphs
 from holotrain.config.command_line import to_container
 from holotrain.config.command_options import Config, FitConfig, RunConfig
 from holotrain.config.option_groups import HUGGING_FACE, PYTHON_OBJECT, TEXT, is_a
@@ -60,8 +60,8 @@ def prepare(config: Config, run: Run) -> tuple[Config, pl.LightningDataModule, P
     if resumes:  # a job of a resumed sweep may not have started
         start = run.last_checkpoint if run.last_checkpoint.exists() else None
     check_device(config.trainer)
-    if isinstance(config, FitConfig) and config.backward.cuda_graph and device_kind(config.trainer.accelerator) != "cuda":
-        raise UserError("backward.cuda_graph: needs an NVIDIA GPU; set it to false")
+    if isinstance(config, FitConfig) and config.trainer.graphs is True and (reason := why_no_graphs(config)) is not None:
+        raise UserError(f"trainer.graphs: {reason}; set it to false")
     if start is not None:
         check_same(config, start, FOR_ANY_USE)
         config = chosen_before(config, start) if resumes else config

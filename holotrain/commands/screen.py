@@ -18,7 +18,7 @@ from torch import nn
 
 from holotrain.callbacks.shown import FIGURES
 from holotrain.commands.run import SUMMARY, Run, Summary
-from holotrain.config.build import device_name, model_parallel_size
+from holotrain.config.build import device_name, model_parallel_size, why_no_graphs
 from holotrain.config.command_options import RunConfig
 from holotrain.config.option_groups import ObjectConfig, loads_weights
 from holotrain.data.images import ImageDataModule
@@ -137,6 +137,8 @@ def show_start(
         rows["backward"] = f"{backward.name}{blocks}{''.join(cut)}"
     if fits:
         rows["length"] = _length(config.trainer)
+        if config.trainer.graphs:
+            rows["graphs"] = why_no_graphs(config) or "forward and backward"
         rows["synthesis"] = config.synthesis and _named(run, "synthesis", config.synthesis, "dtype", "split")
         rows["optimizer"] = config.optimizer and _named(run, "optimizer", config.optimizer, "lr")
         rows["schedule"] = config.scheduler and _named(run, "scheduler", config.scheduler, *config.scheduler.arguments)

@@ -32,7 +32,7 @@ from holotrain.checkpoints.distributed import CheckpointFiles
 from holotrain.checkpoints.exact_resume import ExactResume
 from holotrain.checkpoints.saving import last_checkpoint
 from holotrain.config import option_groups as groups
-from holotrain.config.command_options import CheckpointConfig, RunConfig
+from holotrain.config.command_options import CheckpointConfig, RunConfig, exclusive
 from holotrain.config.option_groups import BackwardConfig, ObjectConfig, default_backward, full_name, is_a, schema_of, takes
 from holotrain.config.signatures import REQUIRED, Option, signature
 from holotrain.data.text.module import TextDataModule
@@ -68,6 +68,14 @@ def device_kind(accelerator: str) -> str:
     if accelerator in ("auto", "gpu", "mps") and torch.backends.mps.is_available():
         return "mps"
     return "cpu"
+
+
+def why_no_graphs(config: RunConfig) -> str | None:
+    """Why no training step is captured as a CUDA graph; None: they are, unless a step shows that it cannot be."""
+    if device_kind(config.trainer.accelerator) != "cuda":
+        return "needs an NVIDIA GPU"
+    others = next(others for option, _, others in exclusive(config) if option == "trainer.graphs")
+    return next((f"does not go together with {other}" for other, is_used in others.items() if is_used), None)
 
 
 def device_name(accelerator: str) -> str:
@@ -268,7 +276,7 @@ def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = Fa
 
 def task_of(model: nn.Module | None, config: RunConfig, described: dict[str, Any]) -> pl.LightningModule:
     """The LightningModule for a model, or for None if it takes none; ``described``: from :func:`description`."""
-    context: dict[str, Any] = {"model": model, "cuda_graph": config.backward.cuda_graph}
+    context: dict[str, Any] = {"model": model, "graphs": bool(config.trainer.graphs) and why_no_graphs(config) is None}
     if config.optimizer is not None:
         context["optimizer"] = partial(make_optimizer, config.optimizer, config.trainer.gradient_clip_val or None)
         if config.scheduler is not None:

@@ -255,6 +255,8 @@ def check_trainer(trainer: ObjectConfig) -> None:
     for name in (*counts, "pipeline_stages", "accumulate_grad_batches", "check_val_every_n_epoch"):
         require_at_least(1, **{name: getattr(trainer, name)})
     require_at_least(0, gradient_clip_val=trainer.gradient_clip_val)
+    if trainer.graphs not in (True, False, AUTO):
+        raise ValueError(f"graphs: must be true, false or auto, not {trainer.graphs!r}")
     if trainer.strategy == "single" and (trainer.devices not in (1, AUTO) or trainer.num_nodes not in (1, None)):
         raise ValueError("devices: trainer=default uses one process; for several, use trainer=ddp, fsdp, tp or pipeline")
     unlimited = trainer.max_epochs in (None, -1) and trainer.max_steps < 0 and trainer.max_time is None
@@ -285,9 +287,8 @@ def exclusive(config: RunConfig) -> list[tuple[str, Any, dict[str, Any]]]:
     stepwise = {"trainer.accumulate_grad_batches above 1": trainer.accumulate_grad_batches > 1} | scaled
     by_norm = trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value"
     clipped = {"clipping by norm; use trainer.gradient_clip_algorithm=value": by_norm}
-    captured, synthesis = {"backward.cuda_graph": backward.cuda_graph}, {"a synthesis": config.synthesis is not None}
+    synthesis = {"a synthesis": config.synthesis is not None}
     diffused = {"task=error_diffusion": is_a(config.task, groups.ERROR_DIFFUSION)}
-    varied = {"batches that vary in shape": is_a(config.task, groups.MASKED_LM, groups.SEQUENCE_CLASSIFIER)}
     automatic = {"an automatic batch size": config.batch_is_open}
     planned = {"backward=auto": backward.open, "plan": isinstance(config, PlanConfig)}
     whole = planned | automatic | scaled | diffused | {"an average of the weights": config.average}
@@ -295,8 +296,8 @@ def exclusive(config: RunConfig) -> list[tuple[str, Any, dict[str, Any]]]:
     frozen = {"model.trained=head": getattr(config.model, "trained", "all") == "head"}
     few_bits = {"an optimizer of few bits": getattr(config.optimizer, "target", None) == groups.LOW_BIT}
     return [
-        ("optimizer.in_backward", config.steps_in_backward, several | stepwise | synthesis | captured | clipped | diffused),
-        ("backward.cuda_graph", backward.cuda_graph, several | stepwise | varied),
+        ("optimizer.in_backward", config.steps_in_backward, several | stepwise | synthesis | clipped | diffused),
+        ("trainer.graphs", trainer.graphs is True, several | scaled | {"optimizer.in_backward": config.steps_in_backward}),
         ("synthesis.cuda_graph", getattr(config.synthesis, "cuda_graph", False), several),
         ("task=error_diffusion", diffused["task=error_diffusion"], synthesis),
         (strategy, trainer.strategy in ("fsdp", "tp", "pipeline"), whole),

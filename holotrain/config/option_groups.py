@@ -89,8 +89,6 @@ class BackwardConfig:
     """backward=auto may also choose inexact schedules"""
     on_mismatch: Literal["store", "error"] = "store"
     """what follows if activations are rebuilt wrongly: store: a warning, and block inputs are stored from then on; error"""
-    cuda_graph: bool = False
-    """capture forward and backward as a CUDA graph; faster for small models, whose kernel launches dominate (GPU only)"""
 
     def __post_init__(self) -> None:
         check_choice("backward.kind", self.kind or AUTO, OPTIONS)
@@ -238,6 +236,7 @@ def trainer_options(
     accelerator: Literal["auto", "cpu", "gpu", "mps"] = "auto",
     precision: Literal["auto", "32-true", "64-true", "bf16-mixed", "16-mixed"] = "auto",
     float32_matmul_precision: Literal["highest", "high", "medium"] = "highest",
+    graphs: bool | Literal["auto"] = False,
     strategy: Literal["single", "ddp", "fsdp", "tp", "pipeline"] = "single",
     devices: int | Literal["auto"] = 1,
     num_nodes: int | None = None,
@@ -260,6 +259,7 @@ def trainer_options(
         accelerator: cpu, gpu (NVIDIA or Apple), mps (Apple) or auto (the GPU, if there is one)
         precision: 32-true, 64-true, bf16-mixed, 16-mixed, or auto: bf16-mixed on a GPU that computes in it, else 32-true
         float32_matmul_precision: products of float32 on a GPU: highest, high (TF32) or medium (TF32, or less), as in torch
+        graphs: capture forward and backward as CUDA graphs, for up to 8 shapes of batches (GPU only); auto: where it can be
         strategy: single (process), ddp, fsdp (FSDP2), tp (tensor parallel) or pipeline (each process has some of the blocks)
         devices: processes on this machine, one per GPU; auto: one for each GPU, or as many as torchrun started
         num_nodes: number of machines; start the command on each with torchrun; null: as many as were started
@@ -327,7 +327,7 @@ DATA_PROPERTIES = ("image_size", "channels", "classes", "num_classes", "vocab", 
 """Parameters of models and tasks that the data module tells, if it can."""
 
 OBJECT_GROUPS = {
-    "task": GroupSchema(("model", "optimizer", "scheduler", "cuda_graph", "token_bytes", "mask_id"), known=DATA_PROPERTIES),
+    "task": GroupSchema(("model", "optimizer", "scheduler", "graphs", "token_bytes", "mask_id"), known=DATA_PROPERTIES),
     "data": GroupSchema(("seed", "layout", "tokenizer_json", "labels")),
     "model": GroupSchema(
         elsewhere={"backward": "backward.kind", **{name: f"backward.{name}" for name in ("store", "exact", "keep", "tile")}},
@@ -341,7 +341,7 @@ OBJECT_GROUPS = {
 }
 """The groups that name any class or function, and what the program knows of their parameters."""
 
-PROCESS_OPTIONS = OBJECT_GROUPS["trainer"].own - {"float32_matmul_precision", "backend", "timeout"}
+PROCESS_OPTIONS = OBJECT_GROUPS["trainer"].own - {"float32_matmul_precision", "graphs", "backend", "timeout"}
 """Options about several processes. A training continues with the same ones; the other commands default to one process."""
 
 NAMED_GROUPS = {

@@ -108,7 +108,7 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
 
     Args:
         options: of ``torch.compile``, such as ``mode="max-autotune-no-cudagraphs"``. A mode with CUDA graphs would overwrite
-            what a recomputation has saved; use :class:`~holotrain.reversible.graphs.GraphedStep`.
+            what a recomputation has saved; use :class:`~holotrain.reversible.graphs.StepGraphs`.
     """
     for module in model.modules():
         if isinstance(module, ReversibleBlock | ResidualBlock | Transition):

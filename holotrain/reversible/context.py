@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
 import torch
@@ -46,6 +47,20 @@ def fake_mode_active() -> bool:
 def is_captured(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def may_wait(device: torch.device) -> Generator[None]:
+    """Inside, the host may wait for the device, as for a comparison that is seldom made, and nobody is told."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def backward_id() -> int:

@@ -1,122 +1,206 @@
-"""A training step as one CUDA graph, for small models whose speed is limited by kernel launches."""
+"""Forward and backward of training steps as CUDA graphs, for models whose speed is limited by what the host can launch."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from holotrain.reversible.context import fake_mode_active, is_captured
+from holotrain.reversible.graph_generators import GraphGenerators
 from holotrain.reversible.settings import Call, python_states, source_of
 
 WARM_UPS = 3
-"""Ordinary steps before the capture, in which libraries allocate workspaces and autograd sets up its streams."""
+"""Ordinary steps before the first capture, in which libraries allocate workspaces and autograd sets up its streams."""
+
+MOST = 8
+"""Shapes of batches that are captured."""
 
 
-class GraphedStep:
-    """Captures a forward and backward once and replays it. Works with any backward schedule and with dropout.
+class StepGraphs:
+    """Captures forward and backward, once for each shape of a batch, and replays them. Works with any schedule and dropout.
 
-        step = GraphedStep(lambda images, labels: cross_entropy(model(images), labels), model.parameters())
-        loss = step(images, labels)
-        optimizer.step()
+        step = StepGraphs(lambda images, labels: cross_entropy(model(images), labels), model)
+        for images, labels in loader:
+            loss = step(images, labels)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    A call adds the gradients to ``.grad``, as ``loss.backward()`` does. A shape is captured when it is seen the second time,
+    after some ordinary steps. Where parameters, their ``requires_grad``, the mode of a module or its ``forward`` have changed,
+    the graphs are dropped. All graphs share one pool of memory.
 
     Args:
-        loss: maps tensors on one CUDA device to a loss (a scalar). It must not wait for the device (no ``.item()``).
-        parameters: a step writes their ``.grad``.
+        loss: maps tensors to a loss (a scalar). It must not wait for the device (no ``.item()``).
+        model: whose parameters are trained.
 
-    A call overwrites every ``.grad`` with the gradient of this step. So gradients need not be set to zero, and cannot be
-    accumulated. The first calls, and calls with other shapes than the first call, run as ordinary steps. Parameters and
-    gradients must not move in memory between calls (no ``.to()``).
-
-    Raises:
-        ValueError: an input is not on a CUDA device (at the call).
+    Attributes:
+        reason: why all steps are ordinary ones; None: they are captured. A capture that fails, a wait for the device and random
+            numbers of the host are warned of, once, and are the reason from then on.
     """
 
-    def __init__(self, loss: Callable[..., Tensor], parameters: Iterable[torch.nn.Parameter]) -> None:
-        self._loss = loss
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._shapes: tuple | None = None
-        self._calls = 0
-        self._draws_on_the_host = False
-        self._graph: torch.cuda.CUDAGraph | None = None
+    def __init__(self, loss: Callable[..., Tensor], model: torch.nn.Module) -> None:
+        self._loss, self._model = loss, model
+        self.reason: str | None = None
+        self._graphs: dict[tuple[Any, ...], _Graph] = {}
+        self._state: list[object] = []
+        self._steps = 0
+        self._static: dict[Tensor, Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
-        self._found: list[Finding] = []
+        self._pool: Any = None
+        self._pairs = 0
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        """Returns the loss, detached, on the device."""
-        if not inputs or not all(tensor.is_cuda for tensor in inputs):
-            raise ValueError("a GraphedStep takes tensors on a CUDA device")
-        shapes = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in inputs)
-        if self._shapes is None:
-            self._shapes = shapes
-            self._generators = GraphGenerators(inputs[0].device)
-        if shapes != self._shapes or self._draws_on_the_host:
-            return self._ordinary(inputs)
-        self._calls += 1
-        if self._calls <= WARM_UPS:
-            return self._warm_up(inputs)
-        graph = self._graph or self._capture(inputs)
-        for static, value in zip(self._inputs, inputs, strict=True):
-            static.copy_(value, non_blocking=True)
-        graph.replay()
-        for parameter, grad in zip(self._parameters, self._grads, strict=True):
-            parameter.grad = grad
-        result = self._result.clone()
-        if any([finding.report() for finding in self._found]):  # all of them
-            # The blocks have other schedules from now on.
-            self._graph, self._found, self._calls = None, [], 0
-            self._generators = GraphGenerators(inputs[0].device)
-        return result
+    def __call__(self, *inputs: Tensor, scale: float = 1.0) -> Tensor:
+        """Returns the loss, detached.
 
-    def _warm_up(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        before = _host_states()
-        # The last one counts what will be recomputed.
-        with self._generators.available() if self._calls == WARM_UPS else nullcontext():
-            loss = self._aside(inputs)
-        if _host_states() != before:
-            self._draws_on_the_host = True
-            warnings.warn(
-                "the step draws random numbers on the CPU (as for layers that are dropped), which a CUDA graph would repeat in "
-                "each replay, so all steps run as ordinary ones",
-                stacklevel=3,
-            )
-        return loss
+        Args:
+            scale: by which its gradients are multiplied, such as the reciprocal of the batches that are accumulated.
+        """
+        if self.reason is not None or not all(isinstance(x, Tensor) and x.is_cuda for x in inputs):
+            return self._ordinary(inputs, scale)
+        shape = (*((x.shape, x.dtype, x.device) for x in inputs), scale)
+        self._drop_if_changed()
+        graph = self._graphs.get(shape)
+        if graph is None:
+            if len(self._graphs) == MOST:
+                return self._ordinary(inputs, scale)
+            self._graphs[shape] = graph = _Graph(GraphGenerators(inputs[0].device))
+        self._steps += 1
+        if graph.replay is None and (self._steps <= WARM_UPS or not graph.seen):
+            graph.seen = True
+            return self._warm_up(graph, inputs, scale)
+        if graph.replay is None and not self._capture(graph, inputs, scale):
+            return self._ordinary(inputs, scale)
+        return self._replay(graph, inputs)
 
-    def _ordinary(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        for parameter in self._parameters:
-            parameter.grad = None
-        with Call(inputs[0].device).settings.reinstated(cached=False):  # a cast weight in the cache would be captured as it was
+    def _ordinary(self, inputs: tuple[Tensor, ...], scale: float) -> Tensor:
+        device = inputs[0].device
+        with Call(device).settings.reinstated(cached=False):  # a cast weight in the cache would be captured as it was
             loss = self._loss(*inputs)
-        with torch.autocast(inputs[0].device.type, enabled=False):  # the caller's, which is for the forward
-            loss.backward()
+        with torch.autocast(device.type, enabled=False):  # the caller's, which is for the forward
+            (loss if scale == 1 else loss * scale).backward()
         return loss.detach()
 
-    def _aside(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        """An ordinary step on a stream of its own, as a capture wants it."""
-        current = torch.cuda.current_stream(inputs[0].device)
-        self._stream = self._stream or torch.cuda.Stream(inputs[0].device)
-        aside = self._stream
+    def _drop_if_changed(self) -> None:
+        """Drops the graphs if the model is not what it was."""
+        state: list[object] = [(parameter.data_ptr(), parameter.requires_grad) for parameter in self._model.parameters()]
+        for part in self._model.modules():
+            forward = vars(part).get("forward")
+            settings = (getattr(each, name, None) for each in (part, forward) for name in ("backward", "tile", "chunk"))
+            state.append((part.training, forward, *settings))
+        if state != self._state:
+            self._drop()
+            self._state = state
+
+    def _drop(self) -> None:
+        self._graphs, self._static, self._steps, self._pool = {}, {}, 0, None
+
+    def _warm_up(self, graph: _Graph, inputs: tuple[Tensor, ...], scale: float) -> Tensor:
+        """An ordinary step on a stream of its own, as a capture wants it, which counts what will be recomputed."""
+        before, device = _host_states(), inputs[0].device
+        graph.parameters = [each for each in self._model.parameters() if each.requires_grad]
+        current = torch.cuda.current_stream(device)
+        self._stream = aside = self._stream or torch.cuda.Stream(device)
         aside.wait_stream(current)
-        with torch.cuda.stream(aside):
-            loss = self._ordinary(inputs)
+        graph.generators.count()
+        with torch.cuda.stream(aside), graph.generators.available(), _waits() as waits:
+            loss = self._ordinary(inputs, scale)
         current.wait_stream(aside)
+        graph.parameters = [each for each in graph.parameters if each.grad is not None]  # others are none of an optimizer's
+        if _host_states() != before:
+            self._stay_ordinary(
+                "it draws random numbers on the CPU, as for layers that are dropped, which a replay would repeat"
+            )
+        elif waits:
+            self._stay_ordinary(f"it waits for the device ({waits[0]})")
         return loss
 
-    def _capture(self, inputs: tuple[Tensor, ...]) -> torch.cuda.CUDAGraph:
-        self._inputs = [tensor.clone() for tensor in inputs]
-        graph = torch.cuda.CUDAGraph()
-        self._generators.prepare(graph)
-        # A loader's thread may pin memory meanwhile, which would end a capture that forbids it to all threads.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"), self._generators.available(), collected() as found:
-            self._result = self._ordinary(tuple(self._inputs))
-        self._grads = [parameter.grad for parameter in self._parameters]
-        self._graph, self._found = graph, found
-        return graph
+    def _stay_ordinary(self, reason: str) -> None:
+        self.reason = reason
+        self._drop()
+        warnings.warn(f"the training step is not captured as a CUDA graph: {reason}", stacklevel=4)
+
+    def _capture(self, graph: _Graph, inputs: tuple[Tensor, ...], scale: float) -> bool:
+        graph.inputs = [x.clone() for x in inputs]
+        self._take_gradients(graph)
+        captured = torch.cuda.CUDAGraph()
+        self._pairs += graph.generators.prepare(captured, self._pairs)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        try:
+            # A loader's thread may pin memory meanwhile, which would end a capture that forbids it to all threads.
+            with (
+                torch.cuda.graph(captured, self._pool, capture_error_mode="thread_local"),
+                graph.generators.available(),
+                collected() as graph.found,
+            ):
+                graph.result = self._ordinary(tuple(graph.inputs), scale)
+        except Exception as error:  # of many kinds
+            self._stay_ordinary(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            return False
+        graph.replay = captured.replay
+        return True
+
+    def _take_gradients(self, graph: _Graph) -> None:
+        """Has gradients in memory of their own, to which each graph adds: zeros where there were none."""
+        new = []
+        for parameter in graph.parameters:
+            if parameter not in self._static:
+                self._static[parameter] = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
+            static = self._static[parameter]
+            if parameter.grad is None:
+                new.append(static)
+            elif parameter.grad is not static:
+                static.copy_(parameter.grad)
+            parameter.grad = static
+        if new:
+            torch._foreach_zero_(new)
+
+    def _replay(self, graph: _Graph, inputs: tuple[Tensor, ...]) -> Tensor:
+        assert graph.replay is not None
+        self._take_gradients(graph)
+        for static, value in zip(graph.inputs, inputs, strict=True):
+            static.copy_(value, non_blocking=True)
+        graph.replay()
+        result = graph.result.clone()
+        if any([finding.report() for finding in graph.found]):  # all of them
+            self._drop()  # the blocks have other schedules from now on
+        return result
+
+
+@dataclass
+class _Graph:
+    """That of one shape. ``seen``: an ordinary step had this shape."""
+
+    generators: GraphGenerators
+    seen: bool = False
+    replay: Callable[[], None] | None = None
+    parameters: list[torch.nn.Parameter] = field(default_factory=list)
+    inputs: list[Tensor] = field(default_factory=list)
+    result: Tensor = field(default_factory=lambda: torch.empty(0))
+    found: list[Finding] = field(default_factory=list)
+
+
+@contextmanager
+def _waits() -> Generator[list[str]]:
+    """Inside, a list of what has waited for the device."""
+    before, found = torch.cuda.get_sync_debug_mode(), []
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield found
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    for each in caught:
+        if "synchronizing CUDA operation" in str(each.message):
+            found.append(f"{each.filename}:{each.lineno}")
+        else:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
 
 class Finding(Protocol):
@@ -150,83 +234,3 @@ def collect(finding: Finding) -> None:
 
 def _host_states() -> tuple[object, bytes]:
     return source_of(torch.default_generator).read()[2], python_states([])
-
-
-# During the capture of a CUDA graph the state of a generator cannot be read or set. It can only be replaced by the state of
-# another generator that is registered with the graph. So each run that will be repeated gets two generators with equal seeds.
-# A replay of the graph advances both by the same amount, so they stay equal. Those that nothing was drawn from cost it nothing.
-
-
-class _Pair:
-    """Generators for one run of a branch in a captured step, and for its recomputation."""
-
-    def __init__(self, device: torch.device, seed: int) -> None:
-        self._default = torch.cuda.default_generators[device.index or 0]
-        self.forward, self.recomputation = (torch.Generator(device).manual_seed(seed) for _ in range(2))
-
-    @contextmanager
-    def used(self, generator: torch.Generator) -> Generator[None]:
-        """Inside, the device draws from a generator of the pair."""
-        before = self._default.graphsafe_get_state()
-        self._default.graphsafe_set_state(generator)
-        try:
-            yield
-        finally:
-            self._default.graphsafe_set_state(before)
-
-
-class GraphGenerators:
-    """Counts the pairs that a step needs, then hands them out while it is captured."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._count = device, 0
-        self._pairs: list[_Pair] = []
-
-    def prepare(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Makes as many pairs as were requested since the counting began, and registers them with ``graph``."""
-        seed = torch.cuda.initial_seed()
-        self._pairs = [_Pair(self._device, (seed + number + 1) % 2**63) for number in range(self._count)]
-        # Later versions of torch register a generator when it is first drawn from, and will remove this method.
-        register = getattr(graph, "register_generator_state", lambda generator: None)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*register_generator_state")
-            for pair in self._pairs:
-                register(pair.forward)
-                register(pair.recomputation)
-        self._count = 0
-
-    def next(self) -> _Pair | None:
-        """The next pair; None while they are counted."""
-        self._count += 1
-        return self._pairs[self._count - 1] if self._pairs else None
-
-    @contextmanager
-    def available(self) -> Generator[None]:
-        """Inside, runs of branches take their pairs from here."""
-        token = _graph_generators.set(self)
-        try:
-            yield
-        finally:
-            _graph_generators.reset(token)
-
-
-_graph_generators: ContextVar[GraphGenerators | None] = ContextVar("graph generators", default=None)
-
-
-def next_pair(device: torch.device) -> _Pair | None:
-    """The pair for the run that begins now; None where no graph is captured.
-
-    Raises:
-        RuntimeError: a graph is captured by other means than :class:`~holotrain.reversible.graphs.GraphedStep`, or a sequence
-            runs inside a branch of another.
-    """
-    if fake_mode_active():
-        return None
-    generators = _graph_generators.get()
-    pair = None if generators is None else generators.next()
-    if pair is None and is_captured(device):
-        raise RuntimeError(
-            "use holotrain.reversible.graphs.GraphedStep to capture a step that recomputes activations, without a reversible "
-            "sequence inside a branch of another; otherwise the recomputation would draw other random numbers"
-        )
-    return pair

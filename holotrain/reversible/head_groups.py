@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from holotrain.reversible.context import has_no_data, is_captured, recomputing
+from holotrain.reversible.context import has_no_data, is_captured, may_wait, recomputing
 from holotrain.reversible.lists_of_blocks import is_list_of_blocks, outermost
 from holotrain.reversible.reads import is_compiled, is_sharded, parts_of
 from holotrain.reversible.recording import Recorded
@@ -179,7 +179,8 @@ class HeadGroups(ReplacedForward):
         if not recomputing() and not is_captured(x.device):
             self._calls += 1
             if key not in self._reasons or (self._reasons[key] is None and self._calls & (self._calls - 1) == 0):
-                self._reasons[key] = self._found_apart(x, run, rest)
+                with may_wait(x.device):
+                    self._reasons[key] = self._found_apart(x, run, rest)
         return self._reasons.get(key)
 
     @torch.no_grad()

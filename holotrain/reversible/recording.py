@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from holotrain.numeric import counted
 from holotrain.reversible.context import graph_is_retained, in_recomputation, in_trace
-from holotrain.reversible.graphs import next_pair
+from holotrain.reversible.graph_generators import next_pair
 from holotrain.reversible.kept_results import Casts, KeptResults
 from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, require_unwrapped
 from holotrain.reversible.settings import Call, Draws, generators_among, one_convolution, python_generators_among

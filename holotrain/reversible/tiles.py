@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holotrain.reversible.context import has_no_data, is_captured, recomputing
+from holotrain.reversible.context import has_no_data, is_captured, may_wait, recomputing
 from holotrain.reversible.lists_of_blocks import is_list_of_blocks, outermost
 from holotrain.reversible.reads import parts_of
 from holotrain.reversible.replaced_forward import ReplacedForward
@@ -165,8 +165,10 @@ class Tiled(ReplacedForward):
         if recomputing() or has_no_data(x) or is_captured(x.device):
             return True
         self._calls += 1
-        if self._calls & (self._calls - 1) == 0 and not self._keeps_apart(x, keywords):
-            self._mixes = True
+        if self._calls & (self._calls - 1) == 0:
+            with may_wait(x.device):
+                self._mixes = not self._keeps_apart(x, keywords)
+        if self._mixes:
             self._say("its first two tiles have other results by themselves", partial(warnings.warn, stacklevel=5))
         return not self._mixes
 

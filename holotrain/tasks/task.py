@@ -4,6 +4,7 @@ import copy
 import math
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from holotrain.errors import check_choice
 from holotrain.optimizers import InBackward
 from holotrain.optimizers.stepping import refuse_in_backward
-from holotrain.reversible.graphs import GraphedStep
+from holotrain.reversible.graphs import StepGraphs
 from holotrain.targets import ShowsInherited
 from holotrain.tasks.schedules import continue_schedule
 
@@ -32,8 +33,7 @@ class Task(ShowsInherited, pl.LightningModule):
         optimizer: function of the model that returns the optimizer; null if the module is only evaluated
         scheduler: function of the optimizer and the number of optimizer steps that returns the schedule, which is stepped after
             every optimizer step, or a dict of Lightning's options for it, such as ``{"scheduler": ..., "interval": "epoch"}``
-        cuda_graph: capture forward and backward as a CUDA graph (:class:`~holotrain.reversible.graphs.GraphedStep`), on a CUDA
-            device, without accumulation and without scaled gradients
+        graphs: capture forward and backward as CUDA graphs (:class:`~holotrain.reversible.graphs.StepGraphs`), on a CUDA device
 
     Logs ``train/loss`` and ``train/lr`` every ``log_every_n_steps`` (0: never), and what each task adds.
     """
@@ -43,7 +43,7 @@ class Task(ShowsInherited, pl.LightningModule):
         model: nn.Module,
         optimizer: Callable[[nn.Module], Optimizer] | None = None,
         scheduler: Callable[[Optimizer, int], LRScheduler | dict[str, Any]] | None = None,
-        cuda_graph: bool = False,
+        graphs: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
@@ -53,7 +53,7 @@ class Task(ShowsInherited, pl.LightningModule):
         self._followed: float | None = None
         self._validated_in: int | None = None  # the latest epoch, and that whose metric a schedule has seen
         self._followed_in: int | None = None
-        self._graphed = GraphedStep(self.loss, model.parameters()) if cuda_graph else None
+        self.graphs = StepGraphs(self.loss, model) if graphs else None
 
     @property
     @abstractmethod
@@ -95,14 +95,12 @@ class Task(ShowsInherited, pl.LightningModule):
             self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"], batch_size=len(inputs[0]))
         return loss
 
-    def on_fit_start(self) -> None:
-        if self._graphed is not None and self.trainer.accumulate_grad_batches > 1:
-            raise ValueError("cuda_graph sets gradients anew in each batch; set accumulate_grad_batches=1 or cuda_graph=False")
-
     @property
     def _whole_step(self) -> Callable[..., Tensor] | None:
-        """What runs forward and backward together, and sets gradients anew: a CUDA graph, or a strategy with stages."""
-        return self._graphed or getattr(self.trainer.strategy, "run_step", None)
+        """What runs forward and backward together: CUDA graphs, or a strategy with stages, which sets gradients anew."""
+        if self.graphs is not None:
+            return partial(self.graphs, scale=1 / self.trainer.accumulate_grad_batches)
+        return getattr(self.trainer.strategy, "run_step", None)
 
     def backward(self, loss: Tensor) -> None:
         if self._whole_step is None:
@@ -120,15 +118,20 @@ class Task(ShowsInherited, pl.LightningModule):
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        if self._whole_step is None:  # it overwrites gradients, and Lightning calls this after it
+        if self._whole_step is None:  # Lightning calls this after it
             super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        if self.graphs is not None:
+            optimizer.zero_grad()
 
     def configure_optimizers(self) -> Any:
         if self.make_optimizer is None:
             raise ValueError("this task has no optimizer; it can only be evaluated")
         optimizer = self.make_optimizer(self.model)
         if isinstance(optimizer, InBackward):
-            refuse_in_backward({"a CUDA graph": self._graphed is not None})
+            refuse_in_backward({"a CUDA graph": self.graphs is not None})
             settle_in_backward(optimizer, self.trainer)
         if self.make_scheduler is None:
             return optimizer

@@ -247,8 +247,8 @@ WRONG = {
     "task=causal_lm model=rev_vit_tiny": "model: CausalLM trains GPT or HuggingFace, not RevViT",
     "task=masked_lm data=digits": "data: MaskedLM learns from TextDataModule, not from Digits",
     "task=masked_lm data.batch_size=auto": "data.batch_size=auto: data.max_tokens sets the batch size here",
-    "backward.cuda_graph=true trainer.precision=16-mixed": "backward.cuda_graph: does not go together with trainer.precision",
-    "task=masked_lm backward.cuda_graph=true": "backward.cuda_graph: does not go together with batches that vary in shape",
+    "trainer.graphs=true trainer.precision=16-mixed": "trainer.graphs: does not go together with trainer.precision",
+    "trainer.graphs=maybe": "trainer.graphs",
 }
 
 
@@ -261,13 +261,11 @@ def test_a_wrong_value_is_named(words, tmp_path):
 
 USED = {
     "task=error_diffusion": "task=error_diffusion",
-    "batches that vary in shape": "task=masked_lm",
     "an automatic batch size": "data.batch_size=auto",
     "model.trained=head": "model.trained=head",
     "model.adapters": "model.adapters._target_=peft.LoraConfig",
     "model.quantised": "model.quantised=4bit",
     "backward=auto": "backward=auto",
-    "backward.cuda_graph": "backward.cuda_graph=true",
     "a synthesis": "synthesis=shared",
     "synthesis.cuda_graph": "synthesis=shared synthesis.cuda_graph=true",
     "an optimizer of few bits": "optimizer=adamw_4bit",

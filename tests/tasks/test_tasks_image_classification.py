@@ -5,9 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_trainings import quiet_trainer
 from torch import nn
-from torch.utils.data import DataLoader
 
 from holotrain.tasks import ImageClassifier, schedules
 
@@ -50,36 +48,6 @@ def test_the_loss_is_smoothed_cross_entropy_of_classes_or_probabilities():
     expected = -(smooth * log_p).sum(-1).mean()
     torch.testing.assert_close(task.training_step((images, labels), 0), expected)
     torch.testing.assert_close(task.training_step((images, nn.functional.one_hot(labels, 12).float()), 0), expected)
-
-
-class OrdinaryGraphedStep:
-    """What a GraphedStep does, without a graph: overwrites gradients, returns the detached loss."""
-
-    def __init__(self, loss, parameters):
-        self.loss, self.parameters = loss, list(parameters)
-
-    def __call__(self, *inputs):
-        for parameter in self.parameters:
-            parameter.grad = None
-        loss = self.loss(*inputs)
-        loss.backward()
-        return loss.detach()
-
-
-def test_a_graphed_task_trains_as_an_ordinary_one(monkeypatch):
-    """Lightning's own backward and zero_grad must leave a graphed step's gradients alone."""
-    monkeypatch.setattr("holotrain.tasks.task.GraphedStep", OrdinaryGraphedStep)
-    weights = []
-    for cuda_graph in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-        task = ImageClassifier(model, 10, optimizer=lambda m: torch.optim.SGD(m.parameters(), 0.1), cuda_graph=cuda_graph)
-        batches = [(torch.randn(4, 1, 8, 8), torch.arange(4)) for _ in range(5)]
-        quiet_trainer(max_epochs=1, gradient_clip_val=0.5).fit(task, DataLoader(batches, batch_size=None))
-        weights.append(model[1].weight.detach().clone())
-    torch.testing.assert_close(*weights, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="cuda_graph sets gradients anew in each batch; set accumulate_grad_batches=1"):
-        quiet_trainer(max_epochs=1, accumulate_grad_batches=2).fit(task, DataLoader(batches, batch_size=None))
 
 
 @pytest.mark.parametrize(

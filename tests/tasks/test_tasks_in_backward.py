@@ -62,12 +62,12 @@ class Scaling(pl.plugins.precision.MixedPrecision):
         ({"plugins": Scaling}, "gradient scaling of 16-mixed"),
         ({"strategy": "ddp"}, "DDPStrategy"),
         ({"callbacks": lambda: [SynthesisCallback()]}, "a synthesis needs gradients"),
-        ({"cuda_graph": True}, "a CUDA graph needs gradients after the backward"),
+        ({"graphs": True}, "a CUDA graph needs gradients after the backward"),
     ],
 )
 def test_a_trainer_that_needs_the_gradients_is_refused(options, words, monkeypatch):
     options = {name: value() if callable(value) else value for name, value in options.items()}
-    task = task_of(MAKERS["sgd"], True, cuda_graph=options.pop("cuda_graph", False))
+    task = task_of(MAKERS["sgd"], True, graphs=options.pop("graphs", False))
     if "strategy" in options:
         for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
             monkeypatch.setenv(name, value)

@@ -1,0 +1,238 @@
+"""Steps as CUDA graphs in whole trainings, on a GPU on paper: as without, to the bit; and why a step stays an ordinary one."""
+
+from functools import partial
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from compared import assert_equal
+from covering import slow
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from paper_gpu import paper_gpu
+from peft import LoraConfig, get_peft_model
+from small_models import IMAGE, TEXT
+from small_trainings import quiet_trainer
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from holotrain.models import GPT, RevGPT, RevViT, ViT
+from holotrain.models.block_schedules import set_tile
+from holotrain.reversible import graphs, loss_ops, recompute, undo
+from holotrain.reversible.graphs import WARM_UPS, StepGraphs
+from holotrain.tasks import CausalLM, ImageClassifier, optimizer_functions, schedules
+
+
+@pytest.fixture(autouse=True)
+def on_paper(monkeypatch):
+    monkeypatch.setattr(loss_ops, "_works", lambda device: False)  # Triton's kernels read addresses
+    with paper_gpu(monkeypatch) as machine:
+        yield machine
+
+
+class OnPaper(CPUAccelerator):
+    def setup_device(self, device: torch.device) -> None:
+        """Takes a device that there is not."""
+
+
+def trainer(**options) -> pl.Trainer:
+    accelerator = OnPaper()
+    strategy = SingleDeviceStrategy(device=torch.device("cuda", 0), accelerator=accelerator)
+    return quiet_trainer(**{"accelerator": "auto", "strategy": strategy, "max_epochs": 2} | options)
+
+
+def images(number: int):
+    """12 of 3 or 5 images."""
+    count, generator = (3, 5)[number % 4 == 3], torch.Generator().manual_seed(number)
+    return torch.randn(count, 1, 8, 8, generator=generator), torch.arange(count) % 5
+
+
+def texts(number: int):
+    """Of three lengths."""
+    return {"tokens": torch.randint(40, (2, (13, 9, 7)[number % 3]), generator=torch.Generator().manual_seed(number))}
+
+
+def gpt2():
+    dry = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=40, n_positions=16, **dry))
+    lora = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    return Logits(recompute(get_peft_model(model, lora), "base_model.model.transformer.h"))
+
+
+class Logits(nn.Module):
+    """Makes the loss of whole logits. Those in tiles ask torch itself for the device."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens, targets=None):
+        logits = self.model(tokens)
+        logits = getattr(logits, "logits", logits)
+        return logits if targets is None else nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def tiled_gpt():
+    model = GPT(**TEXT, backward="checkpoint8")
+    set_tile(model, 4)
+    return Logits(model)
+
+
+TRAININGS = {
+    "images": (partial(ViT, **IMAGE), images, {}),
+    "two streams, clipped, averaged": (partial(RevViT, **IMAGE), images, {"gradient_clip_val": 0.1, "callbacks": "average"}),
+    "accumulated": (partial(RevViT, **IMAGE, backward="pareprop"), images, {"accumulate_grad_batches": 2}),
+    "texts": (lambda: Logits(RevGPT(**TEXT)), texts, {}),
+    "in tiles, 8 bits": (tiled_gpt, texts, {"gradient_clip_val": 1.0}),
+    "GPT-2 with LoRA": (gpt2, texts, {"accumulate_grad_batches": 3}),
+}
+QUICK = ("accumulated", "texts")
+
+
+def trained(name: str, captured: bool, folder=None) -> tuple[dict, pl.LightningModule]:
+    make, batch, options = TRAININGS[name]
+    torch.manual_seed(0)
+    kind = partial(ImageClassifier, classes=5) if batch is images else CausalLM
+    task = kind(make(), optimizer=optimizer_functions.adamw, scheduler=schedules.cosine, graphs=captured)
+    data = DataLoader([*map(batch, range(12))], batch_size=None)
+    if options.get("callbacks") == "average":
+        options = options | {"callbacks": EMAWeightAveraging(decay=0.9)}
+    if folder is None:
+        trainer(**options).fit(task, data, DataLoader([batch(0)], batch_size=None))
+        return task.state_dict(), task
+    first = trainer(**options | {"max_epochs": 1})
+    first.fit(task, data)
+    first.save_checkpoint(folder / "it.ckpt")
+    task = kind(make(), optimizer=optimizer_functions.adamw, scheduler=schedules.cosine, graphs=captured)
+    trainer(**options).fit(task, data, ckpt_path=folder / "it.ckpt", weights_only=False)
+    return task.state_dict(), task
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in TRAININGS])
+def test_a_training_is_the_same_to_the_bit(name, on_paper):
+    expected, _ = trained(name, False)
+    found, task = trained(name, True)
+    assert task.graphs.reason is None and [graph.replay is not None for graph in task.graphs._graphs.values()].count(True) > 1
+    assert_equal([each.cpu() for each in found.values()], [each.cpu() for each in expected.values()])
+
+
+def test_a_resumed_training_is_the_same(tmp_path):
+    expected, _ = trained("accumulated", False, tmp_path)
+    found, _ = trained("accumulated", True, tmp_path)
+    assert_equal([each.cpu() for each in found.values()], [each.cpu() for each in expected.values()])
+
+
+def step_of(loss=None, **more):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).to("cuda")
+    net.unused = nn.Parameter(torch.ones(2, device="cuda"))
+    return net, StepGraphs(loss or (lambda x: net(x).square().mean()), net)
+
+
+def x_of(rows: int = 3) -> torch.Tensor:
+    return torch.linspace(-1, 1, 4 * rows).view(rows, 4).to("cuda")
+
+
+def captured(step: StepGraphs) -> int:
+    return sum(graph.replay is not None for graph in step._graphs.values())
+
+
+def test_gradients_are_added_and_what_has_none_keeps_none(on_paper):
+    net, step = step_of()
+    for _ in range(WARM_UPS + 2):
+        step(x_of(), scale=0.5)
+    due = torch.autograd.grad(net(x_of()).square().mean(), net[0].weight)[0]
+    torch.testing.assert_close(net[0].weight.grad, 0.5 * (WARM_UPS + 2) * due)
+    assert net.unused.grad is None and captured(step) == 1
+    on_paper.waits.clear()
+    for set_to_none in (True, False):
+        net.zero_grad(set_to_none)
+        step(x_of(), scale=0.5)
+    assert not on_paper.waits
+    torch.testing.assert_close(net[0].weight.grad, 0.5 * due)
+
+
+def test_a_shape_is_captured_when_it_is_seen_again_up_to_eight(on_paper, monkeypatch):
+    monkeypatch.setattr(graphs, "MOST", 3)
+    net, step = step_of()
+    for _ in range(3):
+        for rows in (1, 2, 3, 4):
+            loss = step(x_of(rows))
+            assert loss.item() == net(x_of(rows)).square().mean().item()
+    assert captured(step) == len(step._graphs) == 3
+
+
+def frozen(net):
+    net[0].requires_grad_(False)
+
+
+def evaluated(net):
+    net[1].eval()
+
+
+def moved(net):
+    net[0].weight.data = net[0].weight.data.clone()
+
+
+@pytest.mark.parametrize("change", [frozen, evaluated, moved])
+def test_a_change_of_the_model_drops_the_graphs(change):
+    net, step = step_of()
+    for _ in range(WARM_UPS + 1):
+        step(x_of())
+    assert captured(step) == 1
+    change(net)
+    net.zero_grad()
+    step(x_of())
+    assert not captured(step) and (net[0].weight.grad is None) == (change is frozen)
+
+
+def test_a_change_of_schedules_drops_the_graphs():
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))).to("cuda")
+    step = StepGraphs(lambda x: blocks(x).square().mean(), blocks)
+    for change in (recompute, partial(recompute, backward="checkpoint8"), undo):
+        for _ in range(WARM_UPS + 1):
+            step(x_of())
+        assert captured(step) == 1
+        change(blocks)
+        step(x_of())
+        assert not captured(step)
+
+
+def waiting(net):
+    return lambda x: net(x).square().mean() * float(net(x).mean() < 1e9)
+
+
+def refused(net):
+    def loss(x):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("operation not permitted when stream is capturing\nCompile with TORCH_USE_CUDA_DSA")
+        return net(x).square().mean()
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda net: lambda x: net(x).mean() * float(torch.rand(())), "draws random numbers on the CPU"),
+        (waiting, r"waits for the device \(.*\.py:\d+\)"),
+        (refused, "RuntimeError: operation not permitted when stream is capturing$"),
+    ],
+)
+def test_what_cannot_be_captured_is_said_once_and_the_training_goes_on(make, words):
+    net, step = step_of()
+    step._loss = make(net)
+    with pytest.warns(UserWarning, match=f"not captured as a CUDA graph: .*{words}") as warned:
+        for _ in range(WARM_UPS + 3):
+            net.zero_grad()
+            loss = step(x_of())
+    assert len(warned) == 1 and step.reason and loss.isfinite() and net[0].weight.grad.abs().sum() > 0
+
+
+def test_tensors_off_the_gpu_are_ordinary_steps():
+    net = nn.Linear(4, 1)
+    step = StepGraphs(lambda x: net(x).mean(), net)
+    for _ in range(WARM_UPS + 2):
+        step(torch.ones(2, 4))
+    assert not step._graphs and net.weight.grad.sum() == 4 * (WARM_UPS + 2)
