@@ -168,16 +168,22 @@ def _require_filled(model: Any, keys: ChunkedKeys, stop: int) -> None:
 
 
 @contextmanager
-def _without_checkpoints(model: nn.Module) -> Generator[None]:
-    """Inside, transformers checkpoints no blocks, for which it would turn the cache off."""
+def _without_checkpoints(model: Any) -> Generator[None]:
+    """Inside, transformers checkpoints no blocks, for which it would turn the cache off, and embeddings have no gradient of
+    their own, which peft asks for with checkpoints."""
     checkpointing: list[Any] = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False)]
+    of_embeddings = bool(getattr(model, "_require_grads_hooks", None) or getattr(model, "_require_grads_hook", None))
     for part in checkpointing:
         part.gradient_checkpointing = False
+    if of_embeddings:
+        model.disable_input_require_grads()
     try:
         yield
     finally:
         for part in checkpointing:
             part.gradient_checkpointing = True
+        if of_embeddings:
+            model.enable_input_require_grads()
 
 
 @torch.no_grad()

@@ -98,7 +98,7 @@ def undo(model: nn.Module) -> nn.Module:
 def require_plain(backward: str) -> None:
     """Raises a ValueError if this is no schedule of blocks that are not reversible."""
     if backward not in PLAIN:
-        raise ValueError(f"backward must be one of {', '.join(PLAIN)}, not {backward!r}")
+        raise ValueError(f"backward must be one of {', '.join(PLAIN)} or chunks, not {backward!r}")
 
 
 def recompute_block(block: nn.Module, backward: str) -> None:

@@ -65,6 +65,8 @@ def named_blocks(model: nn.Module, blocks: str | Sequence[str] | None) -> list[n
     Raises:
         ValueError: the model has no such list, or several and none is named.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"recompute takes a model, a torch.nn.Module, not a {type(model).__name__}")
     if isinstance(blocks, nn.Module):
         known = ", ".join(f"{name!r}" for name, part in model.named_modules() if part is blocks) or "such as 'blocks'"
         raise ValueError(f"recompute takes the name of a list of blocks ({known}), not the list itself")

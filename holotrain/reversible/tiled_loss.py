@@ -107,8 +107,8 @@ class ModelsLoss(ReplacedForward):
             self._watch = None
             warnings.warn(
                 f"{type(self.module).__name__}: {self.NOT_DONE}, since something else calls its {type(base).__name__}, as "
-                "trainers of TRL do for a loss of their own; in a subclass of SFTTrainer, compute_loss = Trainer.compute_loss "
-                "takes the model's",
+                "trainers of TRL do for a loss of their own. For SFT, a subclass of SFTTrainer with "
+                "compute_loss = Trainer.compute_loss takes the model's loss",
                 stacklevel=3,
             )
 

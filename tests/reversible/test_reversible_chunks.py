@@ -586,6 +586,19 @@ def test_chunks_are_in_place_of_the_checkpoints_of_transformers(kind):
     assert model.is_gradient_checkpointing
 
 
+def test_what_peft_asks_of_embeddings_for_checkpoints_is_left_out():
+    model, given = get_peft_model(made("Llama", torch.float32), LoraConfig(init_lora_weights=False)), batch()
+    expected = step(model, given)[1]
+    train_in_chunks(model, 16)
+    model.enable_input_require_grads()
+    assert off(step(model, given)[1], expected) < 1e-5
+    undo(model)
+    seen = []
+    model.get_input_embeddings().register_forward_hook(lambda *given: seen.append(given[-1].requires_grad))
+    model(**given)
+    assert seen == [True]
+
+
 def test_what_is_no_causal_language_model():
     with pytest.raises(ValueError, match="no causal language model"):
         train_in_chunks(torch.nn.Linear(2, 2))
