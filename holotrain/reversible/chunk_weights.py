@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,19 +12,36 @@ from torch import Tensor, nn
 
 from holotrain.reversible.chunked_call import ChunkedCall
 from holotrain.reversible.reads import is_sharded
+from holotrain.reversible.settings import Call
 from holotrain.reversible.tiled_cross_entropy import Unreadable, leaves_of, require_leaves
 
 
-def weights_of(model: nn.Module, own: Callable) -> Weights:
-    """Those of a model, whose forward is ``own``."""
-    return (ShardedWeights if is_sharded(type(model)) else Weights)(model, own)
+def weights_of(model: nn.Module, own: Callable, sequence: ChunkedCall) -> Weights:
+    """Those of a model, whose forward is ``own``.
+
+    Raises:
+        ValueError: FSDP2 has parts of the model, but not the model as a whole, or processes have sequences of different lengths.
+    """
+    if not any(is_sharded(type(part)) for part in model.modules()):
+        return Weights(model, own)
+    if not is_sharded(type(model)):
+        raise ValueError(
+            f"chunks take FSDP2 of the whole model alone: apply fully_shard to this {type(model).__name__}, too, with nothing "
+            "around it, or call undo(model)"
+        )
+    return ShardedWeights(model, own, sequence)
 
 
 class Weights(nn.Module):
     """A model on leaves that share the memory of its parameters. Their gradients are summed over chunks, in fp32 at least.
 
     So hooks of the parameters see one gradient, and an outer backward gives it to them.
+
+    Attributes:
+        divisor: of each loss before its backward.
     """
+
+    divisor: Tensor | None = None
 
     def __init__(self, model: nn.Module, own: Callable) -> None:
         super().__init__()
@@ -63,8 +81,12 @@ class Weights(nn.Module):
         if stop == sequence.labels.shape[1]:
             self._require_own_leaves(loss)
         with torch.autocast(loss.device.type, enabled=False):
-            loss.backward()
+            (loss if self.divisor is None else loss / self.divisor).backward()
         return result, loss.detach()
+
+    def around(self) -> AbstractContextManager[None]:
+        """Inside, the model runs."""
+        return nullcontext()
 
     def _require_own_leaves(self, loss: Tensor) -> None:
         try:
@@ -72,7 +94,7 @@ class Weights(nn.Module):
         except Unreadable as error:
             raise ValueError(
                 f"{type(self.model).__name__} reads a tensor with a gradient that is none of its parameters, as by a hook, "
-                "or under FSDP2 of its parts alone, so it takes no chunks: call undo(model)"
+                "so it takes no chunks: call undo(model)"
             ) from error
 
     def _own_leaves(self, loss: Tensor) -> list[Tensor]:
@@ -90,14 +112,20 @@ class Weights(nn.Module):
 
 
 class ShardedWeights(Weights):
-    """Those of a model under FSDP2, which gathers them for each chunk, and adds its gradients over processes to ``.grad``."""
+    """Those of a model under FSDP2, which gathers them for each chunk, and adds its gradients over processes to ``.grad``.
 
-    def __init__(self, model: Any, own: Callable) -> None:
+    Processes may count different numbers of labels, and each owns parts of all gradients, so losses are divided before they are
+    differentiated. By what the loss is multiplied outside must be the same in all of them.
+    """
+
+    def __init__(self, model: Any, own: Callable, sequence: ChunkedCall) -> None:
         from torch.distributed.tensor import DTensor  # importing it takes time
 
         nn.Module.__init__(self)
         self.model: Any = model
-        self._own = own
+        self._own, self.divisor = own, sequence.divisor().clamp(min=1)
+        self._settings = Call(sequence.labels.device).settings
+        _require_equal_lengths(sequence.labels)
         for part in model.modules():
             if is_sharded(type(part)):
                 part.reshard()
@@ -116,6 +144,10 @@ class ShardedWeights(Weights):
         self.model.unshard()  # the backward of another chunk has let go of the root's
         return self._own(**arguments)
 
+    def around(self) -> AbstractContextManager[None]:
+        """Weights that autocast has cast would be those of an earlier chunk, which FSDP2 has let go of."""
+        return self._settings.reinstated(cached=False)
+
     def _own_leaves(self, loss: Tensor) -> list[Tensor]:
         """Whole parameters, some of which FSDP2 has let go of until the backward: their memory is empty."""
         empty = [leaf for leaf in leaves_of(loss) if not leaf.untyped_storage().size()]
@@ -127,3 +159,16 @@ class ShardedWeights(Weights):
     def release(self) -> None:
         for each, gradient in self._before.items():
             each.grad = gradient
+
+
+def _require_equal_lengths(labels: Tensor) -> None:
+    """Raises a ValueError in all processes if they would take different numbers of chunks, each of which they gather for."""
+    length = labels.shape[1]
+    ends = torch.tensor([length, -length], device=labels.device)
+    torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MAX)
+    most, least = ends[0].item(), -ends[1].item()
+    if most != least:
+        raise ValueError(
+            f"processes got sequences of {least} to {most} tokens; under FSDP2 chunks take sequences of one length: pad all "
+            "rows to it, or call undo(model)"
+        )

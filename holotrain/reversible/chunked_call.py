@@ -79,6 +79,12 @@ class ChunkedCall(ABC):
     labels: Tensor
     count: Any = None
 
+    def divisor(self) -> Tensor:
+        """By what the sum of the losses is divided."""
+        if self.count is None:
+            return (self.labels != IGNORED).sum()
+        return torch.as_tensor(self.count, device=self.labels.device)
+
     @abstractmethod
     def run(self, start: int, stop: int) -> None:
         """Runs the model without its head, for keys and values of a chunk."""

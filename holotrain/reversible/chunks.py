@@ -22,7 +22,7 @@ from holotrain.reversible.context import has_no_data
 from holotrain.reversible.replaced_forward import ReplacedForward
 from holotrain.reversible.settings import Call, put_back, states_of
 from holotrain.reversible.tiled_cross_entropy import KnownGradients
-from holotrain.reversible.tiled_loss import IGNORED, ModelsLoss, language_model
+from holotrain.reversible.tiled_loss import ModelsLoss, language_model
 
 COMPARED = 32
 """Tokens of the first call that are taken in chunks and at once, to compare what they give."""
@@ -129,13 +129,12 @@ class ChunkedGPT(ReplacedForward):
 
 def loss_in_chunks(model: Any, own: Callable, sequence: ChunkedCall, chunk: int) -> Any:
     """What the model returns, with the loss alone. Its node knows all gradients."""
-    weights = weights_of(model, own)
-    device = sequence.labels.device
+    weights, device = weights_of(model, own, sequence), sequence.labels.device
     length = sequence.labels.shape[1]
     chunks = [(start, min(start + chunk, length)) for start in range(0, length, chunk)]
     states, after = [], None
     try:
-        with sequence.attention(), _without_checkpoints(model):
+        with sequence.attention(), _without_checkpoints(model), weights.around():
             with torch.no_grad():
                 for each in chunks[:-1]:  # the last one runs with its graph at once
                     states.append(states_of(device))
@@ -154,7 +153,9 @@ def loss_in_chunks(model: Any, own: Callable, sequence: ChunkedCall, chunk: int)
         sequence.keys.finish()
         if after is not None:
             put_back(after)
-    count = (sequence.labels != IGNORED).sum() if sequence.count is None else torch.as_tensor(sequence.count, device=device)
+    count = sequence.divisor()
+    if weights.divisor is not None:  # of their gradients already
+        total, count = total / count, torch.ones_like(count)
     loss = KnownGradients.apply(total, count, [*known.values()], *known)
     return loss if isinstance(result, Tensor) else type(result)(loss=loss)
 
