@@ -1,5 +1,7 @@
 """What people look at: in TensorBoard a confusion matrix, predictions and sampled texts, in the terminal a bar or lines."""
 
+from __future__ import annotations
+
 import logging
 import math
 import sys
@@ -195,6 +197,8 @@ class EpochLog(pl.Callback):
     the training still takes, validations included.
     """
 
+    _pace: Pace | None = None
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pace, self._due = Pace(trainer), FIRST_LINE
         self._started = self._pace.began  # on_train_epoch_start is not called for an epoch that is resumed
@@ -205,18 +209,20 @@ class EpochLog(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        assert self._pace is not None
         if self._pace.seconds >= self._due and not trainer.is_last_batch:  # the line of the epoch follows
             self._print(trainer, evaluated=False)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         ended = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or 0 <= trainer.max_steps <= trainer.global_step
-        if not (trainer.sanity_checking or ended):  # the line of the epoch follows
+        if trainer.state.fn == "fit" and not (trainer.sanity_checking or ended):  # the line of the epoch follows
             self._print(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._print(trainer)
 
     def _print(self, trainer: pl.Trainer, evaluated: bool = True) -> None:
+        assert self._pace is not None
         seconds = self._pace.seconds
         self._due = seconds + min(max(seconds, FIRST_LINE), LONGEST_SILENCE)
         if not trainer.is_global_zero:
@@ -237,6 +243,8 @@ class EpochLog(pl.Callback):
 class Bar(RichProgressBar):
     """Lightning's bar, which is of an epoch. It counts epochs from 1, and says how long the whole training still takes."""
 
+    _pace: Pace | None = None  # before a training, in a sanity check
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pace = Pace(trainer)
         super().on_train_start(trainer, pl_module)
@@ -247,7 +255,8 @@ class Bar(RichProgressBar):
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)  # the first screen names the folder
-        return metrics | {"left": self._pace.left(trainer) or "-"}
+        left = None if self._pace is None else self._pace.left(trainer)
+        return metrics | {"left": left or "-"}
 
 
 class Pace:

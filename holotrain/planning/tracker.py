@@ -110,6 +110,8 @@ class AllocationTracker:
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor was made in this phase, is not a view, and is held by autograd's engine once."""
         made_here = self.count(tensor).kind == self.kind and not tensor._is_view()
+        if not isinstance(tensor, FakeTensor) and (torch.is_grad_enabled() or _storage_is_shared(tensor)):
+            return False  # a value that others may read must not change
         return made_here and tensor._use_count() <= _references_when_held_once()  # ty: ignore[missing-attribute]
 
     def _note(self, allocation: Allocation, freed: bool = False) -> None:
@@ -172,6 +174,12 @@ class _Counting(TorchDispatchMode):
         if func is torch.ops.aten.add.Tensor and _engine_adds():
             self.references = args[0]._use_count()
         return func(*args, **(kwargs or {}))
+
+
+def _storage_is_shared(tensor: Tensor) -> bool:
+    # Private: nothing public tells it. The tensor and the storage's object here are two.
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # ty: ignore[unresolved-attribute]
 
 
 @cache

@@ -20,7 +20,7 @@ def weights_of(model: nn.Module, own: Callable, sequence: ChunkedCall) -> Weight
     """Those of a model, whose forward is ``own``.
 
     Raises:
-        ValueError: FSDP2 has parts of the model, but not the model as a whole, or processes have sequences of different lengths.
+        ValueError: FSDP2 has parts of the model, but not the model as a whole, or processes have sequences of other lengths.
     """
     if not any(is_sharded(type(part)) for part in model.modules()):
         return Weights(model, own)

@@ -54,6 +54,10 @@ def _operators(word: str) -> tuple[OpOverload, ...]:
     return (found,)
 
 
+_TENSOR = object()
+"""Stands for a tensor among what an operator returned. Attention returns None, too."""
+
+
 @dataclass
 class _Result:
     """What an operator returned. ``read``: shape, dtype and storage of each tensor that it was called with."""
@@ -71,14 +75,18 @@ class _Result:
         leaves, self._spec = tree_flatten(self.value)
         if _versions(self.value) == self._versions:
             self._saved = SavedTensors(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
-            self._others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            self._others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.value = None
 
     def fetch(self, again: bool) -> None:
         """Before a recomputation: the value is there again, for one use."""
         if self._saved is not None:
-            tensors = iter(self._saved.tensors())
-            self.value = tree_unflatten([next(tensors) if each is None else each for each in self._others], self._spec)
+            try:
+                tensors = iter(self._saved.tensors())
+            except RuntimeError:  # changed in place since
+                self._saved = None
+                return
+            self.value = tree_unflatten([next(tensors) if each is _TENSOR else each for each in self._others], self._spec)
         self._saved = self._saved if again else None
 
     def forget(self) -> None:

@@ -139,3 +139,12 @@ def test_the_bar_counts_epochs_and_writes_numbers_as_the_lines_do(capsys, tmp_pa
     assert [description for description, _ in shown][::4] == ["epoch 1/2", "epoch 1/2", "epoch 2/2"]
     assert re.fullmatch("[0-9]+ s", shown[0][1]["left"]) and shown[-1][1] == {"cost": 2.3125, "left": "-"}
     assert [*bar._metric_component._generate_metrics_texts()] == ["cost: 2.312", "left: -"]
+
+
+@pytest.mark.parametrize("style", ["bar", "lines"])
+def test_evaluations_before_and_without_a_training_are_shown(style, tmp_path):
+    module, loader = Explodes(), DataLoader(DATA["tensor"], batch_size=2)
+    module.now, module.validation_step = [0.0], lambda batch, number: module.log("val/cost", 1.0)
+    options = {"callbacks": [progress(style)], "enable_progress_bar": style == "bar", "default_root_dir": tmp_path}
+    quiet_trainer(max_epochs=1, num_sanity_val_steps=2, **options).fit(module, loader, loader)
+    assert quiet_trainer(**options | {"callbacks": [progress(style)]}).validate(module, loader) == [{"val/cost": 1.0}]

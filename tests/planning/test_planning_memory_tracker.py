@@ -10,6 +10,7 @@ import torch
 
 from holotrain.planning import MemoryTracker, memory_tracker
 from holotrain.planning.memory_tracker import LinuxProbe
+from holotrain.planning.tracker import AllocationTracker
 
 MIB = 2**20
 
@@ -109,3 +110,43 @@ def test_real_tensors(device):
         for _ in range(17):
             kept.append(torch.ones(64 * MIB // 4, device=device))
             tracker.snapshot("kept")
+
+
+class Twice(torch.autograd.Function):
+    """Keeps another name for the gradient that it returns."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Twice.kept = 2 * gradient
+        Twice.kept, returned = Twice.kept.detach(), Twice.kept
+        return returned
+
+
+class Exp(torch.autograd.Function):
+    """Has a second derivative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.exp(ctx.saved_tensors[0] * gradient)
+
+
+def test_tracking_changes_no_number():
+    def figures() -> list[float]:
+        x = torch.ones(3, requires_grad=True)
+        (x.sin() + Twice.apply(x)).sum().backward()
+        (first,) = torch.autograd.grad((x.sin() + Exp.apply(x)).sum(), x, create_graph=True)
+        return [*Twice.kept.tolist(), *torch.autograd.grad(first.sum(), x)[0].tolist()]
+
+    expected, tracker = figures(), AllocationTracker()
+    tracker.enter("backward")
+    with tracker.tracking():
+        assert figures() == expected

@@ -14,6 +14,7 @@ from covering import chosen, long, paired, pairwise, slow
 from engine_branches import BRANCHES, F64, WIDTH, AttentionBranch, Branch
 from engine_cases import ENGINES, FACTORS, exchange, outcome, relative_error, sequence
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from tracked_memory import TrackedMemory
@@ -21,6 +22,9 @@ from tracked_memory import TrackedMemory
 from holotrain.models.layers.blocks import ResidualBlock, ResidualSequence
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 from holotrain.reversible.context import recomputing
+from holotrain.reversible.recording import Recorded
+from holotrain.reversible.schedule import from_stored
+from holotrain.reversible.settings import Call
 from holotrain.schedules import OF_REVERSIBLE
 
 every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
@@ -318,3 +322,33 @@ def test_nothing_is_named_where_operations_are_counted():
             step(sequence(3, backward="reversible"))
 
     assert not any(name.startswith(("forward", "recompute")) for name in names(counted))
+
+
+class Flash(nn.Module):
+    """The operator of a GPU returns some None beside its tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(64, 192, device="cuda", dtype=torch.bfloat16)
+
+    def forward(self, x):
+        query, key, value = self.project(x).unflatten(-1, (3, 2, 32)).permute(2, 0, 3, 1, 4)
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0].transpose(1, 2).flatten(2)
+
+
+def test_the_attention_of_a_gpu_is_kept():
+    with FakeTensorMode():
+        x = torch.empty(2, 16, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        run = Recorded("a", Flash(), {}, Call(x.device), ("attention",))
+        from_stored(run, x)
+        out, saved = run.replay(x)
+    assert out.shape == (2, 16, 64) and len(saved) == len(run.kinds)
+
+
+def test_a_kept_result_that_was_changed_in_place_is_computed_again():
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(2, 3, 4, requires_grad=True)
+    out = from_stored(Recorded("a", module, {}, Call(x.device), ("matmul",)), x)
+    out.mul_(2)
+    found = torch.autograd.grad(out.square().sum(), x)
+    assert_close(found, torch.autograd.grad((module(x) * 2).square().sum(), x))
