@@ -141,10 +141,15 @@ def test_the_bar_counts_epochs_and_writes_numbers_as_the_lines_do(capsys, tmp_pa
     assert [*bar._metric_component._generate_metrics_texts()] == ["cost: 2.312", "left: -"]
 
 
+class Evaluated(Explodes):
+    def validation_step(self, batch, batch_idx):
+        self.log("val/cost", 1.0)
+
+
 @pytest.mark.parametrize("style", ["bar", "lines"])
 def test_evaluations_before_and_without_a_training_are_shown(style, tmp_path):
-    module, loader = Explodes(), DataLoader(DATA["tensor"], batch_size=2)
-    module.now, module.validation_step = [0.0], lambda batch, number: module.log("val/cost", 1.0)
+    module, loader = Evaluated(), DataLoader(DATA["tensor"], batch_size=2)
+    module.now = [0.0]
     options = {"callbacks": [progress(style)], "enable_progress_bar": style == "bar", "default_root_dir": tmp_path}
     quiet_trainer(max_epochs=1, num_sanity_val_steps=2, **options).fit(module, loader, loader)
     assert quiet_trainer(**options | {"callbacks": [progress(style)]}).validate(module, loader) == [{"val/cost": 1.0}]
