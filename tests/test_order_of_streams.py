@@ -102,10 +102,6 @@ def test_a_capture_does_not_ask_what_has_arrived(on_paper):
     assert net.checks.errors[0].item() < 1e-12
 
 
-def captured(step: StepGraphs) -> int:
-    return sum(graph.replay is not None for graph in step._graphs.values())
-
-
 class Flipping(nn.Module):
     """Adds 1 in every second call, where its input is large."""
 
@@ -125,13 +121,13 @@ def test_what_a_replay_rebuilds_wrongly_is_said_and_drops_the_graph(on_paper):
     for _ in range(WARM_UPS + 2):
         step(x)
     step(20 * x)
-    assert captured(step) == 1
+    assert step.captured == 1
     with pytest.warns(UserWarning, match="From the next step on the blocks keep their inputs"):
         step(x)
     assert not step._graphs
     for _ in range(WARM_UPS + 2):
         step(20 * x)
-    assert net.checks.failed and captured(step) == 1
+    assert net.checks.failed and step.captured == 1
 
 
 def test_a_step_that_draws_on_the_host_stays_an_ordinary_one(on_paper):

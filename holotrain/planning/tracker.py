@@ -179,7 +179,7 @@ class _Counting(TorchDispatchMode):
 def _storage_is_shared(tensor: Tensor) -> bool:
     # Private: nothing public tells it. The tensor and the storage's object here are two.
     storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) > 2  # ty: ignore[missing-attribute]
+    return torch._C._storage_Use_Count(storage._cdata) > 2
 
 
 @cache

@@ -41,10 +41,6 @@ class GraphGenerators:
         self._device, self._count = device, 0
         self._pairs: list[_Pair] = []
 
-    def count(self) -> None:
-        """Begins to count."""
-        self._pairs, self._count = [], 0
-
     def prepare(self, graph: torch.cuda.CUDAGraph, first: int = 0) -> int:
         """Makes as many pairs as were requested since the counting began, and registers them with ``graph``.
 

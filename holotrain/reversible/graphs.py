@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from holotrain.reversible.graph_generators import GraphGenerators
+from holotrain.reversible.replaced_forward import ReplacedForward
 from holotrain.reversible.settings import Call, python_states, source_of
 
 WARM_UPS = 3
@@ -32,16 +33,16 @@ class StepGraphs:
             optimizer.zero_grad()
 
     A call adds the gradients to ``.grad``, as ``loss.backward()`` does. A shape is captured when it is seen the second time,
-    after some ordinary steps. Where parameters, their ``requires_grad``, the mode of a module or its ``forward`` have changed,
-    the graphs are dropped. All graphs share one pool of memory.
+    after some ordinary steps. Where parameters or buffers, their ``requires_grad``, a schedule, the mode of a module or its
+    ``forward`` have changed, the graphs are dropped. All graphs share one pool of memory.
 
     Args:
         loss: maps tensors to a loss (a scalar). It must not wait for the device (no ``.item()``).
         model: whose parameters are trained.
 
     Attributes:
-        reason: why all steps are ordinary ones; None: they are captured. A capture that fails, a wait for the device and random
-            numbers of the host are warned of, once, and are the reason from then on.
+        reason: why all steps are ordinary ones: a capture failed, or a step waited for the device, or drew random numbers on
+            the host. A warning says so once. None: they are captured.
     """
 
     def __init__(self, loss: Callable[..., Tensor], model: torch.nn.Module) -> None:
@@ -63,20 +64,23 @@ class StepGraphs:
         """
         if self.reason is not None or not all(isinstance(x, Tensor) and x.is_cuda for x in inputs):
             return self._ordinary(inputs, scale)
-        shape = (*((x.shape, x.dtype, x.device) for x in inputs), scale)
+        autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+        shape = (*((x.shape, x.dtype, x.device) for x in inputs), scale, autocast)
         self._drop_if_changed()
-        graph = self._graphs.get(shape)
-        if graph is None:
-            if len(self._graphs) == MOST:
-                return self._ordinary(inputs, scale)
-            self._graphs[shape] = graph = _Graph(GraphGenerators(inputs[0].device))
+        graph = self._graphs.setdefault(shape, _Graph())
+        if graph.replay is None and self.captured == MOST:
+            return self._ordinary(inputs, scale)
         self._steps += 1
-        if graph.replay is None and (self._steps <= WARM_UPS or not graph.seen):
-            graph.seen = True
+        if graph.replay is None and (self._steps <= WARM_UPS or graph.generators is None):
             return self._warm_up(graph, inputs, scale)
         if graph.replay is None and not self._capture(graph, inputs, scale):
             return self._ordinary(inputs, scale)
         return self._replay(graph, inputs)
+
+    @property
+    def captured(self) -> int:
+        """The number of graphs."""
+        return sum(graph.replay is not None for graph in self._graphs.values())
 
     def _ordinary(self, inputs: tuple[Tensor, ...], scale: float) -> Tensor:
         device = inputs[0].device
@@ -88,11 +92,14 @@ class StepGraphs:
 
     def _drop_if_changed(self) -> None:
         """Drops the graphs if the model is not what it was."""
-        state: list[object] = [(parameter.data_ptr(), parameter.requires_grad) for parameter in self._model.parameters()]
-        for part in self._model.modules():
-            forward = vars(part).get("forward")
-            settings = (getattr(each, name, None) for each in (part, forward) for name in ("backward", "tile", "chunk"))
-            state.append((part.training, forward, *settings))
+        state: list[object] = [(each.data_ptr(), each.requires_grad) for each in self._model.parameters()]
+        state += [each.data_ptr() for each in self._model.buffers()]
+        for part in self._model.modules():  # by their dictionaries, since nn.Module takes long to say that it has no attribute
+            own = vars(part)
+            forward = own.get("forward")
+            state.append((own["training"], forward, own.get("schedules"), own.get("keep"), own.get("tile")))
+            if isinstance(forward, ReplacedForward):
+                state.append([vars(forward).get(name) for name in ("backward", "tile", "chunk", "heads")])
         if state != self._state:
             self._drop()
             self._state = state
@@ -103,15 +110,20 @@ class StepGraphs:
     def _warm_up(self, graph: _Graph, inputs: tuple[Tensor, ...], scale: float) -> Tensor:
         """An ordinary step on a stream of its own, as a capture wants it, which counts what will be recomputed."""
         before, device = _host_states(), inputs[0].device
-        graph.parameters = [each for each in self._model.parameters() if each.requires_grad]
+        gradients = {each: each.grad for each in self._model.parameters() if each.requires_grad}
+        for parameter in gradients:
+            parameter.grad = None
+        graph.generators = GraphGenerators(device)
         current = torch.cuda.current_stream(device)
         self._stream = aside = self._stream or torch.cuda.Stream(device)
         aside.wait_stream(current)
-        graph.generators.count()
         with torch.cuda.stream(aside), graph.generators.available(), _waits() as waits:
             loss = self._ordinary(inputs, scale)
         current.wait_stream(aside)
-        graph.parameters = [each for each in graph.parameters if each.grad is not None]  # others are none of an optimizer's
+        graph.parameters = [each for each in gradients if each.grad is not None]  # an optimizer passes over others
+        for parameter, gradient in gradients.items():
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         if _host_states() != before:
             self._stay_ordinary(
                 "it draws random numbers on the CPU, as for layers that are dropped, which a replay would repeat"
@@ -126,6 +138,7 @@ class StepGraphs:
         warnings.warn(f"the training step is not captured as a CUDA graph: {reason}", stacklevel=4)
 
     def _capture(self, graph: _Graph, inputs: tuple[Tensor, ...], scale: float) -> bool:
+        assert graph.generators is not None
         graph.inputs = [x.clone() for x in inputs]
         self._take_gradients(graph)
         captured = torch.cuda.CUDAGraph()
@@ -174,10 +187,9 @@ class StepGraphs:
 
 @dataclass
 class _Graph:
-    """That of one shape. ``seen``: an ordinary step had this shape."""
+    """That of one shape."""
 
-    generators: GraphGenerators
-    seen: bool = False
+    generators: GraphGenerators | None = None
     replay: Callable[[], None] | None = None
     parameters: list[torch.nn.Parameter] = field(default_factory=list)
     inputs: list[Tensor] = field(default_factory=list)

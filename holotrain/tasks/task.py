@@ -95,6 +95,15 @@ class Task(ShowsInherited, pl.LightningModule):
             self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"], batch_size=len(inputs[0]))
         return loss
 
+    def on_fit_start(self) -> None:
+        uses = {
+            "the gradient scaling of 16-mixed": getattr(self.trainer.precision_plugin, "scaler", None) is not None,
+            type(self.trainer.strategy).__name__: not isinstance(self.trainer.strategy, SingleDeviceStrategy),
+        }
+        for what, used in uses.items():
+            if self.graphs is not None and used:
+                raise ValueError(f"graphs: does not go together with {what}")
+
     @property
     def _whole_step(self) -> Callable[..., Tensor] | None:
         """What runs forward and backward together: CUDA graphs, or a strategy with stages, which sets gradients anew."""
