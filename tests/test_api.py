@@ -157,7 +157,7 @@ def test_a_module_and_data_of_a_program(here, run):
     ("objects", "words", "expected"),
     [
         ({"model": 3}, [], "expected a Module as model="),
-        ({"model": OfTransformers()}, ["task=causal_lm"], "name its folder, as in overrides=['model=huggingface'"),
+        ({"model": OfTransformers()}, ["task=causal_lm"], "name its folder as in overrides=['model=huggingface'"),
         ({"model": Net()}, ["trainer=ddp"], "trainer=ddp: an object is in one process only"),
         ({"data": holotrain.data.Digits(batch_size="auto")}, [], "batch_size='auto' is for data that are named"),
         ({}, [*SMALL, "trainer=ddp", "trainer.devices=2"], "torchrun --standalone --nproc-per-node 2 -m holotrain fit"),
