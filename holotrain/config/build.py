@@ -504,11 +504,9 @@ def build_loggers(config: RunConfig, folder: Path, sweep: str | None = None, giv
             tags = dict.fromkeys(tags, "true")
         context = {"save_dir": folder, "run_name": run, "name": named, "tags": tags, "group": sweep}
         loggers.append(build_object(f"logger.{name}", chosen, Logger, **context))
-    loggers += given
     for logger in loggers:
-        if "log_metrics" not in vars(logger):  # else it was given to an earlier run, too
-            _count_steps_done(logger)
-    return loggers
+        _count_steps_done(logger)
+    return [*loggers, *given]
 
 
 def _count_steps_done(logger: Logger) -> None:
