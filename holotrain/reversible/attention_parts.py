@@ -43,15 +43,15 @@ class Reach(NamedTuple):
 
 def attend(query: Tensor, key: Tensor, value: Tensor, reach: Reach, scale: float) -> tuple[Tensor, Tensor]:
     """Attention to a part, and the logarithms of its sums of exponentials, (B, G, H / G * L)."""
-    tokens = key.shape[-2]
-    if _has_flash(query, value) and reach.is_all(tokens):
+    kernel = _kernel(query, key, value, reach)
+    if kernel == "flash":
         return aten._scaled_dot_product_flash_attention(query, key, value, scale=scale)[:2]
-    if _has_flash(query, value) and reach.is_causal(tokens):
+    if kernel == "causal flash":
         given = _by_heads(query, key, value, reach.length)
         out, logs = aten._scaled_dot_product_flash_attention(*given, is_causal=True, scale=scale)[:2]
         return out.reshape(*query.shape[:-1], -1), logs.reshape(query.shape[:-1])
-    mask = None if reach.is_all(tokens) else mask_of(reach, query, key)
-    if query.device.type == "cpu" and key.shape == value.shape:
+    mask = None if reach.is_all(key.shape[-2]) else mask_of(reach, query, key)
+    if kernel == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=mask, scale=scale)
     outs, logs = [], []
     for rows in _tiles(query):
@@ -70,10 +70,10 @@ def gradients(
         known: the gradient of all parts' attention, what it gave, and its logarithms.
     """
     gradient, out, logs = known
-    tokens = key.shape[-2]
-    if _has_flash(query, value) and reach.is_all(tokens):
+    kernel = _kernel(query, key, value, reach)
+    if kernel == "flash":
         return _flash_gradients(gradient, query, key, value, out, logs, False, scale)
-    if _has_flash(query, value) and reach.is_causal(tokens):
+    if kernel == "causal flash":
         heads = _by_heads(query, key, value, reach.length)
         one = heads[0].shape
         of_query, *others = _flash_gradients(
@@ -81,8 +81,8 @@ def gradients(
         )
         of_key, of_value = (each.unflatten(1, (key.shape[1], -1)).sum(2) for each in others)
         return of_query.reshape(query.shape), of_key, of_value
-    mask = None if reach.is_all(tokens) else mask_of(reach, query, key)
-    if query.device.type == "cpu" and key.shape == value.shape:
+    mask = None if reach.is_all(key.shape[-2]) else mask_of(reach, query, key)
+    if kernel == "cpu":
         given = (gradient, query, key, value, out, logs, 0.0, False)
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, attn_mask=mask, scale=scale)
     of_queries, of_key, of_value = [], torch.zeros_like(key), torch.zeros_like(value)
@@ -95,6 +95,15 @@ def gradients(
         of_key += of_scores.mT @ query[:, :, rows]
         of_value += weights.to(value.dtype).mT @ given
     return torch.cat(of_queries, 2), of_key, of_value
+
+
+def _kernel(query: Tensor, key: Tensor, value: Tensor, reach: Reach) -> str:
+    """What computes attention to a part, and its gradients: a kernel of torch, or products of some ``rows`` at a time."""
+    if query.device.type == "cpu":
+        return "cpu" if key.shape == value.shape else "rows"
+    if not _has_flash(query, value):
+        return "rows"
+    return "flash" if reach.is_all(key.shape[-2]) else "causal flash" if reach.is_causal(key.shape[-2]) else "rows"
 
 
 def _tiles(query: Tensor) -> list[slice]:

@@ -121,13 +121,14 @@ class HostLayer(ChunkLayer):
 
     def __init__(self, length: int, window: int | None, leaving: Leaving) -> None:
         super().__init__(length, window)
-        self._leaving, self._parts = leaving, []
+        self._leaving = leaving
+        self._parts: dict[int, Part] = {}  # by where they start
 
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what it was given. The attention that follows finds the rest by :meth:`latest`."""
         stop = self.start + key_states.shape[-2]
         if stop > self.filled:  # else the chunk runs again
-            self._parts.append(Part(self.start, (as_read(key_states), as_read(value_states)), self._leaving))
+            self._parts[self.start] = Part(self.start, (as_read(key_states), as_read(value_states)), self._leaving)
             self.filled = stop
         if _latest.get() is not None:
             raise ValueError("an attention did not read its layer's cache by transformers' sdpa, so keys stay on the device")
@@ -145,12 +146,12 @@ class HostLayer(ChunkLayer):
 
     def own(self) -> Part:
         """The part of the present chunk."""
-        return next(part for part in self._parts if part.start == self.start)
+        return self._parts[self.start]
 
     def before(self, sums: bool = False) -> Iterator[Part]:
         """The parts before the present chunk that it reads. The first is fetched now, each other one while the one before it is
         used."""
-        parts = [part for part in self._parts if part.start < self.start and part.stop > self.first()]
+        parts = [part for part in self._parts.values() if part.start < self.start and part.stop > self.first()]
         for part in parts[:1]:
             part.fetch(sums)
         return _one_ahead(parts, sums)

@@ -23,9 +23,9 @@ from holotrain.reversible.context import has_no_data, is_captured, may_wait, rec
 from holotrain.reversible.lists_of_blocks import is_list_of_blocks, outermost
 from holotrain.reversible.reads import is_compiled, is_sharded, parts_of
 from holotrain.reversible.recording import Recorded
-from holotrain.reversible.replaced_forward import ReplacedForward, call_of, is_cache
+from holotrain.reversible.replaced_forward import InParts, call_of, differ, is_cache
 from holotrain.reversible.schedule import from_stored
-from holotrain.reversible.settings import Call, put_back, states_of
+from holotrain.reversible.settings import Call, generators_unmoved
 from holotrain.reversible.tokenwise import attributes_of, has_hooks, put_back_attributes
 
 _LOGGER = logging.getLogger(__name__)
@@ -71,22 +71,20 @@ def _names_of(module: nn.Module) -> _Names | None:
     return next((names for names in _KNOWN if {*names.projections, names.output} <= module._modules.keys()), None)
 
 
-class HeadGroups(ReplacedForward):
+class HeadGroups(InParts):
     """The forward of an attention, which is taken some heads at a time in training.
 
     Attributes:
         heads: of keys and values in a group.
-        said: what was logged or warned of already, for all modules of a model.
     """
 
-    KEY, WHAT = "_head_groups", "attention"
+    KEY, WHAT, PARTS = "_head_groups", "attention", "groups of heads"
     heads: int
-    said: set[str]
 
     def __init__(self, module: Any) -> None:
         super().__init__(module)
         self._names: Any = _names_of(module)
-        self._calls, self._reasons = 0, {}
+        self._reasons = {}
 
     def train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
         reason = self._why_whole(arguments, keywords)
@@ -94,7 +92,7 @@ class HeadGroups(ReplacedForward):
             x, run, rest = call_of(self.own(), arguments, keywords)
             reason = self._why_apart(x, run, rest)
         if reason is not None:
-            self._say(reason)
+            self.say(reason, _LOGGER.info)
             return self.pass_on(arguments, keywords)
         call, kept = Call(x.device), ("attention",)
         recorded = (
@@ -177,8 +175,8 @@ class HeadGroups(ReplacedForward):
         leaves = [_kind_of(leaf, x.shape[1]) for leaf in tree_leaves(rest)]
         key = (*leaves, *rest.get("named", ()), x.dtype, self.heads, torch.is_autocast_enabled(x.device.type))
         if not recomputing() and not is_captured(x.device):
-            self._calls += 1
-            if key not in self._reasons or (self._reasons[key] is None and self._calls & (self._calls - 1) == 0):
+            is_due = self.is_compared()
+            if key not in self._reasons or (self._reasons[key] is None and is_due):
                 with may_wait(x.device):
                     self._reasons[key] = self._found_apart(x, run, rest)
         return self._reasons.get(key)
@@ -187,9 +185,9 @@ class HeadGroups(ReplacedForward):
     def _found_apart(self, x: Tensor, run: Callable, rest: dict[str, Any]) -> str | None:
         parts, source = parts_of(self.module), x[:, :_FEW]
         rest = tree_map_only(Tensor, partial(_first_tokens, x.shape[1]), rest)
-        states, attributes = states_of(x.device), attributes_of(parts)
+        attributes = attributes_of(parts)
         try:
-            with _having([(vars(part), "training", False) for part in parts]):  # without dropout
+            with generators_unmoved(x.device, ()), _having([(vars(part), "training", False) for part in parts]):  # no dropout
                 true = _output_of(run(source, **rest))
                 if true is None:
                     return "it returns more than its output, such as attention weights"
@@ -197,20 +195,12 @@ class HeadGroups(ReplacedForward):
         except Exception as error:  # of a module that needs all heads, or all tokens: of many kinds
             return f"it does not run on a part of its heads ({type(error).__name__})"
         finally:
-            put_back(states)
             put_back_attributes(attributes)
         assert found is not None
-        off = (found - true).abs().max()
-        if has_no_data(x) or not bool(off > torch.finfo(off.dtype).eps ** 0.5 * true.abs().max()):  # also where both are NaN
+        if has_no_data(x) or not differ(found, true):
             return None
         warnings.warn(f"{type(self.module).__name__} is taken whole, not in groups of heads: {_DIFFERENT}", stacklevel=6)
         return _DIFFERENT
-
-    def _say(self, reason: str) -> None:
-        message = f"{type(self.module).__name__} is taken whole, not in groups of heads: {reason}"
-        if message not in self.said:
-            self.said.add(message)
-            _LOGGER.info(message)
 
 
 _DIFFERENT = "its groups have other results together"

@@ -117,8 +117,7 @@ class Reads:
 
     Attributes:
         tensors: the parameters; after the forward also the buffers of modules that changed none.
-        known: these and all buffers, by address, before the forward.
-        addresses: after it, those of ``tensors``, each by itself, to look one up.
+        addresses: theirs, each by itself, to look one up; until the forward ends also those of all buffers.
         hooked: whether forward hooks are registered.
     """
 
@@ -133,7 +132,8 @@ class Reads:
             self._owners += _flat(map(_hooks_of, parts))
         self.tensors = [tensor for tensor in _flat(map(_values, parameters)) if tensor is not None]
         self._buffers = [_Buffers(part) for part in parts if part._buffers] if any(buffers) else []
-        self.known = {id(each): id(each) for each in chain(self.tensors, *(each.tensors() for each in self._buffers))}
+        held = chain(self.tensors, *(each.tensors() for each in self._buffers))
+        self.addresses = {address: address for address in map(id, held)}
         self._copies: list[tuple[dict, dict]] = []
         self._written_late = False
         self._replaced: list[tuple[dict, dict]] = []
@@ -148,8 +148,9 @@ class Reads:
                 self._written_late = True
             else:
                 self._copies.append((buffers.present, buffers.copies))
+        if self._buffers:
+            self.addresses = {address: address for address in map(id, self.tensors)}
         self._buffers.clear()
-        self.addresses = {address: address for address in map(id, self.tensors)}
         self._held, self._versions = [*map(dict, self._owners)], [*map(_version, self.tensors)]
         # Held, so that their memory is not used again, at the same address, when ``.data`` is replaced.
         self._storages = [*map(Tensor.untyped_storage, self.tensors)]

@@ -153,7 +153,7 @@ class Recorded:
         Raises:
             ValueError: the branch changes its input in place, or an argument.
         """
-        version, saved, noted = source._version, self.saved, _Saved(self._history, self._reads.known)
+        version, saved, noted = source._version, self.saved, _Saved(self._history, self._reads.addresses)
 
         def unpack(place: int) -> Any:
             if not saved or saved[place] is None:

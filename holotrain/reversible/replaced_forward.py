@@ -124,6 +124,39 @@ class ReplacedForward(ABC):
         return inspect.signature(self.own())
 
 
+class InParts(ReplacedForward):
+    """The forward of a module that is taken in parts in training, where parts are seen to give what the whole gives.
+
+    Attributes:
+        said: what was logged or warned of already, for all modules of a model.
+    """
+
+    PARTS: ClassVar[str]
+    said: set[str]
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self._calls = 0
+
+    def is_compared(self) -> bool:
+        """Counts a call: in the calls 1, 2, 4, 8 ... parts are compared with the whole."""
+        self._calls += 1
+        return self._calls & (self._calls - 1) == 0
+
+    def say(self, reason: str, how: Callable[[str], object]) -> None:
+        """Why the module is taken whole, once."""
+        message = f"{type(self.module).__name__} is taken whole, not in {self.PARTS}: {reason}"
+        if message not in self.said:
+            self.said.add(message)
+            how(message)
+
+
+def differ(found: Tensor, whole: Tensor) -> bool:
+    """Whether parts gave something else than the whole; not where both are NaN."""
+    off = (found - whole).abs().max()
+    return bool(off > torch.finfo(off.dtype).eps ** 0.5 * whole.abs().max())
+
+
 _said_in_eval: WeakSet[type] = WeakSet()
 """Classes of which a warning has said that they run in ``eval()`` with gradients."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from holotrain.reversible.context import has_no_data, is_captured, may_wait, recomputing
 from holotrain.reversible.lists_of_blocks import is_list_of_blocks, outermost
 from holotrain.reversible.reads import parts_of
-from holotrain.reversible.replaced_forward import ReplacedForward
+from holotrain.reversible.replaced_forward import InParts, differ
 from holotrain.reversible.schedule import checkpointed
 from holotrain.reversible.settings import put_back, states_of
 from holotrain.reversible.tile_graph import Pieces
@@ -117,23 +117,21 @@ def _within_a_tile() -> Generator[None]:
         _inside.reset(token)
 
 
-class Tiled(ReplacedForward):
+class Tiled(InParts):
     """The forward of a module of (B, T, C), which is taken a tile at a time in training.
 
     Attributes:
         tile: its tokens.
         trusted: somebody named the module, so it is not looked at.
-        said: what was logged or warned of already, for all modules of a model.
     """
 
-    KEY, WHAT = "_tiled_forward", "tiled modules"
+    KEY, WHAT, PARTS = "_tiled_forward", "tiled modules", "tiles"
     tile: int
     trusted: bool
-    said: set[str]
 
     def __init__(self, module: Any) -> None:
         super().__init__(module)
-        self._calls, self._mixes = 0, False
+        self._mixes = False
 
     def train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
         x: Any = arguments[0] if len(arguments) == 1 else None
@@ -160,23 +158,16 @@ class Tiled(ReplacedForward):
             with _within_a_tile():
                 reason = why_whole(self.module, self.tile, x, keywords, self.trusted)
         if reason is not None:
-            self._say(reason, _LOGGER.info)
+            self.say(reason, _LOGGER.info)
             return False
         if recomputing() or has_no_data(x) or is_captured(x.device):
             return True
-        self._calls += 1
-        if self._calls & (self._calls - 1) == 0:
+        if self.is_compared():
             with may_wait(x.device):
                 self._mixes = not self._keeps_apart(x, keywords)
         if self._mixes:
-            self._say("its first two tiles have other results by themselves", partial(warnings.warn, stacklevel=5))
+            self.say("its first two tiles have other results by themselves", partial(warnings.warn, stacklevel=5))
         return not self._mixes
-
-    def _say(self, reason: str, how: Callable[[str], object]) -> None:
-        message = f"{type(self.module).__name__} is taken whole, not in tiles: {reason}"
-        if message not in self.said:
-            self.said.add(message)
-            how(message)
 
     @torch.no_grad()
     def _keeps_apart(self, x: Tensor, keywords: dict[str, Any]) -> bool:
@@ -199,8 +190,7 @@ class Tiled(ReplacedForward):
             return True
         if not isinstance(together, Tensor) or together.shape[:2] != (len(x), min(2 * self.tile, x.shape[1])):
             return False
-        off = (torch.cat(tiles, 1) - together).abs().max()
-        return not bool(off > torch.finfo(off.dtype).eps ** 0.5 * together.abs().max())  # also where both are NaN
+        return not differ(torch.cat(tiles, 1), together)
 
 
 class _SkippedTiles(torch.autograd.Function):

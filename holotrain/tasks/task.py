@@ -96,11 +96,7 @@ class Task(ShowsInherited, pl.LightningModule):
         return loss
 
     def on_fit_start(self) -> None:
-        uses = {
-            "the gradient scaling of 16-mixed": getattr(self.trainer.precision_plugin, "scaler", None) is not None,
-            type(self.trainer.strategy).__name__: not isinstance(self.trainer.strategy, SingleDeviceStrategy),
-        }
-        for what, used in uses.items():
+        for what, used in _beyond_a_backward(self.trainer).items():
             if self.graphs is not None and used:
                 raise ValueError(f"graphs: does not go together with {what}")
 
@@ -222,12 +218,19 @@ def settle_in_backward(optimizer: InBackward, trainer: pl.Trainer) -> None:
         {
             "accumulate_grad_batches above 1": trainer.accumulate_grad_batches > 1,
             "gradient clipping by norm": bool(clip) and algorithm == "norm",
-            "the gradient scaling of 16-mixed": getattr(trainer.precision_plugin, "scaler", None) is not None,
-            type(trainer.strategy).__name__: not isinstance(trainer.strategy, SingleDeviceStrategy),
+            **_beyond_a_backward(trainer),
         }
     )
     if clip:
         optimizer.clip_value = float(clip)
+
+
+def _beyond_a_backward(trainer: pl.Trainer) -> dict[str, bool]:
+    """What changes gradients around Lightning's own backward, and whether the trainer does it."""
+    return {
+        "the gradient scaling of 16-mixed": getattr(trainer.precision_plugin, "scaler", None) is not None,
+        type(trainer.strategy).__name__: not isinstance(trainer.strategy, SingleDeviceStrategy),
+    }
 
 
 def model_of(module: pl.LightningModule) -> nn.Module:

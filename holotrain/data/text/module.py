@@ -190,11 +190,11 @@ class TextDataModule(LoadingModule):
         found = {part: self._tokens(rows, part) for part in PARTS}
         given = shares = [max((each.rules.fractions[place] for each in rows), default=0.0) for place in (0, 1)]
         count, drawn = sum(map(len, found.values())), any(each.rules.part is None for each in rows)
-        while count and drawn and any(share and not len(found[part]) for share, part in zip(shares, PARTS[1:], strict=True)):
-            shares = [
-                max(2 * share, 1 / count) if share and not len(found[part]) else share
-                for share, part in zip(shares, PARTS[1:], strict=True)
-            ]
+        while count and drawn:
+            empty = [share > 0 and not len(found[part]) for share, part in zip(shares, PARTS[1:], strict=True)]
+            if not any(empty):
+                break
+            shares = [max(2 * share, 1 / count) if none else share for share, none in zip(shares, empty, strict=True)]
             if sum(shares) > MOST_HELD_OUT:
                 return found
             rows = [replace(each, rules=replace(each.rules, fractions=tuple(shares))) for each in rows]
