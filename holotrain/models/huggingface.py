@@ -13,7 +13,14 @@ from torch.nn import functional as F
 from holotrain.files import write_json
 from holotrain.models.checkpoint_files import CONFIG, read_weights
 from holotrain.models.external import ExternalModel, external_weights
-from holotrain.models.huggingface_files import TRANSFORMERS, folder_of, has_weights, network_of, quiet_and_offline
+from holotrain.models.huggingface_files import (
+    TRANSFORMERS,
+    folder_of,
+    has_weights,
+    network_of,
+    quiet_and_offline,
+    without_questions,
+)
 from holotrain.models.layers.patches import resized_positions
 from holotrain.models.pretrained import require_floats, take_over
 from holotrain.reversible.chunks import ChunkedForward
@@ -67,6 +74,8 @@ class HuggingFace(ExternalModel):
         ValueError: transformers is not installed, the files are missing, or the model has no such head or cannot read the data.
     """
 
+    takes_no_mask = True
+
     def __init__(
         self,
         name: str,
@@ -106,6 +115,7 @@ class HuggingFace(ExternalModel):
         self._architecture: Any = type(model)
         self.model = model
 
+    @without_questions()
     def forward(self, inputs: Tensor, *others: Tensor | None) -> Tensor:
         """
         Args:

@@ -4,6 +4,8 @@ import os
 import re
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -52,6 +54,26 @@ def quiet_and_offline(transformers: ModuleType) -> Generator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
+
+
+@cache
+def _questions() -> list[tuple[Any, str, Any]]:
+    masks, base = import_module("transformers.masking_utils"), import_module("transformers.modeling_utils").PreTrainedModel
+    asked = ((masks, "find_packed_sequence_indices"), (base, "warn_if_padding_and_no_attention_mask"))
+    return [(owner, name, getattr(owner, name)) for owner, name in asked if hasattr(owner, name)]
+
+
+@contextmanager
+def without_questions() -> Generator[None]:
+    """Without what transformers (5.24) asks of tokens without a mask: whether a row holds several documents, or padding. For
+    each answer it waits for the device. Where it cannot ask, in the capture of a CUDA graph, attention would get a mask."""
+    for owner, name, _ in _questions():
+        setattr(owner, name, lambda *asked: None)
+    try:
+        yield
+    finally:
+        for owner, name, own in _questions():
+            setattr(owner, name, own)
 
 
 def folder_of(name: str, download: bool = False) -> Path:

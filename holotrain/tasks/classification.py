@@ -115,7 +115,7 @@ class SequenceClassifier(Classifier):
     """
 
     def inputs(self, batch: dict[str, Any]) -> tuple[Any, ...]:
-        return batch["tokens"], attended(batch, self.model), batch.get("labels")
+        return batch["tokens"], *attended(batch, self.model), batch.get("labels")
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
         """The likeliest class and its probability, and ``index`` (B,), the number of each sample, if the batch has it."""

@@ -154,11 +154,17 @@ class MaskedLM(LanguageModelling):
         self.mask_id, self.mask_probability = mask_id, mask_probability
         self.register_buffer("maskable", token_bytes.nonzero().flatten(), persistent=False)
 
-    def inputs(self, batch: dict[str, Any], generator: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        tokens, real = batch["tokens"], attended(batch, self.model)
-        candidates = real.to(tokens.device, non_blocking=True) & (self.token_bytes[tokens] > 0)
+    def loss(self, *inputs: Tensor) -> Tensor:
+        shown, *mask, targets = inputs
+        return self.model(shown, mask[0] if mask else None, targets)
+
+    def inputs(self, batch: dict[str, Any], generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
+        tokens, mask = batch["tokens"], attended(batch, self.model)
+        candidates = self.token_bytes[tokens] > 0
+        for real in mask:
+            candidates &= real.to(tokens.device, non_blocking=True)
         shown, targets = masked(tokens, candidates, self.mask_id, self.maskable, self.mask_probability, generator)
-        return shown, real, targets
+        return shown, *mask, targets
 
     def evaluated(self, batch: dict[str, Any], batch_idx: int) -> tuple[Tensor, ...]:
         return self.inputs(batch, torch.Generator(batch["tokens"].device).manual_seed(batch_idx))
@@ -195,15 +201,19 @@ def masked(
     return shown, tokens.where(chosen, IGNORED)
 
 
-def attended(batch: dict[str, Any], model: nn.Module | None = None) -> Tensor:
-    """(B, T): True for tokens, False for the padding after them.
+def attended(batch: dict[str, Any], model: nn.Module | None = None) -> list[Tensor]:
+    """A mask (B, T), True for tokens and False for the padding after them; none where the model needs none.
 
     Args:
         batch: has ``tokens`` (B, T), ``lengths`` (B,) and perhaps ``cpu_lengths``, the same on the CPU (``OnCPU``).
-        model: that the mask is for. With ``reads_masks_on_the_cpu = True`` it gets it there, if the batch has ``cpu_lengths``,
-            and need not wait for a GPU to read it.
+        model: that the mask is for. Where the batch has ``cpu_lengths``, two attributes save a wait for a GPU: with
+            ``reads_masks_on_the_cpu = True`` it gets the mask there, with ``takes_no_mask = True`` none for a batch without
+            padding.
     """
-    lengths = batch["lengths"]
-    if getattr(model, "reads_masks_on_the_cpu", False) and "cpu_lengths" in batch:
-        lengths = batch["cpu_lengths"].tensor
-    return torch.arange(batch["tokens"].shape[1], device=lengths.device) < lengths[:, None]
+    lengths, width = batch["lengths"], batch["tokens"].shape[1]
+    if "cpu_lengths" in batch:
+        on_cpu = batch["cpu_lengths"].tensor
+        if getattr(model, "takes_no_mask", False) and bool((on_cpu == width).all()):
+            return []
+        lengths = on_cpu if getattr(model, "reads_masks_on_the_cpu", False) else lengths
+    return [torch.arange(width, device=lengths.device) < lengths[:, None]]

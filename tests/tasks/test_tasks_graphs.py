@@ -1,12 +1,15 @@
 """Steps as CUDA graphs in whole trainings, on a GPU on paper: as without, to the bit; and why a step stays an ordinary one."""
 
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from compared import assert_equal
 from covering import slow
+from foreign_models import write_network
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -17,12 +20,14 @@ from small_trainings import quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, GPT2Config
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from holotrain.models import GPT, RevGPT, RevViT, ViT
+from holotrain.data.text.tokenise import OnCPU
+from holotrain.models import GPT, HuggingFace, RevGPT, RevViT, ViT
 from holotrain.models.block_schedules import set_tile
 from holotrain.reversible import graphs, loss_ops, recompute, undo
 from holotrain.reversible.graphs import WARM_UPS, StepGraphs
-from holotrain.tasks import CausalLM, ImageClassifier, optimizer_functions, schedules
+from holotrain.tasks import CausalLM, ImageClassifier, MaskedLM, SequenceClassifier, optimizer_functions, schedules
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +66,14 @@ def gpt2():
     return Logits(recompute(get_peft_model(model, lora), "base_model.model.transformer.h"))
 
 
+def foreign(kind: str, head: str):
+    """A model of ``model=huggingface`` that knows a word for padding."""
+    with TemporaryDirectory() as folder:
+        drops = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob")
+        write_network(Path(folder), kind, pad_token_id=39, **dict.fromkeys(drops, 0.0))
+        return HuggingFace(folder, head, classes=5)
+
+
 class Logits(nn.Module):
     """Makes the loss of whole logits. Those in tiles ask torch itself for the device."""
 
@@ -86,6 +99,7 @@ TRAININGS = {
     "accumulated": (partial(RevViT, **IMAGE, backward="pareprop"), images, {"accumulate_grad_batches": 2}),
     "texts": (lambda: Logits(RevGPT(**TEXT)), texts, {}),
     "in tiles, 8 bits": (tiled_gpt, texts, {"gradient_clip_val": 1.0}),
+    "huggingface": (partial(foreign, "gpt2", "causal_lm"), texts, {}),
     "GPT-2 with LoRA": (gpt2, texts, {"accumulate_grad_batches": 3}),
 }
 QUICK = ("accumulated", "texts")
@@ -122,6 +136,37 @@ def test_a_resumed_training_is_the_same(tmp_path):
     expected, _ = trained("accumulated", False, tmp_path)
     found, _ = trained("accumulated", True, tmp_path)
     assert_equal([each.cpu() for each in found.values()], [each.cpu() for each in expected.values()])
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize(
+    ("kind", "head", "task"),
+    [
+        ("gpt2", "causal_lm", CausalLM),
+        ("llama", "causal_lm", CausalLM),
+        slow("llama", "sequence_classification", partial(SequenceClassifier, classes=5)),
+        slow("bert", "masked_lm", partial(MaskedLM, token_bytes=torch.ones(40), mask_id=38, mask_probability=0.9)),
+    ],
+)
+def test_models_of_transformers_wait_for_nothing_but_true_padding(on_paper, monkeypatch, kind, head, task, padding):
+    """With words for padding inside a text. In the capture of a graph attention gets no mask, which would slow it down."""
+    masks: list[torch.Tensor | None] = []
+    task = task(foreign(kind, head)).to("cuda").train()
+    attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    noted = lambda module, q, k, v, mask, **more: masks.append(mask) or attention(module, q, k, v, mask, **more)  # noqa: E731
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", noted)
+    lengths = torch.tensor([8, 8 - padding])
+    batch = {"tokens": torch.arange(24, 40).view(2, 8).to("cuda"), "labels": torch.tensor([1, 4]).to("cuda")}
+    batch |= {"lengths": lengths.to("cuda"), "cpu_lengths": OnCPU(lengths)}
+    inputs, waits = task.inputs(batch), padding > 0 and head != "causal_lm"
+    on_paper.waits.clear()
+    task.loss(*inputs).backward()
+    assert bool(on_paper.waits) == waits and any(mask is not None for mask in masks) == waits
+    if not waits:
+        step = StepGraphs(task.loss, task.model)
+        for _ in range(WARM_UPS + 1):
+            step(*inputs)
+        assert step.captured == 1 and masks[-1] is None
 
 
 def step_of(loss=None, **more):
