@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor
 
@@ -149,6 +151,36 @@ class WeightAverage(EMAWeightAveraging):
         require_within(0, 1, decay=decay)
         require_at_least(1, update_every_n_steps=update_every_n_steps)
         super().__init__(decay=decay, update_every_n_steps=update_every_n_steps)
-        average = self._kwargs["avg_fn"]
-        # Integers, such as weights in few bits, are copied: their average would be rounded at each update.
-        self._kwargs["avg_fn"] = lambda old, new, count: average(old, new, count) if old.is_floating_point() else new
+        self.decay = decay
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if self._average_model is not None:  # counted on the host: torch asks the device for the number at each update
+            self._average_model.n_averaged = self._average_model.n_averaged.cpu()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if step > self._latest_update_step and self.should_update(step_idx=step - 1):
+            self._update(pl_module)
+            self._latest_update_step = step
+
+    @torch.no_grad()
+    def _update(self, pl_module: pl.LightningModule) -> None:
+        """What AveragedModel does with a dozen operators a tensor, in one for all tensors of a dtype, and without a wait."""
+        average = self._average_model
+        assert average is not None
+        averages = chain(average.module.parameters(), average.module.buffers())
+        current = chain(pl_module.parameters(), pl_module.buffers())
+        groups: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+        for pair in zip(averages, current, strict=False):  # as AveragedModel does
+            groups.setdefault(pair[0].dtype, []).append(pair)
+        for dtype, pairs in groups.items():
+            old, new = zip(*pairs, strict=True)
+            # Integers, such as weights in few bits, are copied: their average would be rounded at each update.
+            if average.n_averaged == 0 or not dtype.is_floating_point:
+                torch._foreach_copy_(old, new)
+            else:
+                torch._foreach_lerp_(old, new, 1 - self.decay)
+        average.n_averaged += 1
