@@ -11,7 +11,7 @@ its own, and computes as early or as late as it can.
 What it cannot see: time; what a kernel or library does inside (atomics, workspaces of cuBLAS, NCCL's own streams, which the
 stand-in has one of); that autograd runs each backward operation on the stream of its forward, since here all run on the stream
 that called the backward; the pool of a captured graph, whose memory is never reused here; autocast for CUDA, which does not
-cast these tensors; random numbers of the device, which come from the host's generator; memory that is read by its address;
+cast these tensors; memory that is read by its address;
 which kernel attention chooses.
 """
 
@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from holotrain.overlap import predictor, signals
 from holotrain.reversible import graph_generators, side_stream
+from holotrain.reversible.graph_generators import _Pair
 from holotrain.synthesis import delayed
 
 CPU = torch.device("cpu")
@@ -86,6 +87,7 @@ class Graph:
     def __init__(self, machine: Machine) -> None:
         self._machine, self.calls = machine, []
         self._there, self._before = {id(memory) for memory in machine.memories}, {}
+        self.generators: dict[torch.Generator, Tensor] = {}
 
     def note(self, tensor: Tensor) -> None:
         """Before a tensor is changed: keeps what memory held that was there before the capture."""
@@ -95,7 +97,9 @@ class Graph:
                 self._before[storage._cdata] = storage, storage.clone()
 
     def put_back(self) -> None:
-        """A capture computes nothing."""
+        """A capture computes and draws nothing."""
+        for generator, state in self.generators.items():
+            generator.set_state(state)
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             for storage, before in self._before.values():
                 storage.copy_(before)
@@ -106,15 +110,31 @@ class Graph:
 
     def replay(self) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
-            for function, args, kwargs, made, wanted in self.calls:
+            for function, args, kwargs, made, wanted, generator in self.calls:
                 self._machine.wanted = wanted
                 self._machine.begin(function, args, kwargs)
-                again = function(*args, **kwargs)
+                again = self._machine.compute(function, args, kwargs, generator)
                 for old, new in zip(tensors_in(made), tensors_in(again), strict=True):
                     if old.untyped_storage()._cdata != new.untyped_storage()._cdata:  # else it is in the same memory
                         old.copy_(new)
                 self._machine.end(function, args, kwargs, made)
             self._machine.wanted = None
+
+
+class Pair(_Pair):
+    """Stands for a pair of generators of the device."""
+
+    def __init__(self, machine: Machine, seed: int) -> None:
+        self._machine = machine
+        self.forward, self.recomputation = (torch.Generator().manual_seed(seed) for _ in range(2))
+
+    @contextmanager
+    def used(self, generator: torch.Generator) -> Iterator[None]:
+        before, self._machine.generator = self._machine.generator, generator
+        try:
+            yield
+        finally:
+            self._machine.generator = before
 
 
 class Worker:
@@ -165,6 +185,8 @@ class Machine:
         self.host, self.streams = Actor("the host"), []
         self.current = Stream(self, "the default stream")
         self.memories = Memories()
+        self.generator = torch.Generator()
+        """From which the device draws now."""
         self.capture: Graph | None = None
         self.wanted: tuple[torch.device, bool] | None = None
         self.log: list[tuple[str, str]] = []
@@ -240,6 +262,20 @@ class Machine:
             if self.capture is not None:
                 self.capture.note(tensor)
             self.memory_of(tensor).write(self._actor, tensor, str(packet))
+
+    def compute(self, function, args: tuple, kwargs: dict, generator: torch.Generator) -> object:
+        """Runs the operation; the device draws from a generator of its own."""
+        if self._actor is self.host or kwargs.get("generator") or torch.Tag.nondeterministic_seeded not in function.tags:
+            return function(*args, **kwargs)
+        of_host = torch.get_rng_state()
+        if self.capture is not None:
+            self.capture.generators.setdefault(generator, generator.get_state())
+        torch.set_rng_state(generator.get_state())
+        try:
+            return function(*args, **kwargs)
+        finally:
+            generator.set_state(torch.get_rng_state())
+            torch.set_rng_state(of_host)
 
     def end(self, function, args: tuple, kwargs: dict, made: object) -> None:
         """After an operation: where its results are, and whether the host waited."""
@@ -318,10 +354,11 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self._machine.begin(function, args, kwargs)
-        made = function(*args, **kwargs)
-        self._machine.end(function, args, kwargs, made)
-        if self._machine.capture is not None:
-            self._machine.capture.calls.append((function, args, kwargs, made, self._machine.wanted))
+        machine = self._machine
+        made = machine.compute(function, args, kwargs, machine.generator)
+        machine.end(function, args, kwargs, made)
+        if machine.capture is not None:
+            machine.capture.calls.append((function, args, kwargs, made, machine.wanted, machine.generator))
         return made
 
 
@@ -418,7 +455,7 @@ def replace_cuda(monkeypatch, machine: Machine, late: bool = False) -> Iterator[
         finally:
             machine.current = before
 
-    random_numbers, names = torch.zeros(16, dtype=torch.uint8), (f"side stream {number}" for number in count(1))
+    names = (f"side stream {number}" for number in count(1))
     replacing = {
         "current_stream": lambda device=None: machine.current,
         "Stream": lambda device=None, priority=0: Stream(machine, next(names)),
@@ -434,16 +471,15 @@ def replace_cuda(monkeypatch, machine: Machine, late: bool = False) -> Iterator[
         "graph_pool_handle": lambda: object(),
         "get_sync_debug_mode": lambda: machine.sync_debug_mode,
         "set_sync_debug_mode": lambda mode: setattr(machine, "sync_debug_mode", mode),
-        "get_rng_state": lambda device=None: random_numbers,
-        "set_rng_state": lambda state, device=None: None,
+        "get_rng_state": lambda device=None: machine.require_no_capture() or machine.generator.get_state(),
+        "set_rng_state": lambda state, device=None: machine.require_no_capture() or machine.generator.set_state(state),
         "initial_seed": lambda: 0,
     }
     for name, stand_in in replacing.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     recorded = lambda tensor, stream: machine.memory_of(tensor).recorded.add(stream)  # noqa: E731
     monkeypatch.setattr(torch.Tensor, "record_stream", recorded)
-    pair = SimpleNamespace(forward=None, recomputation=None, used=lambda generator: nullcontext())
-    monkeypatch.setattr(graph_generators, "_Pair", lambda device, seed: pair)
+    monkeypatch.setattr(graph_generators, "_Pair", lambda device, seed: Pair(machine, seed))
     monkeypatch.setattr(delayed, "ThreadPoolExecutor", lambda threads, thread_name_prefix: Worker(machine, late))
     kept = (side_stream._side_stream, signals._stream_of, signals.order_of, predictor.sms_of)
     for cached in kept:

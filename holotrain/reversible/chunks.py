@@ -19,6 +19,7 @@ from holotrain.reversible.chunk_keys import ChunkedKeys
 from holotrain.reversible.chunk_weights import weights_of
 from holotrain.reversible.chunked_call import ChunkedCall, HuggingFaceCall, arguments_by_name, require_taken
 from holotrain.reversible.context import has_no_data
+from holotrain.reversible.graph_generators import next_pair, used
 from holotrain.reversible.replaced_forward import ReplacedForward
 from holotrain.reversible.settings import Call, put_back, states_of
 from holotrain.reversible.tiled_cross_entropy import KnownGradients
@@ -132,21 +133,24 @@ def loss_in_chunks(model: Any, own: Callable, sequence: ChunkedCall, chunk: int)
     weights, device = weights_of(model, own, sequence), sequence.labels.device
     length = sequence.labels.shape[1]
     chunks = [(start, min(start + chunk, length)) for start in range(0, length, chunk)]
-    states, after = [], None
+    states, pairs, after = [], [], None
     try:
         with sequence.attention(), _without_checkpoints(model), weights.around():
             with torch.no_grad():
                 for each in chunks[:-1]:  # the last one runs with its graph at once
                     states.append(states_of(device))
+                    pairs.append(next_pair(device))
                     sequence.keys.begin(each[0])
-                    sequence.run(*each)
+                    with used(pairs[-1], again=False):
+                        sequence.run(*each)
                     _require_filled(model, sequence.keys, each[1])
             result, total = weights.differentiate(sequence, *chunks[-1])
             _require_filled(model, sequence.keys, length)
             after = states_of(device)
-            for each, then in zip(reversed(chunks[:-1]), reversed(states), strict=True):
+            for each, then, pair in zip(reversed(chunks[:-1]), reversed(states), reversed(pairs), strict=True):
                 put_back(then)
-                total = total + weights.differentiate(sequence, *each)[1]
+                with used(pair, again=True):
+                    total = total + weights.differentiate(sequence, *each)[1]
         known = weights.gradients()
     finally:
         weights.release()

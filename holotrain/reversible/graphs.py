@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -41,6 +42,7 @@ class StepGraphs:
         model: whose parameters are trained.
 
     Attributes:
+        generators: of blocks that run again; their ``state()`` belongs in a checkpoint.
         reason: why all steps are ordinary ones: a capture failed, or a step waited for the device, or drew random numbers on
             the host. A warning says so once. None: they are captured.
     """
@@ -54,7 +56,7 @@ class StepGraphs:
         self._static: dict[Tensor, Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
-        self._pairs = 0
+        self.generators = GraphGenerators()
 
     def __call__(self, *inputs: Tensor, scale: float = 1.0) -> Tensor:
         """Returns the loss, detached.
@@ -71,11 +73,15 @@ class StepGraphs:
         if graph.replay is None and self.captured == MOST:
             return self._ordinary(inputs, scale)
         self._steps += 1
-        if graph.replay is None and (self._steps <= WARM_UPS or graph.generators is None):
+        if graph.replay is None and (self._steps <= WARM_UPS or not graph.seen):
             return self._warm_up(graph, inputs, scale)
         if graph.replay is None and not self._capture(graph, inputs, scale):
             return self._ordinary(inputs, scale)
         return self._replay(graph, inputs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepGraphs:
+        """Without graphs, which cannot be copied."""
+        return StepGraphs(copy.deepcopy(self._loss, memo), copy.deepcopy(self._model, memo))
 
     @property
     def captured(self) -> int:
@@ -84,10 +90,11 @@ class StepGraphs:
 
     def _ordinary(self, inputs: tuple[Tensor, ...], scale: float) -> Tensor:
         device = inputs[0].device
-        with Call(device).settings.reinstated(cached=False):  # a cast weight in the cache would be captured as it was
-            loss = self._loss(*inputs)
-        with torch.autocast(device.type, enabled=False):  # the caller's, which is for the forward
-            (loss if scale == 1 else loss * scale).backward()
+        with self.generators.available() if device.type == "cuda" else nullcontext():
+            with Call(device).settings.reinstated(cached=False):  # a cast weight in the cache would be captured as it was
+                loss = self._loss(*inputs)
+            with torch.autocast(device.type, enabled=False):  # the caller's, which is for the forward
+                (loss if scale == 1 else loss * scale).backward()
         return loss.detach()
 
     def _drop_if_changed(self) -> None:
@@ -108,18 +115,18 @@ class StepGraphs:
         self._graphs, self._static, self._steps, self._pool = {}, {}, 0, None
 
     def _warm_up(self, graph: _Graph, inputs: tuple[Tensor, ...], scale: float) -> Tensor:
-        """An ordinary step on a stream of its own, as a capture wants it, which counts what will be recomputed."""
+        """An ordinary step on a stream of its own, as a capture wants it."""
         before, device = _host_states(), inputs[0].device
         gradients = {each: each.grad for each in self._model.parameters() if each.requires_grad}
         for parameter in gradients:
             parameter.grad = None
-        graph.generators = GraphGenerators(device)
         current = torch.cuda.current_stream(device)
         self._stream = aside = self._stream or torch.cuda.Stream(device)
         aside.wait_stream(current)
-        with torch.cuda.stream(aside), graph.generators.available(), _waits() as waits:
+        with torch.cuda.stream(aside), _waits() as waits:
             loss = self._ordinary(inputs, scale)
         current.wait_stream(aside)
+        graph.seen = True
         graph.parameters = [each for each in gradients if each.grad is not None]  # an optimizer passes over others
         for parameter, gradient in gradients.items():
             if gradient is not None:
@@ -130,6 +137,8 @@ class StepGraphs:
             )
         elif waits:
             self._stay_ordinary(f"it waits for the device ({waits[0]})")
+        elif self.generators.uneven():
+            self._stay_ordinary("a block draws random numbers that its recomputation does not, which a replay would mix up")
         return loss
 
     def _stay_ordinary(self, reason: str) -> None:
@@ -138,17 +147,15 @@ class StepGraphs:
         warnings.warn(f"the training step is not captured as a CUDA graph: {reason}", stacklevel=4)
 
     def _capture(self, graph: _Graph, inputs: tuple[Tensor, ...], scale: float) -> bool:
-        assert graph.generators is not None
         graph.inputs = [x.clone() for x in inputs]
         self._take_gradients(graph)
         captured = torch.cuda.CUDAGraph()
-        self._pairs += graph.generators.prepare(captured, self._pairs)
+        self.generators.register(captured)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
             # A loader's thread may pin memory meanwhile, which would end a capture that forbids it to all threads.
             with (
                 torch.cuda.graph(captured, self._pool, capture_error_mode="thread_local"),
-                graph.generators.available(),
                 collected() as graph.found,
             ):
                 graph.result = self._ordinary(tuple(graph.inputs), scale)
@@ -189,7 +196,7 @@ class StepGraphs:
 class _Graph:
     """That of one shape."""
 
-    generators: GraphGenerators | None = None
+    seen: bool = False
     replay: Callable[[], None] | None = None
     parameters: list[torch.nn.Parameter] = field(default_factory=list)
     inputs: list[Tensor] = field(default_factory=list)

@@ -24,6 +24,9 @@ from holotrain.tasks.schedules import continue_schedule
 FOLLOWED = "metric_of_plateau"
 """Where a checkpoint holds the value of the metric that ReduceLROnPlateau is still to see."""
 
+DRAWN = "generators_of_graphs"
+"""Where a checkpoint holds the states of the generators of blocks that run again."""
+
 
 class Task(ShowsInherited, pl.LightningModule):
     """Trains a model by back-propagation.
@@ -176,6 +179,8 @@ class Task(ShowsInherited, pl.LightningModule):
             self._validated_in = self.trainer.current_epoch
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.graphs is not None:
+            checkpoint[DRAWN] = self.graphs.generators.state()
         # Lightning (2.6) saves before ReduceLROnPlateau sees the metric of the epoch, and does not show it after a resume.
         validated = self.trainer.is_last_batch and self._validated_in == self.trainer.current_epoch
         due = validated and self._followed_in != self._validated_in
@@ -186,6 +191,8 @@ class Task(ShowsInherited, pl.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         followed = checkpoint.get(FOLLOWED)
         self._followed = followed if isinstance(followed, float) else None
+        if self.graphs is not None:
+            self.graphs.generators.restore(checkpoint.get(DRAWN, []))
 
     def teardown(self, stage: str) -> None:
         optimizer = InBackward.among(self.trainer.optimizers)

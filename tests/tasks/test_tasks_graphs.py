@@ -1,5 +1,6 @@
 """Steps as CUDA graphs in whole trainings, on a GPU on paper: as without, to the bit; and why a step stays an ordinary one."""
 
+import copy
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +12,7 @@ from compared import assert_equal
 from covering import slow
 from foreign_models import write_network
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from paper_gpu import paper_gpu
 from peft import LoraConfig, get_peft_model
@@ -23,7 +24,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from holotrain.data.text.tokenise import OnCPU
-from holotrain.models import GPT, HuggingFace, RevGPT, RevViT, ViT
+from holotrain.models import GPT, HuggingFace, RevGPT, RevViT, ViT, gpt
 from holotrain.models.block_schedules import set_tile
 from holotrain.reversible import graphs, loss_ops, recompute, undo
 from holotrain.reversible.graphs import WARM_UPS, StepGraphs
@@ -130,6 +131,76 @@ def test_a_training_is_the_same_to_the_bit(name, on_paper):
     found, task = trained(name, True)
     assert task.graphs.reason is None and task.graphs.captured > 1
     assert_equal([each.cpu() for each in found.values()], [each.cpu() for each in expected.values()])
+
+
+DROPOUT = {
+    "in blocks": lambda: Logits(RevGPT(**TEXT | {"dropout": 0.2}, backward="pareprop")),
+    "in int8": lambda: Logits(GPT(**TEXT | {"dropout": 0.2}, backward="checkpoint8")),
+    "in chunks": lambda: recompute(GPT(**TEXT | {"dropout": 0.2}), backward="chunks", chunk=4),
+}
+
+
+class DeviceState(pl.Callback):
+    """Saves the state of the device's own generator, as ExactResume does on a GPU."""
+
+    def __init__(self, machine):
+        self.machine, self.state = machine, None
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        checkpoint["device"] = self.machine.generator.get_state()
+
+    def on_load_checkpoint(self, trainer, pl_module, checkpoint):
+        self.state = checkpoint["device"]
+
+    def on_train_start(self, trainer, pl_module):
+        self.machine.generator.set_state(torch.Generator().get_state() if self.state is None else self.state)
+
+
+def whole_loss(hidden, weight, targets, reduction):
+    return nn.functional.cross_entropy(hidden @ weight.T, targets, reduction=reduction)
+
+
+def dropped(name: str, machine, folder, **options) -> tuple[list[torch.Tensor], CausalLM]:
+    torch.manual_seed(0)
+    task = CausalLM(DROPOUT[name](), optimizer=optimizer_functions.adamw, scheduler=schedules.cosine, graphs=True)
+    saving = ModelCheckpoint(folder, "{epoch}", save_on_train_epoch_end=True, save_top_k=-1)
+    fitted = trainer(callbacks=[saving, DeviceState(machine)], enable_checkpointing=True)
+    fitted.fit(task, DataLoader([*map(texts, range(12))], batch_size=None), **options)
+    return [each.cpu() for each in task.state_dict().values()], task
+
+
+@pytest.mark.parametrize("name", ["in blocks", *map(slow, ("in int8", "in chunks"))])
+def test_dropout_is_the_same_whenever_a_step_is_captured_and_after_a_resume(name, on_paper, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpt, "linear_cross_entropy", whole_loss)  # tiles ask torch itself for the device
+    found, task = dropped(name, on_paper, tmp_path)
+    assert task.graphs.captured == 3 and task.graphs.reason is None
+    resumed, _ = dropped(name, on_paper, tmp_path, ckpt_path=tmp_path / "epoch=0.ckpt")
+    assert_equal(resumed, found)
+    assert not copy.deepcopy(task).graphs.captured  # as an average makes one of it
+    monkeypatch.setattr(graphs, "MOST", 0)
+    ordinary, task = dropped(name, on_paper, tmp_path)
+    assert not task.graphs.captured
+    assert_equal(found, ordinary)
+
+
+class LateNoise(nn.Module):
+    """Draws after the last of what its backward needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = nn.functional.dropout(self.linear(x))
+        return y + torch.rand_like(y)
+
+
+def test_what_a_recomputation_does_not_draw_again_is_found(on_paper):
+    blocks = recompute(nn.Sequential(LateNoise(), LateNoise()).to("cuda"))
+    step = StepGraphs(lambda x: blocks(x).square().mean(), blocks)
+    with pytest.warns(UserWarning, match="draws random numbers that its recomputation does not"):
+        for _ in range(WARM_UPS + 1):
+            step(x_of())
 
 
 def test_a_resumed_training_is_the_same(tmp_path):
