@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from holotrain.reversible.block_inputs import SavedTensors
 from holotrain.reversible.checks import StreamCheck
-from holotrain.reversible.context import backward_id, graph_is_retained
+from holotrain.reversible.context import backward_id, graph_is_retained, is_captured
 from holotrain.reversible.coupling import Coupling
 from holotrain.reversible.reads import is_tensor_parallel
 from holotrain.reversible.recording import Recorded
@@ -157,8 +157,9 @@ class Tape:
         try:
             done = side.run(lambda: saved.extend(self._rebuild(ahead=True)))
         except torch.OutOfMemoryError:
-            if is_tensor_parallel(branch.module):
-                raise  # other processes would meet the branch's collectives in another order
+            # Other processes would meet the branch's collectives in another order, and a graph would hold what was begun.
+            if is_tensor_parallel(branch.module) or is_captured(streams[0].device):
+                raise
             if not _no_room:
                 warnings.warn(
                     "there is no memory to recompute one block beside the gradients of another; where this happens, blocks are "

@@ -26,7 +26,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from holotrain.data.text.tokenise import OnCPU
 from holotrain.models import GPT, HuggingFace, RevGPT, RevViT, ViT, gpt
 from holotrain.models.block_schedules import set_tile
-from holotrain.reversible import graphs, loss_ops, recompute, undo
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, graphs, loss_ops, recompute, undo
+from holotrain.reversible.context import recomputing
 from holotrain.reversible.graphs import WARM_UPS, StepGraphs
 from holotrain.tasks import CausalLM, ImageClassifier, MaskedLM, SequenceClassifier, optimizer_functions, schedules
 
@@ -345,6 +346,30 @@ def test_what_cannot_be_captured_is_said_once_and_the_training_goes_on(make, wor
             net.zero_grad()
             loss = step(x_of())
     assert len(warned) == 1 and step.reason and loss.isfinite() and net[0].weight.grad.abs().sum() > 0
+
+
+class Crowded(nn.Module):
+    """Finds no memory when it runs ahead in a capture, once."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.met = nn.Linear(4, 4), False
+
+    def forward(self, x):
+        ahead = recomputing() and "side" in torch.cuda.current_stream().name
+        if torch.cuda.is_current_stream_capturing() and ahead and not self.met:
+            self.met = True
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.linear(x)
+
+
+def test_a_block_that_finds_no_memory_ahead_of_its_turn_ends_the_capture():
+    net = ReversibleSequence([ReversibleBlock(Crowded(), Crowded()) for _ in range(3)], "pareprop").to("cuda")
+    step = StepGraphs(lambda x: sum(net(x, x.tanh())).square().mean(), net)
+    with pytest.warns(UserWarning, match="not captured as a CUDA graph: OutOfMemoryError: CUDA out of memory"):
+        for _ in range(WARM_UPS + 1):
+            step(x_of())
+    assert any(part.met for part in net.modules() if isinstance(part, Crowded))
 
 
 def test_tensors_off_the_gpu_are_ordinary_steps():
