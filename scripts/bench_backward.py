@@ -5,7 +5,7 @@
     python scripts/bench_backward.py --minrev ../minREV               # with a checkout of the PaReprop authors' code
     python scripts/bench_backward.py --compiled --budgets 0.3 0.5     # with torch.compile and its memory budgets
     python scripts/bench_backward.py --double --rounds 1              # gradient errors in fp64
-    python scripts/bench_backward.py --graphs --trace                 # on CUDA: steps as CUDA graphs; kernels that run together
+    python scripts/bench_backward.py --trace                          # kernels that run together
 
 Needs only torch; revlib and memcnn are included if installed, and --picture needs matplotlib. All engines run the same f and g
 (pre-norm attention and MLP). A step is a forward and a backward. An engine that does not work on this machine is named and left
@@ -51,7 +51,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from holotrain.models.layers.blocks import transformer_branches
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
-from holotrain.reversible.graphs import StepGraphs
 
 WARM_UPS = 3
 """Steps before the first that is measured."""
@@ -320,14 +319,6 @@ def settle(step: Callable[[], float]) -> None:
         step()
 
 
-def graphed(run: Run, branches, batch: int, options) -> Callable[[], float]:
-    """A function that replays one step as a CUDA graph, synchronizes, and returns its seconds."""
-    x = make_input(batch, options)
-    model = nn.ModuleList(part for pair in branches for part in pair)
-    replay = StepGraphs(lambda x: loss_of(run, x, options), model)
-    return waited(lambda: replay(x), options.device)
-
-
 def together(step: Callable[[], float], device: str) -> dict[str, object]:
     """What a profile of a step says: milliseconds in which each stream is busy (CPU: thread), and in which more than one is."""
     kind = torch.profiler.ProfilerActivity.CUDA if device == "cuda" else torch.profiler.ProfilerActivity.CPU
@@ -448,7 +439,6 @@ def main() -> None:
     parser.add_argument("--amp", action="store_true", help="use bf16 autocast")
     parser.add_argument("--compiled", action="store_true", help="compile f and g with torch.compile")
     parser.add_argument("--double", action="store_true", help="compute in fp64")
-    parser.add_argument("--graphs", action="store_true", help="on CUDA, also each engine's step as a CUDA graph")
     parser.add_argument("--trace", action="store_true", help="also profile a step: how long streams are busy at the same time")
     parser.add_argument("--budgets", type=float, nargs="*", default=[], help="activation memory budgets of torch.compile")
     parser.add_argument("--engines", nargs="*", help="only these engines, and autograd; compile is only run if named")
@@ -482,15 +472,6 @@ def judge(result: dict, engines: dict[str, dict], options) -> None:
     if options.double:
         worst = max(row["gradient_error"] for row in engines.values() if "gradient_error" in row)
         verdict(result, "largest relative error of a gradient in fp64", worst, 1e-12)
-    for kind in ("", ", graphed") if options.graphs else ():
-        both = [engines.get(f"{name}{kind}") for name in ("pareprop", "reversible")]
-        if not all(both):
-            continue
-        ratio = median_ratio(*(row["seconds"] for row in both))
-        verdict(result, f"step time of pareprop{kind} / reversible{kind}", ratio, 1.0)
-        if kind:
-            ratio = median_ratio(engines["pareprop"]["seconds"], both[0]["seconds"])
-            verdict(result, "pareprop: times as fast with a graph", ratio, 10, least=True)
     if options.trace and "pareprop" in engines:
         together = engines["pareprop"]["together"]["together_ms"]
         verdict(result, "milliseconds with both streams of pareprop busy", together, 0.1, least=True)
@@ -501,17 +482,12 @@ def measured(batch: int, options) -> tuple[dict[str, dict], dict[str, str]]:
     contestants = engines(options)
     branches = make_branches(options)
 
-    def settled(kind: Callable, make: Callable) -> Callable[[], float]:
-        # A graph writes to the gradients that it was captured with.
-        own = make_branches(options) if kind is graphed else branches
-        step = kind(make(own), own, batch, options)
+    def settled(make: Callable) -> Callable[[], float]:
+        step = stepper(make(branches), branches, batch, options)
         settle(step)
-        step()  # after its warm-ups a graph is captured
         return step
 
-    makers = {name: functools.partial(settled, stepper, make) for name, make in contestants.items()}
-    if options.graphs:
-        makers |= {f"{name}, graphed": functools.partial(settled, graphed, make) for name, make in contestants.items()}
+    makers = {name: functools.partial(settled, make) for name, make in contestants.items()}
     steps, left_out = those_that_work(makers)
     seconds = alternating(steps, options.rounds)
     rows = {}
@@ -524,9 +500,6 @@ def measured(batch: int, options) -> tuple[dict[str, dict], dict[str, str]]:
             "over_autograd": median_ratio(seconds[name], seconds["autograd"]),
             "samples_per_second": batch / median,
         }
-        if name not in contestants:
-            print(f"{name:<24}{median:8.3f}s{row['over_autograd']:12.3f}{row['samples_per_second']:11.2f}", flush=True)
-            continue
         peak = row["peak"] = {"above_weights": float("nan")} if options.no_peaks else peak_bytes(name, batch, options)
         row["gradient_error"] = gradient_error(contestants[name], options)
         if options.trace:

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from bench_common import NOTHING_FITS, arguments, begin, last_line, save, those_that_work, verdict
+from bench_common import NOTHING_FITS, arguments, begin, in_short, save, those_that_work, verdict
 from bench_frontier import Auto, add_model_options, contestant, engines, make_step, shape_of
 from measured_memory import measured_peak
 from torch import nn
@@ -101,7 +101,7 @@ def automatic(batches: set[int], options: argparse.Namespace, budget: int) -> di
             rows.append(measured(functools.partial(schedule_blocks, schedules=choice.blocks), given))
             rows[-1]["blocks"] = dict(Counter(choice.blocks))
         except (torch.OutOfMemoryError, ValueError) as error:
-            print(f"  auto, batch {batch}: {last_line(error)}", file=sys.stderr)
+            print(f"  auto, batch {batch}: {in_short(error)}", file=sys.stderr)
     return max(rows, key=lambda row: row["samples_per_second"], default=None)
 
 

@@ -91,13 +91,14 @@ def those_that_work(makers: dict[str, Callable[[], Any]]) -> tuple[dict[str, Any
         try:
             made[name] = make()
         except Exception as error:
-            left_out[name] = last_line(error)
+            left_out[name] = in_short(error)
             print(f"  {name} left out: {left_out[name]}", file=sys.stderr)
     return made, left_out
 
 
-def last_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".rstrip().splitlines()[-1]
+def in_short(error: Exception) -> str:
+    """Its kind and its first two lines; what follows in torch's errors is advice."""
+    return " ".join(f"{type(error).__name__}: {error}".split("\n")[:2])[:400]
 
 
 def timed(work: Callable[[], object], device: str, before: Callable[[], object] = lambda: None, repeats: int = 1) -> Callable:

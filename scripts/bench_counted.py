@@ -1,19 +1,24 @@
 """Counts, on fake tensors and without a GPU, what a tile of the loss costs one: kernels, and bytes that they read and write.
 
     python scripts/bench_counted.py --json scripts/results/counted.json
+    python scripts/bench_counted.py --time                  # on a GPU: the kernel with other blocks and numbers of warps
 
 One tile of a loss in tiles, forward and backward, by torch's operations and by one Triton kernel: the difference of three tiles
 and two. Matrix products are left out, since they are the same: what is counted is the work on elements, which waits for memory.
 A kernel reads its inputs and writes its outputs once. Views cost nothing.
+
+The kernel reads a row twice. Whether the second time it is still in the L2 cache depends on how many rows are under way at
+once: with 8 warps each some thousand, which is 100 MB of GPT-2's logits; with 32 warps a quarter of that. --time shows it.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from bench_common import arguments, begin, save
+from bench_common import DEVICE, arguments, begin, save, those_that_work, timed, verdict
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -102,10 +107,41 @@ def tile_rows(name: str) -> dict[str, dict[str, float]]:
     return rows
 
 
+def timed_kernel(words: int, block: int, warps: int) -> float:
+    """Seconds of the kernel for a tile of 2^27 logits in bf16, which it reads twice and writes once."""
+    from holotrain.reversible.loss_kernels import _cross_entropy
+
+    rows = 2**27 // words
+    logits = torch.randn(rows, words, device=DEVICE, dtype=torch.bfloat16)
+    labels, losses = torch.zeros(rows, device=DEVICE, dtype=torch.long), torch.empty(rows, device=DEVICE)
+    constants = {"DIFFERENTIATE": True, "BLOCK": block, "num_warps": warps}
+    launch = partial(_cross_entropy[(rows,)], logits, labels, losses, words, words, -100, **constants)
+    launch()
+    return timed(launch, DEVICE, repeats=20)()
+
+
+def time_kernels(results: dict[str, Any]) -> None:
+    """Of each head; expected of the sizes that are in use: within a tenth of the fastest."""
+    sizes = [(block, warps) for block in (4096, 16384) for warps in (8, 16, 32)]
+    for name, (_, words) in HEADS.items():
+        makers = {f"{block} words, {warps} warps": partial(timed_kernel, words, block, warps) for block, warps in sizes}
+        seconds, left_out = those_that_work(makers)
+        results[f"the kernel of the loss, {name}"] = {"seconds": seconds, "left_out": left_out}
+        for size, each in seconds.items():
+            print(f"{name}, {size}: {1e3 * each:.2f} ms, {6 * 2**27 / each / 1e12:.2f} TB/s", flush=True)
+        if seconds:
+            used = next(iter(seconds.values()))
+            verdict(results, f"{name}: time of the kernel / with the fastest sizes", used / min(seconds.values()), 1.1)
+
+
 def main() -> None:
     parser = arguments(__doc__)
+    parser.add_argument("--time", action="store_true", help="measure the kernel on a GPU, and count nothing")
     options = parser.parse_args()
     results = begin(options)
+    if options.time:
+        time_kernels(results)
+        return save(results, options.json)
     for name in HEADS:
         results[f"a tile of the loss, {name}"] = tile_rows(name)
         for way, row in results[f"a tile of the loss, {name}"].items():

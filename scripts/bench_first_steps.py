@@ -22,7 +22,7 @@ from collections.abc import Callable
 from importlib import metadata
 
 import torch
-from bench_common import DEVICE, arguments, begin, last_line, save, verdict
+from bench_common import DEVICE, arguments, begin, in_short, save, verdict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -144,12 +144,12 @@ def work(name: str, options: argparse.Namespace, answer) -> None:
     try:
         answer.send(order(options) if name == ORDER else three_steps(name, options))
     except Exception as error:
-        said = last_line(error)
+        said = in_short(error)
         if "synchronizing" in said and CASES[name][1] is not None:
             try:
                 three_steps(name, options, plain=True)
             except Exception as plain:
-                said += f"; the plain model: {last_line(plain)}"
+                said += f"; the plain model: {in_short(plain)}"
         answer.send(said)
 
 

@@ -4,6 +4,7 @@
     python scripts/bench_frontier.py --model swin_tiny --batch 2 --json scripts/results/frontier.json --picture frontier.png
     python scripts/bench_frontier.py --model gpt_small --depth 4 --tokens 256 --batch 1     # scaled to a small machine
     python scripts/bench_frontier.py --draw scripts/results/frontier_vit_small_cpu.json     # figures measured before
+    python scripts/bench_frontier.py --launches --model llama_1b --batch 1 --tokens 8192 --amp --json launches.json
 
 Needs only torch; revlib and memcnn are included if installed, and --picture needs matplotlib. An engine that does not work on
 this machine is named and left out. All engines train the same reversible model; a step is a forward, a backward and a step of
@@ -12,6 +13,11 @@ SGD.
 The budgets are evenly spaced between the peaks of ``reversible`` and ``autograd``, or ``--shares`` of the latter. For each,
 ``auto`` times every schedule of a block, chooses by a plan, and is measured like the others: peak memory from PyTorch's
 allocator, step times of alternating runs in one process, ratios as medians over rounds.
+
+--launches compares, one after the other, schedules by how their steps are launched: one kernel after the other (eager), as a
+CUDA graph (graphed), with compiled blocks (compiled), or both; and the plain model compiled with reduce-overhead. Schedules
+that rebuild train the reversible model, the others its plain twin. Each row is saved at once, and says what was allocated and
+reserved, and why it failed or why its steps were not captured.
 """
 
 from __future__ import annotations
@@ -20,8 +26,10 @@ import argparse
 import functools
 import gc
 import json
+import signal
 import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -42,20 +50,61 @@ from bench_common import (
     save,
     sizes_of,
     those_that_work,
+    timed,
     verdict,
     waited,
 )
 from measured_memory import measured_peak
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from holotrain.models import RevGPT, RevRoBERTa, RevSwin, RevViT
-from holotrain.models.block_schedules import schedule_blocks, sequences
+from holotrain import schedules
+from holotrain.models import GPT, RevGPT, RevRoBERTa, RevSwin, RevViT, RoBERTa, Swin, ViT
+from holotrain.models.block_schedules import compile_blocks, schedule_blocks, sequences, set_backward
+from holotrain.models.layers.attention import Attention, RotaryPositions
+from holotrain.models.layers.blocks import AttentionBranch, AveragedStreams, Branch, Reversible, make_sequences
 from holotrain.planning import TrainingStep, simulate_step
 from holotrain.planning.choice import choose, seconds, stage_of, visits_of
 from holotrain.planning.devices import ALLOCATORS
 from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
+from holotrain.reversible.graphs import WARM_UPS, StepGraphs
 from holotrain.reversible.kept_results import KEEPABLE
 from holotrain.reversible.side_stream import assuming_a_side_stream
+
+
+class Gated(Branch):
+    """G of a block of a Llama: RMS norm, SwiGLU."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(dim)
+        self.gate, self.widen, self.narrow = nn.Linear(dim, hidden), nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+
+    def update(self, x: Tensor) -> Tensor:
+        return self.narrow(F.silu(self.gate(x)) * self.widen(x))
+
+
+class Llama(nn.Module):
+    """The blocks of a Llama alone. (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, context: int, dim: int, depth: int, heads: int, hidden: int, backward: str = "autograd") -> None:
+        super().__init__()
+        attention = [AttentionBranch(nn.RMSNorm(dim), Attention(dim, heads, causal=True, layer=i)) for i in range(depth)]
+        branches: Any = [(each, Gated(dim, hidden)) for each in attention]
+        (self.blocks,) = make_sequences(self, [branches], backward, streams=AveragedStreams, exchange=True)
+        self.rotary = RotaryPositions(context, dim // heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x, {"rotation": self.rotary(torch.arange(x.shape[1], device=x.device))})
+
+
+class RevLlama(Reversible, Llama):
+    """Its reversible twin."""
+
+
+MODELS = {"vit": (ViT, RevViT), "swin": (Swin, RevSwin), "gpt": (GPT, RevGPT), "roberta": (RoBERTa, RevRoBERTa)}
+LLAMAS = {"tiny": {"dim": 64, "depth": 2, "heads": 2, "hidden": 128}}
+LLAMAS["1b"] = {"dim": 2048, "depth": 16, "heads": 32, "hidden": 8192}
 
 
 @dataclass
@@ -66,20 +115,22 @@ class Shape:
     batch: Callable[[], tuple[Tensor, ...]]
 
 
-def shape_of(options) -> Shape:
+def shape_of(options, reversible: bool = True) -> Shape:
     name, size = options.model.split("_")
-    sizes = sizes_of(name)[size]
+    if name == "llama":
+        x = torch.randn(options.batch, options.tokens, LLAMAS[size]["dim"])
+        return Shape(functools.partial((Llama, RevLlama)[reversible], context=options.tokens, **LLAMAS[size]), lambda: (x,))
+    kind, sizes, batch = MODELS[name][reversible], sizes_of(name)[size], options.batch
     if options.depth:
         sizes = sizes | ({"depths": (options.depth,) * len(sizes["depths"])} if name == "swin" else {"depth": options.depth})
-    batch = options.batch
     if name in ("vit", "swin"):
-        make = functools.partial({"vit": RevViT, "swin": RevSwin}[name], image_size=options.pixels, **sizes)
+        make = functools.partial(kind, image_size=options.pixels, **sizes)
         return Shape(make, lambda: (torch.zeros(batch, 3, options.pixels, options.pixels),))
     tokens = functools.partial(torch.zeros, batch, options.tokens, dtype=torch.int64)
     if name == "gpt":  # learned positions, because blocks of other engines take no keyword arguments
-        make = functools.partial(RevGPT, vocab=options.vocab, context=options.tokens, positions="learned", **sizes)
+        make = functools.partial(kind, vocab=options.vocab, context=options.tokens, positions="learned", **sizes)
         return Shape(make, lambda: (tokens(), tokens()))
-    make = functools.partial(RevRoBERTa, vocab=options.vocab, context=options.tokens, **sizes)
+    make = functools.partial(kind, vocab=options.vocab, context=options.tokens, **sizes)
     return Shape(make, lambda: (tokens(),))  # use its logits, because the choice of masked words would depend on values
 
 
@@ -140,6 +191,10 @@ def engines(options) -> dict[str, Callable[[nn.Module], None]]:
     return made
 
 
+def loss_of(result: Tensor) -> Tensor:
+    return result if result.ndim == 0 else result.float().square().mean()
+
+
 def make_step(shape: Shape, apply: Callable[[nn.Module], None], options, fake: bool = False) -> TrainingStep:
     """One step of SGD; fake: inside ``fake_tensors()``."""
     torch.manual_seed(0)
@@ -156,13 +211,9 @@ def make_step(shape: Shape, apply: Callable[[nn.Module], None], options, fake: b
     apply(model)
     batch = tuple(None if given is None else given.to(place) for given in shape.batch())
 
-    def loss() -> Tensor:
-        result = model(*batch)
-        return result if result.ndim == 0 else result.float().square().mean()
-
     return TrainingStep(
         model=model,
-        loss=loss,
+        loss=lambda: loss_of(model(*batch)),
         optimizer=torch.optim.SGD(model.parameters(), lr=1e-4, foreach=options.device == "cuda"),
         autocast=functools.partial(torch.autocast, place.type, torch.bfloat16, enabled=options.amp),
         held={"batch": [given for given in batch if given is not None]},
@@ -212,6 +263,119 @@ class Auto:
 
     def choice(self, budget: int):
         return choose(self.stages, self.peak, budget)
+
+
+LAUNCHES = ("eager", "graphed", "compiled", "both", "reduce-overhead")
+WAYS = ("autograd", "checkpoint", "reversible", "pareprop", "compiled", "checkpoint8", "offload")
+EXPECTED = [
+    ("vit", ("reversible", "graphed"), ("autograd", "eager"), 1.0),
+    ("vit", ("reversible", "graphed"), ("autograd", "graphed"), 0.75),
+    ("", ("pareprop", "graphed"), ("reversible", "graphed"), 1.0),
+    ("llama", ("reversible", "eager"), ("autograd", "eager"), 0.78),
+]
+"""Of a model: the least speed of a row over that of another, written before either was measured."""
+
+
+def rows_of(options) -> list[tuple[str, str]]:
+    """Schedules and launches, the most telling first."""
+    known = {*schedules.SCHEDULES, *getattr(schedules, "COMPILED", ())}
+    found = [("autograd", launch) for launch in options.launches if launch == "reduce-overhead"]
+    for launches in (("both", "compiled"), ("graphed",), ("eager",)):
+        wanted = [launch for launch in reversed(launches) if launch in options.launches]
+        found = [(way, launch) for way in WAYS if way in known for launch in wanted] + found
+    return [(way, launch) for way, launch in found if way != "compiled" or launch in ("eager", "graphed")]
+
+
+def launched(way: str, launch: str, options) -> dict[str, Any]:
+    """Speed and memory of steps of SGD."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()  # of one function it keeps a few versions, and then runs it as it is
+    shape, device = shape_of(options, way in schedules.REBUILDING), torch.device(options.device)
+    with device:  # a billion weights are drawn there
+        model = shape.make().train()
+    set_backward(model, way)
+    if launch in ("compiled", "both"):
+        compile_blocks(model)
+    run = torch.compile(model, mode="reduce-overhead") if launch == "reduce-overhead" else model
+    batch = [each.to(device) for each in shape.batch()]
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4, foreach=device.type == "cuda")
+
+    def loss(*batch: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=options.amp):
+            return loss_of(run(*batch))
+
+    graphs = StepGraphs(loss, model) if launch in ("graphed", "both") else None
+    differentiate = graphs or (lambda *batch: loss(*batch).backward())
+
+    def step() -> None:
+        differentiate(*batch)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    started = time.perf_counter()
+    for _ in range(WARM_UPS + 2):  # the last but one is captured
+        step()
+    begun = {"seconds_before": time.perf_counter() - started}
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    run_some = timed(step, device.type, repeats=options.repeats)
+    seconds = [run_some() for _ in range(options.rounds)]
+    row = begun | {"seconds": seconds, "samples_per_second": options.batch / statistics.median(seconds)}
+    if graphs is not None and graphs.reason is not None:
+        row["not_captured"] = graphs.reason
+    if device.type == "cuda":
+        row |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    return row
+
+
+def in_time(work: Callable[[], Any], ends: float) -> Any:
+    """What the work returns.
+
+    Raises:
+        TimeoutError: it is not done when ``time.monotonic()`` has reached ``ends``.
+    """
+
+    def end(number: int, frame: object) -> None:
+        raise TimeoutError("the time of all rows is over")
+
+    signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, max(ends - time.monotonic(), 1e-3))
+    try:
+        return work()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def compare_launches(options) -> None:
+    """Measures row after row, until the time is over."""
+    result = begin(options) | {"rows": {}}
+    rows, ends = result["rows"], time.monotonic() + options.seconds
+    for way, launch in rows_of(options):
+        name, work = f"{way}, {launch}", functools.partial(launched, way, launch, options)
+        made, why = those_that_work({name: functools.partial(in_time, work, ends)})
+        rows[name] = made.get(name) or {"failed": why[name]}
+        gc.collect()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+        say_launched(name, rows)
+        for model, over, under, expected in EXPECTED:
+            pair = [rows.get(", ".join(each), {}) for each in (over, under)]
+            there = all("seconds" in row and "not_captured" not in row for row in pair)
+            if options.model.startswith(model) and (way, launch) in (over, under) and there:
+                ratio = pair[0]["samples_per_second"] / pair[1]["samples_per_second"]
+                what = f"{options.model}: speed of {', '.join(over)} / {', '.join(under)}"
+                verdict(result, what, ratio, expected, least=True)
+        save(result, options.json)
+
+
+def say_launched(name: str, rows: dict[str, dict[str, Any]]) -> None:
+    row, plain = rows[name], rows.get("autograd, eager", {}).get("samples_per_second")
+    if "failed" in row:
+        return print(f"{name:28}{row['failed']}", flush=True)
+    over = row["samples_per_second"] / plain if plain else float("nan")
+    memory = "".join(f"{row[key] / 2**20:9.0f} MiB {key}" for key in ("allocated", "reserved") if key in row)
+    why = f"; not captured: {row['not_captured']}" if "not_captured" in row else ""
+    print(f"{name:28}{row['samples_per_second']:10.2f}/s{over:7.3f} of plain{memory}{why}", flush=True)
 
 
 NAMES = {
@@ -281,7 +445,7 @@ def draw(result: dict, path: Path) -> None:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """The options of a model, its batch and its engines."""
     parser.add_argument(
-        "--model", default="vit_small", help="family and size, such as vit_small; families: vit, swin, roberta, gpt"
+        "--model", default="vit_small", help="family and size, such as vit_small; families: vit, swin, roberta, gpt, llama"
     )
     parser.add_argument("--depth", type=int, help="number of blocks, of a Swin in each stage; default: that of the model")
     parser.add_argument("--batch", type=int, default=4)
@@ -305,6 +469,9 @@ def main() -> None:
     add_model_options(parser)
     parser.add_argument("--budgets", type=int, default=10, help="number of budgets of auto")
     parser.add_argument("--shares", type=float, nargs="+", default=[], help="budgets of auto as shares of autograd's peak")
+    parser.add_argument("--launches", nargs="*", choices=LAUNCHES, help="compare launches, these or all, and no budgets")
+    parser.add_argument("--repeats", type=int, default=4, help="steps of each round, of launches")
+    parser.add_argument("--seconds", type=float, default=1e6, help="after these, the row of launches that runs is the last")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--draw", type=Path, help="figures measured before, to draw again: measures nothing")
     options = parser.parse_args()
@@ -313,6 +480,9 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     gc.freeze()  # the collections before each measurement need not look through all that was imported
+    if options.launches is not None:
+        options.launches = options.launches or list(LAUNCHES)
+        return compare_launches(options)
     shape, device = shape_of(options), torch.device(options.device)
 
     def memory(name: str, apply: Callable[[nn.Module], None]) -> dict[str, int]:

@@ -41,6 +41,7 @@ TOYS = {
     "swin": "--model swin_nano --depth 1",
     "roberta": "--model roberta_tiny --depth 2",
     "gpt": "--model gpt_tiny --depth 2",
+    "llama": "--model llama_tiny",
 }
 SMALL = "--pixels 32 --tokens 16 --vocab 64 --rounds 1"
 ENGINES = ("checkpoint", "selective checkpoint", "pareprop", "minREV-like", "revlib")
@@ -59,11 +60,26 @@ def script(name: str, arguments: str) -> tuple[str, ...]:
 
 
 def equal_batch(model: str) -> Piece:
-    toy_engines = ENGINES + ("compile",) * (model == "vit_small")  # compiling takes a CPU the most time
+    toy_engines = ENGINES + ("compile",) * (model == "vit_small")
     return Piece(
         f"equal_batch_{model}",
         (*script("bench_frontier", f"--model {model} {SIZES[model]} --amp --shares 0.6 --engines"), *ENGINES, "compile"),
         (*toy_of(model), "--batch", "2", "--engines", *toy_engines),
+    )
+
+
+COMPILED = ("compiled", "both", "reduce-overhead")
+
+
+def launches(model: str, seconds: int, *kinds: str) -> Piece:
+    """Schedules by how their steps are launched, all or some; the process ends itself 20 s before its limit."""
+    shape = SIZES.get(model, "--batch 1 --tokens 8192")
+    toy = {"vit_small": ["both"], "gpt_medium": ["reduce-overhead"]}.get(model, ["eager"])  # compiling takes a CPU longest
+    return Piece(
+        f"{'compiled_' * bool(kinds)}launches_{model}",
+        (*script("bench_frontier", f"--model {model} {shape} --amp --rounds 5 --seconds {seconds} --launches"), *kinds),
+        (*toy_of(model), *words("--batch 2 --repeats 1 --launches"), *(toy if kinds else ("eager", "graphed"))),
+        seconds + 20,
     )
 
 
@@ -108,21 +124,18 @@ WHOLE_STEPS += (
 PLANNED = "--backwards pareprop --models swin_tiny vit_small gpt_small --batch 8"
 PLANNED_TOY = words("--batch 1 --tokens 16 --models swin_nano gpt_tiny --precisions bf16 --backwards pareprop")
 
+LAUNCHED = ("vit_small", "gpt_medium", "llama_1b")
 QUARTER = (
-    Piece("versions", script("bench_first_steps", "--cases"), seconds=20),
-    Piece("first_steps", script("bench_first_steps", ""), STEPS_TOY, 90, FOREIGN),
-    Piece(
-        "cuda_graphs",
-        script("bench_backward", "--graphs --dim 192 --heads 3 --tokens 64 --rounds 20 --engines reversible pareprop"),
-        BACKWARD_TOY,
-        30,
-    ),
-    Piece("planned_and_reserved", script("bench_plan", PLANNED), PLANNED_TOY, 40),
-    Piece("whole_steps_in_tiles", WHOLE_STEPS, ("--toy", "--tokens", "16"), 20, FOREIGN),
+    *(launches(model, 42) for model in LAUNCHED),
+    Piece("command_line", script("bench_fit", ""), (), 110, ("hydra", "lightning")),
     longest_sequence("gpt2", 4, 40),
     longest_sequence("qwen3", 12, 50),
-    Piece("command_line", script("bench_fit", ""), (), 90, ("hydra", "lightning")),
+    Piece("first_steps", script("bench_first_steps", ""), STEPS_TOY, 90, FOREIGN),
+    *(launches(model, 70, *COMPILED) for model in LAUNCHED),
+    Piece("planned_and_reserved", script("bench_plan", PLANNED), PLANNED_TOY, 40),
     Piece("tests_of_the_engine", script("cuda_tests", "reversible models"), (), 100, ("pytest",)),
+    Piece("kernel_of_the_loss", script("bench_counted", "--time"), (), 30),
+    Piece("whole_steps_in_tiles", WHOLE_STEPS, ("--toy", "--tokens", "16"), 20, FOREIGN),
 )
 REST = (
     Piece("tests_of_the_other_parts", script("cuda_tests", "synthesis error_diffusion overlap callbacks"), needs=("pytest",)),

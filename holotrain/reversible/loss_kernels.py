@@ -84,6 +84,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, ignored: int, 
         labels: (N) integers, without gaps.
         losses: (N), fp32.
     """
+    if not logits.shape[1]:  # no label is a word
+        losses.fill_(torch.nan).masked_fill_(labels == ignored, 0.0)
     _launch(_cross_entropy, logits, labels, losses, logits.stride(0), logits.shape[1], ignored, DIFFERENTIATE=differentiate)
 
 

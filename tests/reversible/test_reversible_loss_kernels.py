@@ -118,6 +118,8 @@ def check_refusals() -> None:
             given = torch.zeros(2, 7), torch.tensor([0, label]), -100
             refused("a label is neither -100 nor in [0, 7)", lambda given=given: loss_ops.summed_cross_entropy(*given))
             assert loss_ops.cross_entropy(*given, False).isnan().tolist() == [False, True]
+    with fused():
+        assert str(loss_ops.cross_entropy(torch.zeros(2, 0), torch.tensor([-100, 0]), -100, True).tolist()) == "[0.0, nan]"
     logits = torch.randn(2, 7, requires_grad=True)
     with fused():
         with torch.no_grad():
