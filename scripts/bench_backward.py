@@ -51,6 +51,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from holotrain.models.layers.blocks import transformer_branches
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
+from holotrain.reversible.fused import compile_branch
 
 WARM_UPS = 3
 """Steps before the first that is measured."""
@@ -278,7 +279,7 @@ def make_branches(options) -> list:
         for part in pair:
             part.to(options.device, torch.float64 if options.double else None)
             if options.compiled:
-                part.compile()
+                compile_branch(part)
     return branches
 
 

@@ -10,6 +10,7 @@ from holotrain.models.layers.blocks import ResidualBlock, ResidualSequence, stor
 from holotrain.models.mvit import Transition
 from holotrain.numeric import counted
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
+from holotrain.reversible.fused import compile_branch
 from holotrain.reversible.in_place import recompute_block
 from holotrain.reversible.lists_of_blocks import is_list_of_blocks, outermost
 from holotrain.reversible.tiles import tile_modules, untile_modules
@@ -112,5 +113,5 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
     """
     for module in model.modules():
         if isinstance(module, ReversibleBlock | ResidualBlock | Transition):
-            module.f.compile(**options)
-            module.g.compile(**options)
+            compile_branch(module.f, **options)
+            compile_branch(module.g, **options)

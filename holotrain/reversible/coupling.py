@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from holotrain.reversible.fused import compile_branch
 from holotrain.reversible.grid import Grid
 
 Update = Callable[[str, nn.Module, Tensor, Tensor, dict], Tensor]
@@ -107,10 +108,10 @@ class ReversibleBlock(nn.Module):
         y2 = update("g", self.g, x2, y1, g_kwargs or {})
         return self.placed(y1, y2)
 
-    def compile(self, *arguments: Any, **options: Any) -> None:
+    def compile(self, **options: Any) -> None:
         """Compiles f and g, in place, as ``Module.compile`` does: a block that is compiled as a whole could not be rebuilt."""
-        self.f.compile(*arguments, **options)
-        self.g.compile(*arguments, **options)
+        compile_branch(self.f, **options)
+        compile_branch(self.g, **options)
 
     def placed(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """Swaps the streams if ``exchange``; its own inverse."""

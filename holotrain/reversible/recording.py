@@ -24,7 +24,8 @@ from torch.autograd import profiler
 from torch.utils._pytree import tree_map_only
 
 from holotrain.numeric import counted
-from holotrain.reversible.context import graph_is_retained, in_recomputation, in_trace
+from holotrain.reversible.context import fake_mode_active, graph_is_retained, in_recomputation, in_trace
+from holotrain.reversible.fused import CannotFuse, Found, Fused, compiled_gradients, is_fused
 from holotrain.reversible.graph_generators import next_pair
 from holotrain.reversible.kept_results import Casts, KeptResults
 from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, require_unwrapped
@@ -40,6 +41,7 @@ class History:
         generators: of torch, that it and its submodules hold.
         python_generators: of Python and NumPy.
         verified: a replay was compared with the forward in full.
+        fused: replays may be fused with their gradients.
         runs: their number.
         kinds: shapes and dtypes of what its latest run saved.
         places: those of them that are leaves, or views or casts of leaves.
@@ -48,7 +50,7 @@ class History:
     def __init__(self, parts: list[nn.Module]) -> None:
         attributes = [value for part in parts for value in vars(part).values()]
         self.generators, self.python_generators = generators_among(attributes), python_generators_among(attributes)
-        self.verified, self.runs = False, 0
+        self.verified, self.fused, self.runs = False, True, 0
         self.kinds: list[tuple[torch.Size, torch.dtype]] = []
         self.places: list[int] = []
 
@@ -142,7 +144,16 @@ class Recorded:
         self._derived: list[tuple[int, int]] = []
         # Other leaves that were saved, and their versions.
         self._leaves: list[tuple[Tensor, int]] = []
+        self._fused = is_fused(module) and forward is None and self._may_be_fused()
+        self._trained: dict[str, Tensor] = {}
+        self._gradient: Tensor | None = None  # of the output, for a replay that is fused with the gradients
         history.runs += 1
+
+    def _may_be_fused(self) -> bool:
+        """Whether nothing in the branch but its compiled computation matters, as far as its runs have shown."""
+        known = self._history.verified and self._history.fused
+        among = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._arguments.leaves)
+        return known and not among and not self._reads.hooked and not fake_mode_active()
 
     def run(self, source: Tensor, supply: Callable[[Self], None]) -> Any:
         """The forward: returns the module's output, with a graph whose saved tensors are discarded.
@@ -153,6 +164,12 @@ class Recorded:
         Raises:
             ValueError: the branch changes its input in place, or an argument.
         """
+        if self._fused:
+            try:
+                return self._run_fused(source, supply)
+            except CannotFuse:
+                self._draws.take_back()
+                self._fused = self._history.fused = False
         version, saved, noted = source._version, self.saved, _Saved(self._history, self._reads.addresses)
 
         def unpack(place: int) -> Any:
@@ -165,18 +182,43 @@ class Recorded:
         if self._kept is not None:
             around.append(self._kept.keeping())
         try:
-            output = self._called(source, noted.pack, unpack, around)
-            if source._version != version:
-                raise ValueError(
-                    "a branch changed its input in place, so its block cannot be inverted; "
-                    "its first operation must return a new tensor (inplace=False)"
-                )
+            output = within(around, self._called, source, noted.pack, unpack)
+            _require_unwritten(source, version)
             self._settle(source, noted)
         finally:
             noted.clear()  # which the graph holds
         return output
 
-    def _settle(self, source: Tensor, noted: _Saved) -> None:
+    def _run_fused(self, source: Tensor, supply: Callable[[Self], None]) -> Any:
+        """The forward without a graph. A replay computes the gradients, in place of what autograd saves."""
+        self._trained = {name: each for name, each in self.module.named_parameters() if each.requires_grad}
+        output = Fused.apply(self, supply, source, *self._trained.values())
+        self._settle(source, None)
+        return output
+
+    def run_alone(self, source: Tensor) -> Any:
+        """Calls the module for :class:`~holotrain.reversible.fused.Fused`, without a graph.
+
+        Raises:
+            CannotFuse: it has drawn random numbers, which code that is compiled as another graph would draw otherwise, or has
+                not returned one tensor.
+        """
+        version = source._version
+        output = within([self._repeatable()] if self.call.on_gpu else [], self._forward, source, **self._arguments.keywords)
+        _require_unwritten(source, version)
+        if self._draws.have_moved() or not isinstance(output, Tensor):
+            raise CannotFuse
+        return output
+
+    def gradients(self, gradient: Tensor, supply: Callable[[Self], None]) -> list[Tensor | None]:
+        """Those of the source and of the parameters that are trained, for the gradient of what the module returned."""
+        self._gradient = gradient
+        supply(self)
+        found = self.saved.copy()
+        self.saved.clear()
+        return found
+
+    def _settle(self, source: Tensor, noted: _Saved | None) -> None:
         """After the forward: notes what it read and what autograd would have saved."""
         self._differentiable = source.requires_grad
         self._arguments.settle()
@@ -184,7 +226,8 @@ class Recorded:
         self._settings = self.call.settings  # earlier branches keep theirs
         self._draws.settle()
         self._reads.settle()
-        self._note(source, noted)
+        if noted is not None:
+            self._note(source, noted)
         if self._kept is not None:
             self._kept.settle(needed=bool(self.kinds))
 
@@ -215,6 +258,8 @@ class Recorded:
         Raises:
             RuntimeError: something that the branch reads has changed since the forward, or the branch does something else.
         """
+        if self._fused:
+            return self._as_then(ahead, self._again_fused, source, output)
         history, packed = self._history, []
         pack, versions, verified = packed.append, [], history.verified
         if not verified:  # later replays do as the first one, without this check
@@ -232,7 +277,7 @@ class Recorded:
                 if len(packed) == last:  # an operation saves its inputs before it runs: its product is left out
                     raise _AllSaved
 
-        result = self._called_as_then(source if self.tile is None else source[:, self.tile].contiguous(), pack, ahead)
+        result = self._as_then(ahead, self._called, source, pack, _never)
         if self._casts is not None and self.tile is not None and self.tile.start == 0:
             self._casts.release()
         saved = packed.copy()
@@ -245,8 +290,10 @@ class Recorded:
             history.verified = True
         return result.detach() if isinstance(result, Tensor) else tree_map_only(Tensor, Tensor.detach, result), saved
 
-    def _called_as_then(self, source: Tensor, pack: Callable, ahead: bool) -> Any:
-        """Calls the module with all as it was before the forward; None if it has been stopped."""
+    def _as_then(self, ahead: bool, call: Callable, source: Tensor, *arguments: Any) -> Any:
+        """Calls something on the source, with all as it was before the forward; None if the branch has been stopped."""
+        if self.tile is not None:
+            source = source[:, self.tile].contiguous()
         around = self._contexts_of_replay(ahead)
         token, grad_mode = in_recomputation.set(True), torch.is_grad_enabled()
         try:
@@ -254,7 +301,7 @@ class Recorded:
             self._reads.begin()
             self._draws.begin()
             torch._C._set_grad_enabled(True)  # private: what torch.set_grad_enabled calls, without an object
-            return self._called(source.detach().requires_grad_(self._differentiable), pack, _never, around)
+            return within(around, call, source.detach().requires_grad_(self._differentiable), *arguments)
         except _AllSaved:
             return None
         finally:
@@ -263,19 +310,24 @@ class Recorded:
             in_recomputation.reset(token)
             self._reads.end()
 
-    def _called(self, source: Tensor, pack: Callable, unpack: Callable, around: list[AbstractContextManager]) -> Any:
-        """Calls the module under saved-tensor hooks, in some contexts."""
+    def _called(self, source: Tensor, pack: Callable, unpack: Callable) -> Any:
+        """Calls the module under saved-tensor hooks."""
         # Private: the context manager saved_tensors_hooks calls the same, but its own calls take time where blocks are tiny.
         _push_hooks(pack, unpack)
         try:
-            if not around:
-                return self._forward(source, **self._arguments.keywords)
-            with ExitStack() as contexts:
-                for context in around:
-                    contexts.enter_context(context)
-                return self._forward(source, **self._arguments.keywords)
+            return self._forward(source, **self._arguments.keywords)
         finally:
             _pop_hooks()
+
+    def _again_fused(self, source: Tensor, output: bool) -> Found:
+        """What the module returns, if asked for, and the gradients, if there is one of the output."""
+        keywords, gradient, self._gradient = self._arguments.keywords, self._gradient, None
+        if gradient is None:
+            with torch.no_grad():
+                return self._forward(source, **keywords) if output else None, ()
+        found, fused = compiled_gradients(self.module, self._trained, source, gradient, keywords, self._differentiable, output)
+        self._history.fused &= fused
+        return found
 
     def _contexts_of_replay(self, ahead: bool) -> list[AbstractContextManager]:
         around: list[AbstractContextManager] = []
@@ -328,6 +380,24 @@ class Recorded:
         """After a replay that ran ahead: lets go of the results that were kept for it, unless the graph stays."""
         if self._kept is not None and not graph_is_retained():
             self._kept.release()
+
+
+def within(contexts: list[AbstractContextManager], call: Callable, *arguments: Any, **keywords: Any) -> Any:
+    """Calls something in some contexts."""
+    if not contexts:
+        return call(*arguments, **keywords)
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        return call(*arguments, **keywords)
+
+
+def _require_unwritten(source: Tensor, version: int) -> None:
+    if source._version != version:
+        raise ValueError(
+            "a branch changed its input in place, so its block cannot be inverted; "
+            "its first operation must return a new tensor (inplace=False)"
+        )
 
 
 _MODIFIED = "was modified by an inplace operation"

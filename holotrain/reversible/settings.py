@@ -54,6 +54,14 @@ class Draws:
         self._present: list[State] | None = None
         self._python_before = None if python is None else python_states(python)
 
+    def have_moved(self) -> bool:
+        """After the run: whether it drew."""
+        return any(source.read()[2] != mark for source, _, mark in self._states)
+
+    def take_back(self) -> None:
+        """After the run: the generators are as they were before it."""
+        put_back(self._states)
+
     def settle(self) -> None:
         """After the run: keeps the states of the generators that it drew from."""
         after = [source.read() for source, _, _ in self._states]

@@ -1,11 +1,16 @@
 """torch.compile of the branches, of the blocks, and of a model around the sequence."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from engine_branches import F64, WIDTH
 from engine_cases import relative_error, sequence
 from torch import nn
 from torch._dynamo.utils import counters
+
+from holotrain.models.layers.blocks import transformer_branches
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, fused, recording
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -78,3 +83,153 @@ def test_one_graph_of_the_whole_model():
     run = torch.compile(model := Model("reversible"), backend="aot_eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="compile without fullgraph=True, or each block with"):
         gradients(run, model)
+
+
+class Counted:
+    """Counts recomputations that are fused with their gradients."""
+
+    def __init__(self, monkeypatch):
+        self.calls, compiled = 0, fused.compiled_gradients
+
+        def counted(*arguments):
+            self.calls += 1
+            return compiled(*arguments)
+
+        monkeypatch.setattr(recording, "compiled_gradients", counted)
+
+
+@pytest.fixture
+def fusions(monkeypatch):
+    return Counted(monkeypatch)
+
+
+def branches(depth=2, dropout=0.0):
+    torch.manual_seed(0)
+    pairs = transformer_branches(8, depth, 2, dropout=dropout)
+    return [ReversibleBlock(f.double(), g.double()) for f, g in pairs]
+
+
+def both(blocks, **options):
+    """The same sequence, as it is and with compiled branches."""
+    plain, compiled = (ReversibleSequence(deepcopy(blocks), **options) for _ in range(2))
+    for block in compiled.blocks:
+        block.compile(backend="aot_eager")
+    return plain, compiled
+
+
+def gradients_of(net, tokens=5, needed=True, **keywords):
+    torch.manual_seed(1)
+    x = torch.randn(2, tokens, 8, dtype=F64, requires_grad=needed)
+    y1, y2 = net(x, x + 1, **keywords)
+    trained = [each for each in net.parameters() if each.requires_grad]
+    return torch.autograd.grad((y1 * y2.sin()).sum(), [x] * needed + trained)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"backward": "reversible"}, {"backward": "checkpoint8"}, {"exact": 14}, {"backward": "checkpoint", "tile": 2}],
+    ids=str,
+)
+def test_recomputations_and_gradients_are_one_graph(options, fusions):
+    plain, compiled = both(branches(), **options)
+    for _ in range(3):  # the first one compares the recomputation with the forward
+        assert relative_error(gradients_of(compiled, 6), gradients_of(plain, 6)) <= 1e-10
+    assert fusions.calls == 2 * (8 if "tile" in options else 4)
+
+
+def test_what_has_no_gradient(fusions):
+    """Frozen parameters, a frozen branch, and a first input that needs none."""
+    blocks = branches()
+    blocks[1].f.requires_grad_(False)
+    blocks[0].g.norm.requires_grad_(False)
+    plain, compiled = both(blocks)
+    for needed in (True, False, False, True):
+        assert relative_error(gradients_of(compiled, needed=needed), gradients_of(plain, needed=needed)) <= 1e-10
+    assert fusions.calls > 0
+
+
+def test_a_graph_is_differentiated_twice(fusions):
+    _, compiled = both(branches())
+    gradients_of(compiled)
+    x = torch.randn(2, 5, 8, dtype=F64, requires_grad=True)
+    loss = sum(compiled(x, x)).square().sum()
+    first, second = (torch.autograd.grad(loss, x, retain_graph=kept)[0] for kept in (True, False))
+    assert torch.equal(first, second) and fusions.calls == 8
+
+
+def test_branches_that_draw_are_not_fused(fusions):
+    plain, compiled = both(branches(dropout=0.3))
+    for net in (plain, compiled):
+        net.eval()
+    for _ in range(2):
+        assert relative_error(gradients_of(compiled), gradients_of(plain)) <= 1e-10
+    fusions.calls = 0
+    for net in (plain, compiled):
+        net.train()
+    for _ in range(2):
+        assert relative_error(gradients_of(compiled), gradients_of(plain)) <= 1e-10
+    assert fusions.calls == 0
+
+
+class Opaque(nn.Module):
+    """A branch that the compiler cannot take as one graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8).double()
+
+    def forward(self, x):
+        y = self.linear(x)
+        torch._dynamo.graph_break()
+        return y.tanh()
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_recomputation_that_is_no_single_graph(fusions):
+    plain, compiled = both([ReversibleBlock(Opaque(), Opaque())])
+    reference = gradients_of(plain)
+    gradients_of(compiled)
+    with pytest.warns(UserWarning, match="Opaque cannot be compiled with its gradients"):
+        assert relative_error(gradients_of(compiled), reference) <= 1e-10
+    calls = fusions.calls
+    assert relative_error(gradients_of(compiled), reference) <= 1e-10 and fusions.calls == calls
+
+
+@pytest.mark.slow
+def test_lengths_are_not_compiled_each(fusions):
+    _, compiled = both(branches())
+    gradients_of(compiled)
+    counters.clear()
+    for tokens in (5, 6, 7, 8, 9, 10):
+        gradients_of(compiled, tokens)
+    first = counters["stats"]["unique_graphs"]
+    for tokens in (11, 12, 13):
+        gradients_of(compiled, tokens)
+    assert counters["stats"]["unique_graphs"] == first
+
+
+def test_changes_between_forward_and_backward_are_noticed(fusions):
+    _, compiled = both(branches())
+    gradients_of(compiled)
+    x = torch.randn(2, 5, 8, dtype=F64, requires_grad=True)
+    loss = compiled(x, x)[0].sum()
+    with torch.no_grad():
+        compiled.blocks[0].f.norm.weight.add_(1)
+    with pytest.raises(RuntimeError, match="was changed between the forward"):
+        loss.backward()
+    assert fusions.calls > 0
+
+
+def test_half_precision(fusions):
+    """Autocast is that of the forward, also in the backward."""
+    plain, compiled = (net.float() for net in both(branches()))
+    for _ in range(2):
+        found = []
+        for net in (plain, compiled):
+            torch.manual_seed(1)
+            x = torch.randn(2, 5, 8, requires_grad=True)
+            with torch.autocast("cpu", torch.bfloat16):
+                y1, y2 = net(x, x)
+            found.append(torch.autograd.grad((y1 * y2).sum(), [x, *net.parameters()]))
+        assert relative_error(*found) <= 1e-2
+    assert fusions.calls == 4
