@@ -23,8 +23,8 @@ GPU = ["trainer=gpu", "trainer.precision=bf16-mixed", "model=rev_vit_small"]
 CPU = ["trainer=cpu", "model=rev_vit_tiny", "data.val_size=8", "data.test_size=8"]
 AUTO = ["data.batch_size=auto"]
 AUTO += ["memory=12GiB", "data.train_size=6000"] if torch.cuda.is_available() else ["memory=300MiB", "data.train_size=32"]
-STEPS = 100 if torch.cuda.is_available() else 3
-SMALL = ["data.batch_size=64", "data.image_size=64", f"data.train_size={64 * STEPS}", "trainer.log_every_n_steps=20"]
+BATCH, STEPS = (64, 100) if torch.cuda.is_available() else (4, 3)
+SMALL = [f"data.batch_size={BATCH}", "data.image_size=64", f"data.train_size={BATCH * STEPS}", "trainer.log_every_n_steps=20"]
 
 
 def fitted(overrides: list[str]) -> tuple[int, dict[str, Any]]:
