@@ -26,6 +26,7 @@ from types import SimpleNamespace
 import torch
 from happens_before import Actor, Memories, Memory, Race
 from torch import Tensor
+from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -479,6 +480,9 @@ def replace_cuda(monkeypatch, machine: Machine, late: bool = False) -> Iterator[
         monkeypatch.setattr(torch.cuda, name, stand_in)
     recorded = lambda tensor, stream: machine.memory_of(tensor).recorded.add(stream)  # noqa: E731
     monkeypatch.setattr(torch.Tensor, "record_stream", recorded)
+    grouped = clip_grad._group_tensors_by_device_and_dtype  # which asks tensors for their device in C++
+    on_device = lambda lists: {(CUDA, dtype): group for (_, dtype), group in grouped(lists).items()}  # noqa: E731
+    monkeypatch.setattr(clip_grad, "_group_tensors_by_device_and_dtype", on_device)
     monkeypatch.setattr(graph_generators, "_Pair", lambda device, seed: Pair(machine, seed))
     monkeypatch.setattr(delayed, "ThreadPoolExecutor", lambda threads, thread_name_prefix: Worker(machine, late))
     kept = (side_stream._side_stream, signals._stream_of, signals.order_of, predictor.sms_of)

@@ -2,17 +2,17 @@
 
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 
 from holotrain.checkpoints.exact_resume import gradients_pending, validation_follows, wait_for_whole_steps
 from holotrain.numeric import require_at_least, require_within
+from holotrain.reversible.reads import parts_of
 
 
 class ExactCheckpoint(ModelCheckpoint):
@@ -171,10 +171,8 @@ class WeightAverage(EMAWeightAveraging):
         """What AveragedModel does with a dozen operators a tensor, in one for all tensors of a dtype, and without a wait."""
         average = self._average_model
         assert average is not None
-        averages = chain(average.module.parameters(), average.module.buffers())
-        current = chain(pl_module.parameters(), pl_module.buffers())
         groups: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-        for pair in zip(averages, current, strict=False):  # as AveragedModel does
+        for pair in _pairs(average.module, pl_module):
             groups.setdefault(pair[0].dtype, []).append(pair)
         for dtype, pairs in groups.items():
             old, new = zip(*pairs, strict=True)
@@ -184,3 +182,14 @@ class WeightAverage(EMAWeightAveraging):
             else:
                 torch._foreach_lerp_(old, new, 1 - self.decay)
         average.n_averaged += 1
+
+
+def _pairs(average: nn.Module, current: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """The parameters and buffers of a copy and of its original, each once; not what the original has got since."""
+    found = {}
+    for copied, part in zip(parts_of(average), parts_of(current), strict=True):
+        for old, new in ((copied._parameters, part._parameters), (copied._buffers, part._buffers)):
+            for name, tensor in old.items():
+                if tensor is not None and (now := new.get(name)) is not None:
+                    found[id(tensor)] = tensor, now
+    return [*found.values()]

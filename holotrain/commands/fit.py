@@ -153,7 +153,7 @@ def write(outcome: Outcome, planned: int | None) -> None:
     finish(outcome.loggers, completed=outcome.status == "completed")
     profiler: object = trainer.profiler  # ty: ignore[missing-attribute]
     expensive = profiler.most_expensive if isinstance(profiler, TraceProfiler) else ()
-    screen.show_end(summary, run.folder, expensive)
+    screen.show_end(summary, run.folder, expensive, getattr(outcome.task, "graphs", None))
     if outcome.message:
         print(outcome.message, file=sys.stderr)
         screen.log.info(outcome.message)

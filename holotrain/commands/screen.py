@@ -25,6 +25,7 @@ from holotrain.data.images import ImageDataModule
 from holotrain.data.text.module import TextDataModule
 from holotrain.models.quantised import parameter_count, quantised_counts
 from holotrain.numeric import counted, in_words
+from holotrain.reversible.graphs import StepGraphs
 
 plain = partial(Console, highlight=False, markup=False, emoji=False, force_jupyter=False)
 """A console that prints names of files and of options as they are, also those with ``[red]`` or ``:star:`` in them; to the
@@ -137,8 +138,7 @@ def show_start(
         rows["backward"] = f"{backward.name}{blocks}{''.join(cut)}"
     if fits:
         rows["length"] = _length(config.trainer)
-        if config.trainer.graphs:
-            rows["graphs"] = why_no_graphs(config) or "forward and backward"
+        rows["graphs"] = _graphs(config)
         rows["synthesis"] = config.synthesis and _named(run, "synthesis", config.synthesis, "dtype", "split")
         rows["optimizer"] = config.optimizer and _named(run, "optimizer", config.optimizer, "lr")
         rows["schedule"] = config.scheduler and _named(run, "scheduler", config.scheduler, *config.scheduler.arguments)
@@ -180,6 +180,16 @@ def _model(config: RunConfig, run: Run, model: nn.Module) -> str:
     return ", ".join(words)
 
 
+def _graphs(config: RunConfig) -> str | None:
+    """What is captured as CUDA graphs; a step may show that it cannot be, see the last screen. None: no GPU, not asked for."""
+    reason = why_no_graphs(config)
+    if not config.trainer.graphs:
+        return None if reason else "off; trainer.graphs=auto captures forward and backward"
+    return (
+        f"eager: {reason}" if reason else "forward and backward, each shape of batches when it is seen again; optimizer eager"
+    )
+
+
 def _length(trainer: ObjectConfig) -> str | None:
     """What ends a training; None: fast_dev_run."""
     limits = [counted(most, unit) for unit in ("epoch", "step") if (most := getattr(trainer, f"max_{unit}s") or 0) > 0]
@@ -209,12 +219,15 @@ def _batches(config: RunConfig, run: Run) -> str:
     return f"batches of {size}" if option == "data.batch_size" else f"batches of up to {size} tokens"
 
 
-def show_end(summary: Summary, folder: Path, expensive: Sequence[str] = (), **files: Path) -> None:
+def show_end(
+    summary: Summary, folder: Path, expensive: Sequence[str] = (), graphs: StepGraphs | None = None, **files: Path
+) -> None:
     """Prints the results of summary.json, the most expensive operators, and what else the command has written."""
     rows: dict[str, object] = dict(summary.metrics)
     rows |= {name: getattr(summary, name) for name in RESULTS}
     if summary.step_peak_bytes is None:
         rows["peak_memory_bytes"] = summary.peak_memory_bytes
+    rows["graphs"] = graphs and str(graphs)
     rows["most expensive"] = "\n".join(expensive) or None
     show(summary.status, rows | files | {"written to": folder / SUMMARY})
 

@@ -13,7 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from holotrain.numeric import counted
 from holotrain.reversible.graph_generators import GraphGenerators
+from holotrain.reversible.reads import parts_of
 from holotrain.reversible.replaced_forward import ReplacedForward
 from holotrain.reversible.settings import Call, python_states, source_of
 
@@ -83,6 +85,10 @@ class StepGraphs:
         """Without graphs, which cannot be copied."""
         return StepGraphs(copy.deepcopy(self._loss, memo), copy.deepcopy(self._model, memo))
 
+    def __str__(self) -> str:
+        """What is captured, or why nothing is."""
+        return f"{counted(self.captured, 'shape')}, forward and backward" if self.reason is None else f"eager: {self.reason}"
+
     @property
     def captured(self) -> int:
         """The number of graphs."""
@@ -99,14 +105,17 @@ class StepGraphs:
 
     def _drop_if_changed(self) -> None:
         """Drops the graphs if the model is not what it was."""
-        state: list[object] = [(each.data_ptr(), each.requires_grad) for each in self._model.parameters()]
-        state += [each.data_ptr() for each in self._model.buffers()]
-        for part in self._model.modules():  # by their dictionaries, since nn.Module takes long to say that it has no attribute
+        state: list[object] = []
+        for part in parts_of(self._model):  # by their dictionaries, since each step asks
             own = vars(part)
             forward = own.get("forward")
-            state.append((own["training"], forward, own.get("schedules"), own.get("keep"), own.get("tile")))
+            state += own["training"], forward, own.get("schedules"), own.get("keep"), own.get("tile")
             if isinstance(forward, ReplacedForward):
-                state.append([vars(forward).get(name) for name in ("backward", "tile", "chunk", "heads")])
+                state += (vars(forward).get(name) for name in ("backward", "tile", "chunk", "heads"))
+            for parameter in own["_parameters"].values():
+                if parameter is not None:
+                    state += parameter.data_ptr(), parameter.requires_grad
+            state += (buffer.data_ptr() for buffer in own["_buffers"].values() if buffer is not None)
         if state != self._state:
             self._drop()
             self._state = state

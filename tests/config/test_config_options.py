@@ -3,6 +3,7 @@
 import copy
 import inspect
 import os
+import re
 from functools import cache
 from pathlib import Path
 
@@ -18,8 +19,9 @@ from omegaconf import OmegaConf
 
 import holotrain
 from holotrain.callbacks import BestCheckpoint, ThroughputMonitor
+from holotrain.commands import screen
+from holotrain.config import build, command_options
 from holotrain.config import command_line as composition
-from holotrain.config import command_options
 from holotrain.config.build import build_callbacks, build_data, build_task, build_trainer, check_device, validation_and_logging
 from holotrain.config.command_line import quoted
 from holotrain.config.option_groups import COMPATIBLE, SEQUENCE_CLASSIFIER, ObjectConfig, is_a
@@ -257,6 +259,21 @@ def test_a_wrong_value_is_named(words, tmp_path):
     with pytest.raises(UserError) as error:
         built(configuration(words), tmp_path)
     assert WRONG[words] in str(error.value) and "\n" not in str(error.value)
+
+
+SAID = [  # on which device, with which options, what stands on the first screen
+    ("cpu", "trainer.graphs=auto", "eager: needs an NVIDIA GPU"),
+    ("cpu", "", "None"),
+    ("cuda", "", "off; trainer.graphs=auto"),
+    ("cuda", "trainer.graphs=true", "forward and backward, .*; optimizer eager"),
+    ("cuda", "trainer.graphs=auto trainer.precision=16-mixed", "eager: does not go together with trainer.precision"),
+]
+
+
+@pytest.mark.parametrize(("device", "words", "line"), SAID)
+def test_what_is_captured_is_said(device, words, line, monkeypatch):
+    monkeypatch.setattr(build, "device_kind", lambda accelerator: device)
+    assert re.match(line, str(screen._graphs(configuration(words))))
 
 
 USED = {

@@ -1,6 +1,7 @@
 """Steps as CUDA graphs in whole trainings, on a GPU on paper: as without, to the bit; and why a step stays an ordinary one."""
 
 import copy
+import re
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +13,7 @@ from compared import assert_equal
 from covering import slow
 from foreign_models import write_network
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from paper_gpu import paper_gpu
 from peft import LoraConfig, get_peft_model
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, GPT2Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from holotrain.callbacks import WeightAverage
 from holotrain.data.text.tokenise import OnCPU
 from holotrain.models import GPT, HuggingFace, RevGPT, RevViT, ViT, gpt
 from holotrain.models.block_schedules import set_tile
@@ -96,8 +98,9 @@ def tiled_gpt():
 
 
 TRAININGS = {
-    "images": (partial(ViT, **IMAGE), images, {}),
-    "two streams, clipped, averaged": (partial(RevViT, **IMAGE), images, {"gradient_clip_val": 0.1, "callbacks": "average"}),
+    "images, validated between": (partial(ViT, **IMAGE), images, {"val_check_interval": 5}),
+    "two streams, clipped, averaged": (partial(RevViT, **IMAGE), images, {"gradient_clip_val": 0.1}),
+    "clipped by value": (partial(RevViT, **IMAGE), images, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "accumulated": (partial(RevViT, **IMAGE, backward="pareprop"), images, {"accumulate_grad_batches": 2}),
     "texts": (lambda: Logits(RevGPT(**TEXT)), texts, {}),
     "in tiles, 8 bits": (tiled_gpt, texts, {"gradient_clip_val": 1.0}),
@@ -107,31 +110,58 @@ TRAININGS = {
 QUICK = ("accumulated", "texts")
 
 
-def trained(name: str, captured: bool, folder=None) -> tuple[dict, pl.LightningModule]:
+def trained(name: str, captured: bool, folder=None, optimizer="adamw", more=(), **fit) -> tuple[list, pl.LightningModule]:
+    """What is saved after two epochs; into a folder a checkpoint of each."""
     make, batch, options = TRAININGS[name]
     torch.manual_seed(0)
     kind = partial(ImageClassifier, classes=5) if batch is images else CausalLM
-    task = kind(make(), optimizer=optimizer_functions.adamw, scheduler=schedules.cosine, graphs=captured)
-    data = DataLoader([*map(batch, range(12))], batch_size=None)
-    if options.get("callbacks") == "average":
-        options = options | {"callbacks": EMAWeightAveraging(decay=0.9)}
-    if folder is None:
-        trainer(**options).fit(task, data, DataLoader([batch(0)], batch_size=None))
-        return task.state_dict(), task
-    first = trainer(**options | {"max_epochs": 1})
-    first.fit(task, data)
-    first.save_checkpoint(folder / "it.ckpt")
-    task = kind(make(), optimizer=optimizer_functions.adamw, scheduler=schedules.cosine, graphs=captured)
-    trainer(**options).fit(task, data, ckpt_path=folder / "it.ckpt", weights_only=False)
-    return task.state_dict(), task
+    optimizer = getattr(optimizer_functions, optimizer)
+    task = kind(make(), optimizer=optimizer, scheduler=schedules.cosine, graphs=captured)
+    callbacks = [WeightAverage(decay=0.9)] if "averaged" in name else []
+    if folder is not None:
+        callbacks.append(ModelCheckpoint(folder, "{epoch}", save_on_train_epoch_end=True, save_top_k=-1))
+    fitted = trainer(callbacks=[*callbacks, *more], enable_checkpointing=folder is not None, **options)
+    fitted.fit(task, DataLoader([*map(batch, range(12))], batch_size=None), DataLoader([batch(0)], batch_size=None), **fit)
+    return [each.cpu() for each in task.state_dict().values()], task
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in TRAININGS])
-def test_a_training_is_the_same_to_the_bit(name, on_paper):
+def test_a_training_is_the_same_to_the_bit(name):
     expected, _ = trained(name, False)
     found, task = trained(name, True)
-    assert task.graphs.reason is None and task.graphs.captured > 1
-    assert_equal([each.cpu() for each in found.values()], [each.cpu() for each in expected.values()])
+    assert re.fullmatch(r"[23] shapes, forward and backward", str(task.graphs))
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["accumulated", slow("two streams, clipped, averaged")])
+@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True), (True, True)])
+def test_a_resumed_training_is_the_same_with_graphs_before_or_after(name, before, after, tmp_path):
+    expected, _ = trained(name, False)
+    trained(name, before, tmp_path)
+    found, _ = trained(name, after, tmp_path / "resumed", ckpt_path=tmp_path / "epoch=0.ckpt")
+    assert_equal(found, expected)
+
+
+class Waits(pl.Callback):
+    """Collects what the host waited for in each batch, in callbacks, too, if it is the last of them."""
+
+    def __init__(self, machine):
+        self.machine, self.found = machine, []
+
+    def on_train_batch_start(self, *_):
+        self.machine.waits.clear()
+
+    def on_train_batch_end(self, *_):
+        self.found += self.machine.waits
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", slow("sgd"), slow("muon"), slow("adafactor")])
+def test_no_step_waits(optimizer, on_paper):
+    """With clipping, the optimizer, its schedule and the average."""
+    waits = Waits(on_paper)
+    _, task = trained("two streams, clipped, averaged", True, optimizer=optimizer, more=[waits])
+    assert task.graphs.captured > 1
+    assert set(waits.found) == ({"aten._local_scalar_dense"} if optimizer == "adafactor" else set())  # torch's reads norms
 
 
 DROPOUT = {
@@ -202,12 +232,6 @@ def test_what_a_recomputation_does_not_draw_again_is_found(on_paper):
     with pytest.warns(UserWarning, match="draws random numbers that its recomputation does not"):
         for _ in range(WARM_UPS + 1):
             step(x_of())
-
-
-def test_a_resumed_training_is_the_same(tmp_path):
-    expected, _ = trained("accumulated", False, tmp_path)
-    found, _ = trained("accumulated", True, tmp_path)
-    assert_equal([each.cpu() for each in found.values()], [each.cpu() for each in expected.values()])
 
 
 @pytest.mark.parametrize("padding", [0, 2])
