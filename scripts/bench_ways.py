@@ -39,9 +39,9 @@ from holotrain.planning import TrainingStep, simulate_step
 from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
 from holotrain.planning.tracker import AllocationTracker
 from holotrain.reversible import recompute, undo
-from holotrain.schedules import PLAIN
+from holotrain.schedules import EAGER
 
-WAYS: dict[str, Callable[..., nn.Module]] = {name: partial(recompute, backward=name) for name in PLAIN}
+WAYS: dict[str, Callable[..., nn.Module]] = {name: partial(recompute, backward=name) for name in EAGER}
 WORD = 100
 
 

@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 from holotrain.callbacks.monitors import Monitor, log_scalars
 from holotrain.checkpoints.exact_resume import has_peers
+from holotrain.models.block_schedules import has_compiled_blocks
 from holotrain.optimizers.low_bit import parts_of
 from holotrain.planning.memory_tracker import Probe, probe_of
 from holotrain.planning.tracker import AllocationTracker
 from holotrain.planning.training_step import state_of
-from holotrain.reversible.reads import is_compiled
 
 PHASES = ("forward_backward", "optimizer", "validation")
 TRACKED_STEPS = 2
@@ -69,7 +69,7 @@ class MemoryMonitor(Monitor):
         self._probe.reset()
         if self._tracked is None and self._steps_begun < TRACKED_STEPS and pl_module.device.type == "cpu":
             self._steps_begun += 1
-            if not has_peers() and not any(map(is_compiled, pl_module.modules())):
+            if not has_peers() and not has_compiled_blocks(pl_module):
                 self._track(pl_module, trainer.optimizers, batch)
 
     def _track(self, model: nn.Module, optimizers: list[Optimizer], batch: Any) -> None:

@@ -32,7 +32,7 @@ from holotrain.config.option_groups import ERROR_DIFFUSION, is_a
 from holotrain.errors import UserError
 from holotrain.folders import write_whole
 from holotrain.planning.devices import OutOfMemory, as_out_of_memory
-from holotrain.schedules import PLAIN
+from holotrain.schedules import PLAIN, kind_of
 from holotrain.tasks.task import model_of, monitored_by
 
 
@@ -166,7 +166,7 @@ def write_options(outcome: Outcome) -> None:
     write_whole(run.folder / "config.yaml", resolved)
     (run.folder / SUMMARY).unlink(missing_ok=True)  # that of an earlier part of the run is not its result
     validated = [] if monitor is None else list(dict.fromkeys([str(monitor.monitor), *monitored_by(outcome.task)]))
-    logged = {"reversible": config.backward.kind not in PLAIN, "synthesis": config.synthesis is not None}
+    logged = {"reversible": kind_of(config.backward.kind) not in PLAIN, "synthesis": config.synthesis is not None}
     logged["error_diffusion"] = is_a(config.task, ERROR_DIFFUSION)
     first = run.varied or [key_of(word) for word in run.overrides]
     log_options(outcome.loggers, to_container(config), run.choices, first, validated, logged)

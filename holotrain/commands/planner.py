@@ -24,7 +24,7 @@ from holotrain.models.layers.blocks import ResidualSequence
 from holotrain.numeric import parse_bytes
 from holotrain.planning import Planner, TrainingStep
 from holotrain.planning.planner import Backward, Size, free_memory
-from holotrain.schedules import OF_REVERSIBLE, PLAIN, SCHEDULES
+from holotrain.schedules import EAGER, OF_REVERSIBLE, PLAIN, SCHEDULES
 from holotrain.tasks.task import model_of, optimizer_of, training_loss
 
 NO_OPTION = "batch"
@@ -67,7 +67,7 @@ def _schedules(config: RunConfig, data: pl.LightningDataModule, device: str) -> 
     number of blocks that are in no sequence."""
     if config.model is None:
         return PLAIN[:1], PLAIN[0], 0
-    plain = tuple(name for name in PLAIN if device == "cuda" or not SCHEDULES[name].gpu)
+    plain = tuple(name for name in EAGER if device == "cuda" or not SCHEDULES[name].gpu)
     with torch.device("meta"):
         model = build_model(replace(config, backward=BackwardConfig()), data_properties(data))
         runs = sequences(model)

@@ -134,6 +134,8 @@ def _override(command: str, word: str) -> Override:
     options = {*options_of(COMMANDS[command]), "experiment", "sweep", "hydra"}
     if re.split(r"[./@]", name)[0] not in options and not word.startswith(("+", "~")):
         key = f"++{key}"  # `with_defaults` refuses it, where all options are there
+    if name == "backward" and ":" in value:  # compiled:0.3, whose budget no name of the group has
+        key = "backward.kind"
     value = str(Path(value).expanduser()) if value.startswith("~/") else value
     if name != "prompt":
         with suppress(OverrideParseException):

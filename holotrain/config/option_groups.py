@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn, TypeGuard, TypeVar
 from holotrain.config.signatures import Option, Signature, signature
 from holotrain.errors import UserError, check_choice
 from holotrain.numeric import require_at_least
-from holotrain.schedules import AUTO, OPTIONS
+from holotrain.schedules import AUTO, COMPILED, OPTIONS, kind_of
 from holotrain.targets import TARGET
 
 PYTHON_OBJECT = f"{__name__}.python_object"
@@ -91,8 +91,11 @@ class BackwardConfig:
     """what follows if activations are rebuilt wrongly: store: a warning, and block inputs are stored from then on; error"""
 
     def __post_init__(self) -> None:
-        check_choice("backward.kind", self.kind or AUTO, OPTIONS)
+        kind = kind_of(self.kind or AUTO)
+        check_choice("backward.kind", kind, OPTIONS)
         require_at_least(1, tile=self.tile, chunk=self.chunk)
+        if kind in COMPILED and (self.tile, self.chunk) != (None, None):
+            raise UserError(f"backward={self.kind} takes no backward.tile and backward.chunk; use backward={COMPILED[kind]}")
         if self.keys == "host" and self.chunk is None:
             raise UserError("backward.keys=host is for chunks; set backward.chunk, too, such as backward.chunk=4096")
 

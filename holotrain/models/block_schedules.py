@@ -10,11 +10,15 @@ from holotrain.models.layers.blocks import ResidualBlock, ResidualSequence, stor
 from holotrain.models.mvit import Transition
 from holotrain.numeric import counted
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
+from holotrain.reversible.chunks import ChunkedForward
+from holotrain.reversible.compiled import options_of
 from holotrain.reversible.fused import compile_branch
-from holotrain.reversible.in_place import recompute_block
+from holotrain.reversible.in_place import RecomputedForward, recompute_block
 from holotrain.reversible.lists_of_blocks import is_list_of_blocks, outermost
+from holotrain.reversible.reads import is_compiled
+from holotrain.reversible.replaced_forward import InParts
 from holotrain.reversible.tiles import tile_modules, untile_modules
-from holotrain.schedules import PLAIN
+from holotrain.schedules import COMPILED, PLAIN, kind_of
 
 Run = ReversibleSequence | ResidualSequence
 
@@ -68,7 +72,7 @@ def set_backward(
     name = type(model).__name__
     set_tile(model, tile)
     if not runs:
-        if backward not in PLAIN or store or keep:
+        if kind_of(backward) not in PLAIN or store or keep:
             raise ValueError(f"{name} has no reversible blocks; only {', '.join(PLAIN)} are possible")
         depth = len(listed_blocks(model))
         if not depth and backward != "autograd":
@@ -102,10 +106,11 @@ def set_tile(model: nn.Module, tile: int | None) -> None:
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> None:
-    """Compiles the two branches of every block, in place.
+    """Compiles the two branches of every block, in place; of a model of others its equal blocks, if they are in a list.
 
     Blocks of the same kind share compiled code, so this takes a fraction of the time of compiling the whole model. It works
-    with every backward schedule and does not change the names in the state_dict.
+    with every backward schedule and does not change the names in the state_dict. Plain blocks that are checkpointed become
+    ``"compiled"`` (``"checkpoint8"``: ``"compiled8"``), so that the compiler recomputes them, unless parts are taken in tiles.
 
     Args:
         options: of ``torch.compile``, such as ``mode="max-autotune-no-cudagraphs"``. A mode with CUDA graphs would overwrite
@@ -115,3 +120,27 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
         if isinstance(module, ReversibleBlock | ResidualBlock | Transition):
             compile_branch(module.f, **options)
             compile_branch(module.g, **options)
+    if any(isinstance(vars(part).get("forward"), InParts | ChunkedForward) for part in model.modules()):
+        return
+    runs = sequences(model)
+    for run in runs:
+        if isinstance(run, ResidualSequence):
+            names = [each.input if each.kind == "checkpointed" else "autograd" for each in run.schedules]
+            run.backward = [_RECOMPUTED_SO.get(name, name) for name in names]
+            options_of.update((block, options) for block in run.blocks)
+    for block in [] if runs else listed_blocks(model):
+        forward = RecomputedForward.of(block)
+        name = "autograd" if forward is None else forward.backward
+        recompute_block(block, "compiled:1" if name == "autograd" else _RECOMPUTED_SO.get(name, name))
+        options_of[block] = options
+
+
+_RECOMPUTED_SO = {eager: name for name, eager in COMPILED.items()}
+"""The schedule by which the compiler does what another does without it."""
+
+
+def has_compiled_blocks(model: nn.Module) -> bool:
+    """Whether a part of a model is compiled, or is to be by its schedule."""
+    names = [schedule.input for run in sequences(model) for schedule in run.schedules]
+    names += [forward.backward for part in model.modules() if (forward := RecomputedForward.of(part)) is not None]
+    return any(map(is_compiled, model.modules())) or any(kind_of(name) in COMPILED for name in names)

@@ -8,7 +8,7 @@ from typing import Any
 
 from holotrain.numeric import counted
 from holotrain.reversible.kept_results import KeptResults
-from holotrain.schedules import REBUILDING, SCHEDULES, Schedule
+from holotrain.schedules import REBUILDING, SCHEDULES, Schedule, kind_of
 
 
 def schedule_of(schedule: str) -> Schedule:
@@ -17,12 +17,14 @@ def schedule_of(schedule: str) -> Schedule:
     Raises:
         ValueError: an unknown schedule, or one that cannot keep results.
     """
-    name, *keep = schedule.split("+")
+    named, *keep = schedule.split("+")
+    name = kind_of(named)
     if name not in SCHEDULES:
         raise ValueError(f"backward must be one of {', '.join(SCHEDULES)}, not {name!r}")
     if keep and SCHEDULES[name].kind != "rebuilt":
         raise ValueError(f"backward={schedule!r}: {name} cannot keep results; {' and '.join(REBUILDING)} can")
-    return _keeping(SCHEDULES[name], keep)
+    found = SCHEDULES[name]
+    return _keeping(found if name == named else replace(found, input=named), keep)
 
 
 def schedules_of(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from holotrain.numeric import counted
+from holotrain.reversible.block_inputs import WAYS
 from holotrain.reversible.chunks import ChunkedForward, train_in_chunks
 from holotrain.reversible.coupling import ReversibleBlock
 from holotrain.reversible.head_groups import HeadGroups, take_heads
@@ -18,7 +19,7 @@ from holotrain.reversible.replaced_forward import ReplacedForward, call_of, is_c
 from holotrain.reversible.schedule import checkpointed
 from holotrain.reversible.tiled_loss import TiledLoss
 from holotrain.reversible.tiles import Tiled, take_in_tiles
-from holotrain.schedules import PLAIN
+from holotrain.schedules import COMPILED, PLAIN, kind_of
 
 
 def recompute(
@@ -45,8 +46,8 @@ def recompute(
             with a slice, as in ``"stages.1.blocks[1:]"``. None: the one list of blocks that the model has, or all of them if
             all hold blocks of one class.
         backward: how each block's input is kept, one name of :data:`~holotrain.schedules.PLAIN` or one for each block. Where
-            it is inexact, the forward does not change; the gradients are those of the rounded inputs. ``"chunks"``: blocks
-            store everything, of one chunk.
+            it is inexact, the forward does not change; the gradients are those of the rounded inputs. ``"compiled:0.3"`` has
+            a memory budget, see :mod:`holotrain.reversible.compiled`. ``"chunks"``: blocks store everything, of one chunk.
         tile: tokens of each row that MLPs take at a time, also as part of a block that runs again; or a mapping from names of
             modules, such as ``"layers.*.mlp"``, to tokens, for modules that you know to keep tokens apart; see
             :func:`~holotrain.reversible.tiles.tile_modules`. In language models of transformers, the head and the loss of
@@ -75,6 +76,8 @@ def recompute(
         raise ValueError(f"backward lists {counted(len(schedules), 'schedule')} for {counted(len(chosen), 'block')}")
     for schedule in schedules:
         require_plain(schedule)
+        if kind_of(schedule) in COMPILED and (tile is not None or heads is not None or in_chunks):
+            raise ValueError(f'{schedule} blocks take no tile, heads and chunk; use backward="{COMPILED[kind_of(schedule)]}"')
     if any(isinstance(block, ReversibleBlock) for block in chosen):
         raise ValueError("the blocks are those of a ReversibleSequence, which has a backward of its own: set sequence.backward")
     if tile is not None:
@@ -97,7 +100,7 @@ def undo(model: nn.Module) -> nn.Module:
 
 def require_plain(backward: str) -> None:
     """Raises a ValueError if this is no schedule of blocks that are not reversible."""
-    if backward not in PLAIN:
+    if kind_of(backward) not in PLAIN:
         raise ValueError(f"backward must be one of {', '.join(PLAIN)} or chunks, not {backward!r}")
 
 
@@ -134,7 +137,8 @@ class RecomputedForward(ReplacedForward):
             x, run, rest = _within(x, run, rest)
         if x is None:
             return self.pass_on(arguments, keywords)
-        return checkpointed(self.module, x, backward=self.backward, forward=partial(self._run, run), **rest)
+        forward = partial(self._run, run) if self.backward in WAYS else run
+        return checkpointed(self.module, x, backward=self.backward, forward=forward, **rest)
 
     def _run(self, run: Callable, x: Tensor, **rest: Any) -> Any:
         self._take_from_transformers()  # whose checkpointing may have been switched on since the forward, as TRL does

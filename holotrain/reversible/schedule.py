@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from holotrain.reversible.block_inputs import WAYS
 from holotrain.reversible.checks import RebuildChecks
+from holotrain.reversible.compiled import compiled_call
 from holotrain.reversible.context import has_no_data
 from holotrain.reversible.coupling import Coupling, same_tensor
 from holotrain.reversible.grid import Grid
@@ -26,7 +28,7 @@ from holotrain.reversible.recording import Recorded
 from holotrain.reversible.settings import Call
 from holotrain.reversible.tape import OnTape, Tape
 from holotrain.reversible.tokenwise import tiles_of, why_whole
-from holotrain.schedules import Schedule
+from holotrain.schedules import COMPILED, Schedule, budget_of, kind_of
 
 
 class Pass:
@@ -155,6 +157,9 @@ class Checkpointed(BlockSchedule):
     """The inputs of branches are kept, in one of the :data:`~holotrain.reversible.block_inputs.WAYS`."""
 
     def update(self, name: str, branch: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
+        if self.schedule.input not in WAYS:
+            output = checkpointed(branch, source, backward=self.schedule.input, forward=partial(branch, **keywords))
+            return self.coupling.couple(target, source, output)
         outputs = [
             from_stored(recorded, source, self.schedule.input, part)
             for recorded, part in self.recorded(name, branch, source, keywords)
@@ -216,9 +221,19 @@ def checkpointed(
 
     Args:
         name: in a trace; None: the module's class.
-        backward: how ``x`` is kept, one of :data:`~holotrain.reversible.block_inputs.WAYS`.
+        backward: how ``x`` is kept, one of :data:`~holotrain.reversible.block_inputs.WAYS`, or a compiled schedule.
         forward: what to call instead of the module, without the module's hooks.
     """
+    call = module if forward is None else forward
     if torch.compiler.is_compiling():  # the compiler checkpoints by rules of its own
-        return checkpoint(module if forward is None else forward, x, use_reentrant=False, **keywords)
-    return from_stored(Recorded(name or type(module).__name__, module, keywords, Call(x.device), (), forward), x, backward)
+        return checkpoint(call, x, use_reentrant=False, **keywords)
+    way = COMPILED.get(kind_of(backward), backward)
+
+    def recomputed() -> Any:
+        return from_stored(Recorded(name or type(module).__name__, module, keywords, Call(x.device), (), forward), x, way)
+
+    if way == backward:
+        return recomputed()
+    if has_no_data(x) or torch._C._len_torch_dispatch_stack():  # a plan, or what sees single operations; private, as in context
+        return recomputed() if budget_of(backward) is None else call(x, **keywords)
+    return compiled_call(module, backward, call, x, keywords, recomputed)

@@ -25,7 +25,7 @@ from holotrain.planning.memory_plan import (
     make_plan,
 )
 from holotrain.planning.planner import free_memory
-from holotrain.schedules import PLAIN, SCHEDULES
+from holotrain.schedules import EAGER, SCHEDULES
 from holotrain.tasks.optimizer_functions import adafactor, adamw, adamw_low_bit, muon
 
 
@@ -175,7 +175,7 @@ class Network(nn.Module):
 
 def planner_of(device):
     """Of a model of others, with equal blocks in a list."""
-    schedules = [name for name in PLAIN if device == "cuda" or not SCHEDULES[name].gpu]
+    schedules = [name for name in EAGER if device == "cuda" or not SCHEDULES[name].gpu]
     found = planner(Network, {}, batch=16, backward=None, device=device, listed=DEPTH, schedules=schedules)
     make = found.make_model
 
@@ -188,7 +188,7 @@ def planner_of(device):
     return found
 
 
-@pytest.mark.parametrize("backward", PLAIN[2:])
+@pytest.mark.parametrize("backward", EAGER[2:])
 def test_a_plan_of_recomputed_blocks_is_what_the_tensors_take(backward):
     given = torch.zeros(32, 64, dtype=torch.int64)
 

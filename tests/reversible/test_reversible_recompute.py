@@ -22,7 +22,7 @@ from holotrain.reversible.context import recomputing
 from holotrain.reversible.in_place import RecomputedForward
 from holotrain.reversible.sequence import AveragedStreams
 from holotrain.reversible.side_stream import SameStream
-from holotrain.schedules import PLAIN, SCHEDULES
+from holotrain.schedules import EAGER, SCHEDULES
 
 
 class Block(nn.Module):
@@ -69,7 +69,7 @@ def test_gradients_are_those_of_autograd():
     """Inexact ones are near, and the loss is the same. One schedule follows the other, and in the end there is none."""
     model, inputs = stack()
     names, plain = list(model.state_dict()), gradients(model, inputs)
-    for backward in PLAIN:
+    for backward in EAGER:
         assert recompute(model, backward=backward) is model
         found = gradients(model, inputs)
         if SCHEDULES[backward].exact:
@@ -190,7 +190,7 @@ def test_reversible_blocks_have_the_same_schedules():
     model = AveragedStreams([ReversibleBlock(Block(64), Block(64)) for _ in range(3)], "autograd").double()
     inputs = {"x": torch.randn(2, 6, 64, dtype=torch.float64)}
     true = gradients(model, inputs)
-    for backward in PLAIN:
+    for backward in EAGER:
         model.backward = backward
         error = relative_error(gradients(model, inputs), true)
         assert error == 0 if SCHEDULES[backward].exact else 0 < error < 0.05
@@ -418,7 +418,7 @@ class TestOnAGpu:
         others = {event.device_resource_id for event in events if "gemm" in event.name.lower()}
         assert copies and others and not copies & others
 
-    @pytest.mark.parametrize("backward", PLAIN)
+    @pytest.mark.parametrize("backward", EAGER)
     def test_bf16_autocast_repeats(self, model, backward):
         model, inputs = model
         with torch.autocast("cuda", torch.bfloat16):

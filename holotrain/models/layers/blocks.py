@@ -19,7 +19,7 @@ from holotrain.reversible import ReversibleBlock, ReversibleSequence, checkpoint
 from holotrain.reversible.backward_option import schedules_of
 from holotrain.reversible.context import in_trace
 from holotrain.reversible.sequence import AveragedStreams
-from holotrain.schedules import PLAIN
+from holotrain.schedules import PLAIN, kind_of
 from holotrain.targets import show_arguments
 
 
@@ -196,7 +196,7 @@ class ResidualSequence(nn.Module):
     @backward.setter
     def backward(self, backward: str | Sequence[str]) -> None:
         for name in [backward] if isinstance(backward, str) else backward:
-            if name not in PLAIN:
+            if kind_of(name) not in PLAIN:
                 raise ValueError(f"a model that is not reversible takes backward {', '.join(PLAIN)}, not {name!r}")
         self.schedules = schedules_of(backward, len(self.blocks))
         self._backward = backward
