@@ -48,6 +48,9 @@ class CompiledCall:
     """
 
     def __init__(self, kind: type[nn.Module], backward: str, backend: str = BACKEND, mode: str | None = None) -> None:
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # not at the top: it imports the compiler
+
+        self._refusals = TorchDynamoException, FailOnRecompileLimitHit
         self._kind, self._backend, self._compilations, self._said = kind, backend, 0, False
         self._budget, self._way = budget_of(backward), COMPILED[kind_of(backward)]
         self._eager: WeakSet[nn.Module] = WeakSet()
@@ -82,7 +85,7 @@ class CompiledCall:
         try:
             with nullcontext() if type(kept) is InputAsIs else _in_place_of(x, kept):
                 output = self._run(function, x, keywords)
-        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:  # nothing has run
+        except self._refusals as error:  # nothing has run
             output = eager()  # whose own error is the user's
             self._eager.add(module)
             self._say(f"{self._kind.__name__} is recomputed without the compiler ({_first_line(error)})")
