@@ -44,7 +44,7 @@ class CompiledCall:
     Args:
         kind: the class.
         backward: a schedule of :data:`~holotrain.schedules.COMPILED`, with or without a budget.
-        backend, mode: of torch.compile.
+        backend, mode: of torch.compile; the mode is one of inductor's.
     """
 
     def __init__(self, kind: type[nn.Module], backward: str, backend: str = BACKEND, mode: str | None = None) -> None:
@@ -53,8 +53,8 @@ class CompiledCall:
         self._refusals = TorchDynamoException, FailOnRecompileLimitHit
         self._kind, self._backend, self._compilations, self._said = kind, backend, 0, False
         self._budget, self._way = budget_of(backward), COMPILED[kind_of(backward)]
+        self._options = {"config_patches": torch._inductor.list_mode_options(mode)} if mode else {}
         self._eager: WeakSet[nn.Module] = WeakSet()
-
         recomputed = partial(checkpoint, use_reentrant=False) if self._budget is None else None
 
         def call(function: Callable, x: Tensor, keywords: dict[str, Any]) -> Any:
@@ -62,15 +62,15 @@ class CompiledCall:
 
         code: CodeType = call.__code__
         call.__code__ = code.replace(co_name=kind.__name__)  # compiled code, and a limit of it, belong to a code object
-        self._run = torch.compile(call, backend=self._compile, mode=mode, fullgraph=True)
+        self._run = torch.compile(call, backend=self._compile, fullgraph=True)
 
-    def _compile(self, graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Callable:
+    def _compile(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable:
         """The backend: the budget holds while this graph is compiled."""
         self._compilations += 1
         # Private: torch 2.14's public region_activation_memory_budget draws random numbers anew, too, and torch 2.11 has none.
         stores = {"activation_memory_budget": self._budget, "joint_custom_pass": _store_random_numbers}
         with nullcontext() if self._budget is None else torch._functorch.config.patch(stores):
-            return torch._dynamo.lookup_backend(self._backend)(graph, inputs, **options)
+            return torch._dynamo.lookup_backend(self._backend)(graph, inputs, **self._options)
 
     def __call__(self, module: nn.Module, function: Callable, x: Tensor, keywords: dict[str, Any], eager: Callable) -> Any:
         """``function(x, **keywords)``, or what ``eager()`` returns, if the block cannot be compiled; a warning says why.
