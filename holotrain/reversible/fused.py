@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,9 @@ from torch.func import functional_call
 Found = tuple[Tensor | None, tuple[Tensor | None, ...]]
 
 _compiled: WeakKeyDictionary[nn.Module, Callable[..., Found]] = WeakKeyDictionary()
+
+_traced: set[tuple[Any, ...]] = set()
+"""Kinds of arguments that have been compiled."""
 
 VARIANTS = 64
 """Kinds of branches, lengths apart, that are compiled before others run as they are."""
@@ -74,11 +78,9 @@ def compiled_gradients(module: nn.Module, *arguments: Any) -> tuple[Found, bool]
     Returns:
         what it returns; whether it could be compiled. If not, a warning says why.
     """
-    import torch._dynamo.config as compiler  # takes a second
-
     try:
-        with compiler.patch(trace_autograd_ops=True, recompile_limit=VARIANTS), torch.no_grad():
-            return _compiled[module](module, *arguments), True
+        with torch.no_grad():
+            return _called(module, *arguments), True
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of many kinds
@@ -88,6 +90,19 @@ def compiled_gradients(module: nn.Module, *arguments: Any) -> tuple[Found, bool]
             stacklevel=2,
         )
         return gradients(module, *arguments), False
+
+
+def _called(module: nn.Module, trained: dict[str, Tensor], source: Tensor, *rest: Any) -> Found:
+    import torch._dynamo as compiler  # takes a second
+
+    kind = type(module), (*trained,), source.shape, source.dtype, *rest[-2:]
+    if kind in _traced:  # a change of settings takes as long as a small branch
+        with suppress(compiler.exc.TorchDynamoException):  # for another reason it is to be compiled again
+            return _compiled[module](module, trained, source, *rest)
+    with compiler.config.patch(trace_autograd_ops=True, recompile_limit=VARIANTS):
+        found = _compiled[module](module, trained, source, *rest)
+    _traced.add(kind)
+    return found
 
 
 class CannotFuse(BaseException):
