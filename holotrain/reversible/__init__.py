@@ -8,6 +8,7 @@ recording           a branch runs in the forward, and again in the backward
 tape                the backward of rebuilt blocks
 kept_results        results that a recomputation reuses
 compiled            blocks that torch.compile recomputes
+fused               compiled branches that run again in one graph with their gradients
 block_inputs        the ways to keep a block's input until the backward
 reads               parameters, buffers and arguments, which must be the same in the recomputation
 settings            random number generators, autocast, attention kernels and the like, put back for the recomputation
