@@ -192,7 +192,8 @@ class Task(ShowsInherited, pl.LightningModule):
         followed = checkpoint.get(FOLLOWED)
         self._followed = followed if isinstance(followed, float) else None
         if self.graphs is not None:
-            self.graphs.generators.restore(checkpoint.get(DRAWN, []))
+            drawn = checkpoint.get(DRAWN)
+            self.graphs.generators.restore(drawn if isinstance(drawn, list) else [])
 
     def teardown(self, stage: str) -> None:
         optimizer = InBackward.among(self.trainer.optimizers)

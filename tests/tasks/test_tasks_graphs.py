@@ -134,7 +134,7 @@ def test_a_training_is_the_same_to_the_bit(name):
 
 
 @pytest.mark.parametrize("name", ["accumulated", slow("two streams, clipped, averaged")])
-@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("before", "after"), [(True, False), slow(False, True), slow(True, True)])
 def test_a_resumed_training_is_the_same_with_graphs_before_or_after(name, before, after, tmp_path):
     expected, _ = trained(name, False)
     trained(name, before, tmp_path)
@@ -196,15 +196,15 @@ def dropped(name: str, machine, folder, **options) -> tuple[list[torch.Tensor], 
     task = CausalLM(DROPOUT[name](), optimizer=optimizer_functions.adamw, scheduler=schedules.cosine, graphs=True)
     saving = ModelCheckpoint(folder, "{epoch}", save_on_train_epoch_end=True, save_top_k=-1)
     fitted = trainer(callbacks=[saving, DeviceState(machine)], enable_checkpointing=True)
-    fitted.fit(task, DataLoader([*map(texts, range(12))], batch_size=None), **options)
+    fitted.fit(task, DataLoader([*map(texts, (0, 1) * 3)], batch_size=None), **options)
     return [each.cpu() for each in task.state_dict().values()], task
 
 
-@pytest.mark.parametrize("name", ["in blocks", *map(slow, ("in int8", "in chunks"))])
+@pytest.mark.parametrize("name", ["in int8", *map(slow, ("in blocks", "in chunks"))])
 def test_dropout_is_the_same_whenever_a_step_is_captured_and_after_a_resume(name, on_paper, tmp_path, monkeypatch):
     monkeypatch.setattr(gpt, "linear_cross_entropy", whole_loss)  # tiles ask torch itself for the device
     found, task = dropped(name, on_paper, tmp_path)
-    assert task.graphs.captured == 3 and task.graphs.reason is None
+    assert task.graphs.captured == 2 and task.graphs.reason is None
     resumed, _ = dropped(name, on_paper, tmp_path, ckpt_path=tmp_path / "epoch=0.ckpt")
     assert_equal(resumed, found)
     assert not copy.deepcopy(task).graphs.captured  # as an average makes one of it
