@@ -205,9 +205,8 @@ def make_step(shape: Shape, apply: Callable[[nn.Module], None], options, fake: b
     for sequence in sequences(model):
         for block in sequence.blocks:
             block.exchange = False  # which the other engines do not support
-            if options.compiled and not fake:
-                block.f.compile()
-                block.g.compile()
+    if options.compiled and not fake:
+        compile_blocks(model)
     apply(model)
     batch = tuple(None if given is None else given.to(place) for given in shape.batch())
 

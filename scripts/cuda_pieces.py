@@ -97,7 +97,7 @@ def largest_batch(model: str, *gib: int) -> Piece:
 BACKWARD_TOY = words("--dim 32 --heads 2 --depth 3 --batch 2 --tokens 8 --rounds 1 --no-peaks")
 GENERATION_TOY = words("--size tiny --tokens 4 --compared 8 --rounds 1")
 
-STEPS_TOY = words("--dim 64 --tokens 16 --batch 1")
+STEPS_TOY = (*words("--dim 64 --tokens 16 --batch 1 --cases ReversibleSequence"), "GPT-2 in tiles", "ViT", "StepGraphs")
 LONGEST = ("checkpoint", "checkpoint in tiles", "offload in tiles", "checkpoint8 in tiles")
 FOREIGN = ("transformers", "timm")
 
@@ -107,7 +107,7 @@ def longest_sequence(shape: str, gib: int, seconds: float) -> Piece:
     return Piece(
         f"longest_sequence_{shape}",
         (*script("bench_whole_step", f"--shapes {shape} {plan} --trains {gib} --amp --tokens 1000000 --methods"), *LONGEST),
-        ("--toy", "--tokens", "1"),
+        ("--toy", "--tokens", "1", "--methods", *LONGEST[-1:]),
         seconds,
         FOREIGN,
     )
