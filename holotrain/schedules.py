@@ -90,3 +90,10 @@ def budget_of(name: str) -> float | None:
     """The memory budget of a compiled schedule; None, and for 0: it keeps its inputs alone."""
     budget = name.partition(":")[2]
     return float(budget or 0) or None
+
+
+def planned_as(name: str) -> str:
+    """The schedule that a plan, which runs no compiler, takes in place of a compiled one, which needs no more memory."""
+    if kind_of(name) not in COMPILED:
+        return name
+    return COMPILED[kind_of(name)] if budget_of(name) is None else PLAIN[0]

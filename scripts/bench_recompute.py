@@ -5,14 +5,13 @@
     python scripts/bench_recompute.py --shape llama --tokens 2048 --batch 1 --depths 6 12 --methods checkpoint checkpoint8
 
 Needs only torch. The methods: plain autograd; torch.utils.checkpoint of each block (which is also Hugging Face's
-gradient_checkpointing_enable); the same with the results of matrix products stored (selective); torch.compile of each block
-with the least that its memory budget can store (compiled, which makes the blocks faster, too); saved tensors offloaded to the
+gradient_checkpointing_enable); the same with the results of matrix products stored (selective); saved tensors offloaded to the
 host (on a CPU that saves nothing, so it is left out there); and holotrain's recompute, with block inputs as they are and in 8
-bits. A step is a forward and a backward.
+bits, by itself and by torch.compile (compiled, compiled8, and with a memory budget of 0.3). A step is a forward and a backward.
 
 Memory: the peak of what a step allocates, above weights and gradients, as PyTorch's allocator reports it; the scratch memory of
 libraries is in it. Growth: the increase with each block from the smallest to the largest depth. Step time: the methods
-alternate in one process at the smallest depth; ratios to checkpointing are medians over rounds.
+alternate in one process at the smallest depth; ratios to checkpointing, or to what --over names, are medians over rounds.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import statistics
 from collections.abc import Callable
 
 import torch
-import torch._functorch.config
 from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, timed
 from measured_memory import peak_of as allocated_peak
 from torch import Tensor, nn
@@ -35,6 +33,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from holotrain.reversible import recompute
 
 SHAPES = {
+    "tiny": {"dim": 128, "heads": 4},
     "narrow": {"dim": 192, "heads": 3},
     "vit": {"dim": 384, "heads": 6},
     "gpt2": {"dim": 768, "heads": 12, "causal": True},
@@ -95,26 +94,15 @@ def offloaded(net: Stack) -> Callable[[Tensor], Tensor]:
     return run
 
 
-def compiled(net: Stack) -> Callable[[Tensor], Tensor]:
-    torch._dynamo.reset()  # it would take what was compiled with another budget
-    for block in net.blocks:
-        block.compile()
-
-    def run(x: Tensor) -> Tensor:
-        with torch._functorch.config.patch(activation_memory_budget=0.0):
-            return net(x)
-
-    return run
-
-
 METHODS: dict[str, Callable[[Stack], Callable[[Tensor], Tensor]]] = {
     "autograd": lambda net: net,
     "checkpoint": checkpointed,
     "selective": selective,
-    "compiled": compiled,
     "offload": offloaded,
     "recompute": functools.partial(recompute, blocks="blocks"),
-    "checkpoint8": functools.partial(recompute, blocks="blocks", backward="checkpoint8"),
+} | {
+    name: functools.partial(recompute, blocks="blocks", backward=name)
+    for name in ("checkpoint8", "compiled", "compiled:0.3", "compiled8")
 }
 
 
@@ -155,7 +143,7 @@ def measure(options: argparse.Namespace) -> dict:
         net = Stack(few, shape).to(device)
         steps = {method: timed(step_of(method, copy.deepcopy(net), x, options.amp), device) for method in options.methods}
         seconds = alternating(steps, options.rounds)
-        base = "checkpoint" if "checkpoint" in seconds else options.methods[0]
+        base = options.over if options.over in seconds else options.methods[0]
         for method, taken in seconds.items():
             ratio = median_ratio(taken, seconds[base])
             results[method] |= {"seconds": taken, f"time_over_{base}": ratio}
@@ -171,6 +159,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=197)
     usual = [method for method in METHODS if method != "offload" or torch.cuda.is_available()]
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=usual)
+    parser.add_argument("--over", choices=METHODS, default="checkpoint", help="what step times are divided by")
     parser.add_argument("--rounds", type=int, default=20, help="timed steps of each method; 0: memory alone")
     parser.add_argument("--amp", action="store_true", help="bf16 autocast")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

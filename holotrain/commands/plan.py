@@ -23,6 +23,7 @@ from holotrain.folders import write_whole
 from holotrain.numeric import in_words, unit_of
 from holotrain.planning.fake_tensors import Unplannable
 from holotrain.planning.memory_plan import Plan, make_plan
+from holotrain.schedules import planned_as
 
 PLAN = "plan.json"
 
@@ -112,6 +113,8 @@ def _show(config: PlanConfig, run: Run, plan: Plan, remedies: list[str]) -> None
             "scratch: what operations and libraries hold within themselves, at most; peak and scratch together, "
             f"{need} under backward={plan.backward}, must fit"
         )
+    if planned_as(plan.backward) != plan.backward:
+        say(f"backward={plan.backward} is planned as {planned_as(plan.backward)}: compiled blocks need no more than that")
     if plan.choice is not None and plan.budget is not None:
         say(f"backward=auto (by FLOPs; fit measures times): {described(plan.choice, plan.budget, plan.options)}")
     for limit in plan.limits:

@@ -24,7 +24,7 @@ from holotrain.models.layers.blocks import ResidualSequence
 from holotrain.numeric import parse_bytes
 from holotrain.planning import Planner, TrainingStep
 from holotrain.planning.planner import Backward, Size, free_memory
-from holotrain.schedules import EAGER, OF_REVERSIBLE, PLAIN, SCHEDULES
+from holotrain.schedules import EAGER, OF_REVERSIBLE, PLAIN, SCHEDULES, planned_as
 from holotrain.tasks.task import model_of, optimizer_of, training_loss
 
 NO_OPTION = "batch"
@@ -168,7 +168,7 @@ def with_data(planner: Planner, config: RunConfig, data: pl.LightningDataModule)
 
 def with_tile(config: Config) -> Config:
     """The configuration with MLPs in tiles; ``backward=autograd`` would keep each tile."""
-    kind = config.backward.kind
+    kind = config.backward.kind and planned_as(config.backward.kind)  # what is compiled takes no tiles
     return replace(config, backward=replace(config.backward, tile=TILE, kind=PLAIN[1] if kind == PLAIN[0] else kind))
 
 

@@ -115,9 +115,10 @@ _call_of_kind = cache(CompiledCall)
 
 def _in_place_of(x: Tensor, kept: InputAsIs) -> AbstractContextManager:
     """Inside, what is kept of x is saved for the backward in its place."""
+    place = x.data_ptr(), x.shape  # the graph holds the function below, and is not to hold x
 
     def pack(tensor: Tensor) -> Any:
-        return kept if tensor.data_ptr() == x.data_ptr() and tensor.shape == x.shape else tensor
+        return kept if (tensor.data_ptr(), tensor.shape) == place else tensor
 
     return saved_tensors_hooks(pack, lambda saved: kept.restore() if saved is kept else saved)
 

@@ -28,7 +28,7 @@ from holotrain.reversible.recording import Recorded
 from holotrain.reversible.settings import Call
 from holotrain.reversible.tape import OnTape, Tape
 from holotrain.reversible.tokenwise import tiles_of, why_whole
-from holotrain.schedules import COMPILED, Schedule, budget_of, kind_of
+from holotrain.schedules import COMPILED, Schedule, kind_of, planned_as
 
 
 class Pass:
@@ -235,5 +235,5 @@ def checkpointed(
     if way == backward:
         return recomputed()
     if has_no_data(x) or torch._C._len_torch_dispatch_stack():  # a plan, or what sees single operations; private, as in context
-        return recomputed() if budget_of(backward) is None else call(x, **keywords)
+        return recomputed() if planned_as(backward) == way else call(x, **keywords)
     return compiled_call(module, backward, call, x, keywords, recomputed)

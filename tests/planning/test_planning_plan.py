@@ -25,7 +25,7 @@ from holotrain.planning.memory_plan import (
     make_plan,
 )
 from holotrain.planning.planner import free_memory
-from holotrain.schedules import EAGER, SCHEDULES
+from holotrain.schedules import COMPILED, EAGER, SCHEDULES
 from holotrain.tasks.optimizer_functions import adafactor, adamw, adamw_low_bit, muon
 
 
@@ -199,6 +199,14 @@ def test_a_plan_of_recomputed_blocks_is_what_the_tensors_take(backward):
     with fake_tensors():
         planned = simulate_step(step(fake=True))
     check_plan(planned, step())
+
+
+def test_compiled_blocks_are_planned_as_without_the_compiler():
+    """With a budget as if they stored everything; and they are not chosen."""
+    found = planner_of("cpu")
+    for name, planned in (("compiled", "checkpoint"), ("compiled8", "checkpoint8"), ("compiled:0.3", "autograd")):
+        assert found.footprint(name) == found.footprint(planned)
+    assert not {*COMPILED} & {*found.schedules}
 
 
 def test_the_choice_goes_from_stored_to_checkpointed_to_offloaded():
