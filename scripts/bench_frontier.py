@@ -277,12 +277,11 @@ EXPECTED = [
 
 def rows_of(options) -> list[tuple[str, str]]:
     """Schedules and launches, the most telling first."""
-    known = {*schedules.SCHEDULES, *getattr(schedules, "COMPILED", ())}
-    found = [("autograd", launch) for launch in options.launches if launch == "reduce-overhead"]
-    for launches in (("both", "compiled"), ("graphed",), ("eager",)):
-        wanted = [launch for launch in reversed(launches) if launch in options.launches]
-        found = [(way, launch) for way in WAYS if way in known for launch in wanted] + found
-    return [(way, launch) for way, launch in found if way != "compiled" or launch in ("eager", "graphed")]
+    ways = [way for way in WAYS if way != "compiled"]
+    found = [(way, launch) for launch in ("eager", "graphed") for way in ways]
+    found += [("compiled", "eager"), ("compiled", "graphed")]  # compiling takes longer than all before
+    found += [(way, launch) for way in ways for launch in ("compiled", "both")]
+    return [row for row in (*found, ("autograd", "reduce-overhead")) if row[1] in options.launches]
 
 
 def launched(way: str, launch: str, options) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def launches(model: str, seconds: int, *kinds: str) -> Piece:
     return Piece(
         f"{'compiled_' * bool(kinds)}launches_{model}",
         (*script("bench_frontier", f"--model {model} {shape} --amp --rounds 5 --seconds {seconds} --launches"), *kinds),
-        (*toy_of(model), *words("--batch 2 --repeats 1 --launches"), *(toy if kinds else ("eager", "graphed"))),
+        (*toy_of(model), *words("--batch 2 --repeats 1 --seconds 30 --launches"), *(toy if kinds else ("eager", "graphed"))),
         seconds + 20,
     )
 
