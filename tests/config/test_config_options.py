@@ -267,6 +267,12 @@ SAID = [  # on which device, with which options, what stands on the first screen
     ("cuda", "", "off; trainer.graphs=auto"),
     ("cuda", "trainer.graphs=true", "forward and backward, .*; optimizer eager"),
     ("cuda", "trainer.graphs=auto trainer.precision=16-mixed", "eager: does not go together with trainer.precision"),
+    ("cuda", "trainer.graphs=auto trainer=ddp trainer.devices=2", "eager: does not go together with several processes"),
+    (
+        "cuda",
+        "trainer.graphs=auto optimizer.in_backward=true trainer.gradient_clip_val=null",
+        "eager: does not go together with optimizer.in_backward",
+    ),
 ]
 
 
