@@ -422,6 +422,18 @@ def test_an_override_is_read_as_the_text_that_was_quoted(text):
     assert OmegaConf.create({"prompt": parsed.value()}).prompt == text
 
 
+def test_a_budget_stands_in_the_name_of_a_schedule():
+    assert composition.compose("fit", ["data=digits", "backward=compiled:0.3"]).backward.kind == "compiled:0.3"
+    for option, message in {
+        "backward=compiled:1.5": "such as compiled:1",
+        "backward=checkpoint:0.3": "not checkpoint",
+        "backward=compild": "compiled",
+        "backward=compiled backward.tile=16": "use backward=checkpoint",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            composition.compose("fit", ["data=digits", *option.split()])
+
+
 FILES = [path for group in ("data", "task") for path in Path(composition.config_folder(), group).glob("*.yaml")]
 STORED = composition.stored()
 NODES = [*STORED["model"].values(), *STORED["data"].values(), *(OmegaConf.to_container(OmegaConf.load(path)) for path in FILES)]
