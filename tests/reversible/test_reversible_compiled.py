@@ -223,6 +223,13 @@ def test_what_cannot_be_compiled_is_recomputed_without(calls):
     assert sum("without the compiler" in str(each.message) for each in said) == 1
 
 
+def test_each_class_has_a_limit_of_its_own():
+    """Torch's is 8 for each function."""
+    x = torch.ones(2, 3, requires_grad=True)
+    for number in range(9):
+        checkpointed(type(f"Kind{number}", (nn.Tanh,), {})(), x, backward="compiled")
+
+
 @pytest.mark.slow
 def test_many_compilations_are_said_once_and_end(calls):
     nets = [Model(Differing, 10).double().eval() for _ in range(2)]
