@@ -14,7 +14,8 @@ from holotrain.commands.run import Run, write_summary
 from holotrain.commands.screen import show
 from holotrain.config.build import autocast_of, check_device, device_kind
 from holotrain.config.command_options import GenerateConfig
-from holotrain.data.text.answers import Message, chat_to_answer, chat_writer, messages_in
+from holotrain.data.text.chat_forms import Message, messages_in
+from holotrain.data.text.learned import chat_to_answer, chat_writer
 from holotrain.data.tokenizers import Tokenizer, tokenizer_from_json
 from holotrain.errors import UserError, as_user_error
 from holotrain.files import from_json, read_text
@@ -35,7 +36,7 @@ def run(config: GenerateConfig, run: Run) -> int:
     if config.quantised:
         as_exported(model, config.quantised)
     model = model.to(device_kind(config.trainer.accelerator)).eval()
-    asked, context = prompts(config), cast(int, model.context)
+    asked, context = prompts(config, bool(kept["facts"].get("chats"))), cast(int, model.context)
     starts, ends = encoded(asked, tokenizer, context)
 
     shown = Shown(tokenizer, asked[0].shown) if config.stream and len(asked) == 1 else None
@@ -99,9 +100,10 @@ class Prompt:
     messages: list[Message] | None = None
 
 
-def prompts(config: GenerateConfig) -> list[Prompt]:
+def prompts(config: GenerateConfig, learned_chats: bool) -> list[Prompt]:
     """The prompts. Raises a UserError if the file of prompts cannot be read, or has none."""
-    is_chat = config.chat if config.chat is not None else getattr(config.data, "messages", None) is not None
+    learned_chats = learned_chats or getattr(config.data, "messages", None) is not None  # before facts had it
+    is_chat = learned_chats if config.chat is None else config.chat
     if config.prompts is None:
         return [_prompt(config.prompt or "", is_chat)]
     path = Path(config.prompts)

@@ -12,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 import lightning.pytorch as pl
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -113,6 +114,9 @@ def runs_of(blocks: Sequence[str]) -> str:
 PARTS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
 """The parts of the data that a command reads while this screen is shown."""
 
+NAMED = 10
+"""So many classes are named."""
+
 RESULTS = ("steps", "epochs", "early_stopping_patience", "samples_per_second", "tokens_per_second", "step_seconds")
 RESULTS += ("step_peak_bytes", "planned_step_bytes", "seconds", "checkpoint")
 """Fields of summary.json on the last screen, after the metrics."""
@@ -129,6 +133,8 @@ def show_start(
     if isinstance(data, TextDataModule):
         parts = ", ".join(f"{_large(counts['tokens'])} to {name}" for name, counts in data.counts.items())
         rows["text"] = f"tokens: {parts}; vocabulary {data.vocab_size}, context {data.context}"
+        rows["chats"] = data.chats or None
+        rows["classes"] = _classes(data)
     rows["samples"] = ", ".join(f"{size} to {part}" for part, size in sizes.items()) or None
     backward = config.backward
     if (backward.kind, backward.tile, backward.chunk) != (None, None, None):
@@ -156,6 +162,19 @@ def show_start(
         "folder": run.folder,
     }
     show(f"holotrain {run.command}", rows)
+    if isinstance(data, TextDataModule) and data.show:
+        marks = ("\033[4m", "\033[24m") if console.is_terminal else ("[[", "]]")
+        print(*data.shown(*marks), sep="\n\n", end="\n\n")
+
+
+def _classes(data: TextDataModule) -> str | None:
+    """How many training documents each class has."""
+    labels = data.part("train").labels
+    if labels is None:
+        return None
+    counts = np.bincount(labels[labels >= 0], minlength=data.num_classes).tolist()
+    named = [f"{name} {count}" for name, count in zip(data.class_names, counts, strict=True)]
+    return ", ".join(named[:NAMED]) + f" and {len(named) - NAMED} more" * (len(named) > NAMED)
 
 
 def _named(run: Run, group: str, config: ObjectConfig, *options: str) -> str:

@@ -158,6 +158,7 @@ def data_properties(data: pl.LightningDataModule) -> dict[str, Any]:
             facts |= {other: value, attribute: value}
     if isinstance(data, TextDataModule):
         facts["pad_id"] = data.tokenizer.pad_id
+        facts |= {"chats": 1} if data.learns_chats else {}  # for generate
     return facts
 
 

@@ -86,6 +86,10 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids (T,), without special tokens; bytes that are not UTF-8 become U+FFFD."""
 
+    @abstractmethod
+    def spelled(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The same with the special tokens, for people to read."""
+
     @property
     @abstractmethod
     def byte_lengths(self) -> np.ndarray:
@@ -121,6 +125,10 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         ids = np.asarray(ids)
         return ids[ids < BYTES].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+    def spelled(self, ids: Sequence[int] | np.ndarray) -> str:
+        named = {index: NAMES[role][0].encode() for role, index in self.specials.items()}
+        return b"".join(named.get(token) or bytes([token]) for token in map(int, ids)).decode("utf-8", errors="replace")
 
     @property
     def byte_lengths(self) -> np.ndarray:
@@ -198,6 +206,9 @@ class SubwordTokenizer(Tokenizer):
         ids = np.asarray(ids, dtype=np.int64)
         ordinary = ids[~np.isin(ids, list(self.specials.values()))]
         return self._encoder.decode(ordinary.tolist(), skip_special_tokens=True)
+
+    def spelled(self, ids: Sequence[int] | np.ndarray) -> str:
+        return self._encoder.decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=False)
 
     @cached_property
     def byte_lengths(self) -> np.ndarray:

@@ -45,6 +45,63 @@ LEARNED = {
 """What is learned of that chat, by hand, with each template."""
 
 
+TURN = (
+    "{{ '<|im_start|>' + m.role }}\n{% if m.role != 'assistant' %}{{ m.content }}{% else %}"
+    "{% set parts = m.content.split('</think>') %}{% set late = loop.index0 > ns.last and loop.last %}"
+    "{% if late %}{{ ('' if parts | length > 1 else '<think>') + parts[:-1] | join + '</think>' }}{% endif %}"
+    "{{ parts[-1] | trim }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>ARGUMENTS</tool_call>{% endfor %}{% endif %}<|im_end|>\n"
+)
+THINKING = (
+    "{% if messages[0].role == 'none' %}{% endif %}{% set ns = namespace(last=-1) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{{ tools | tojson if tools else '' }}"
+    f"{{% for m in messages %}}{TURN}{{% endfor %}}{{% if add_generation_prompt %}}<|im_start|>assistant\n{{% endif %}}"
+)
+"""As those of Qwen: earlier reasoning is dropped, the last answer has some, and there must be a message."""
+CALLED = "{{ call.function.name + ': ' + call.function.arguments | tojson }}"
+AS_OBJECT, AS_TEXT = THINKING.replace("ARGUMENTS", CALLED), THINKING.replace("ARGUMENTS", CALLED.replace(" | tojson", ""))
+ASKS_TO_THINK = AS_OBJECT.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
+
+
+def said(content, **others):
+    return {"role": "assistant", "content": content, **others}
+
+
+def call(arguments):
+    return [{"id": "1", "type": "function", "function": {"name": "a", "arguments": arguments}}]
+
+
+TOOLS = [
+    CHAT[0],
+    said(None, tool_calls=call({"n": None, "é": 1})),
+    {"role": "tool", "content": "n"},
+    said("<think>n?</think>née"),
+    CHAT[0],
+    said("it", tool_calls=call('{"n": 2}')),
+]
+OF_TOOLS = [
+    '<tool_call>a: {"n": null, "é": 1}</tool_call><|im_end|>',
+    "née<|im_end|>",
+    '<tool_call>a: {"n": 2}</tool_call><|im_end|>',
+]
+OF_TOOLS[2] = f"<think></think>it{OF_TOOLS[2]}"
+TURNS = {
+    "tools": (AS_OBJECT, TOOLS, OF_TOOLS),
+    "arguments as text": (AS_TEXT, TOOLS, OF_TOOLS),
+    "asked to think": (ASKS_TO_THINK, TOOLS, [*OF_TOOLS[:2], OF_TOOLS[2].removeprefix("<think>")]),
+    "an answer first": (AS_OBJECT, [said("it"), CHAT[0], said("n")], ["it<|im_end|>", "<think></think>n<|im_end|>"]),
+    "two answers": (AS_OBJECT, [CHAT[0], said("it"), said("n")], ["it<|im_end|>", "n<|im_end|>"]),
+    "not the first": (
+        AS_OBJECT,
+        [CHAT[0], said("it", weight=0), CHAT[0], said("n", train=True)],
+        ["<think></think>n<|im_end|>"],
+    ),
+    "not the last": (MARKED, [CHAT[0], said("it", weight=1), CHAT[0], said("n", train=False)], ["it<|im_end|>"]),
+    "nothing said": (CHATML, [CHAT[0], said(""), CHAT[0], said("n")], ["n<|im_end|>"]),
+}
+"""A template, a chat, and what is learned of it, by hand."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tokenizer with special tokens of a chat, as transformers save it."""
@@ -105,6 +162,51 @@ def test_a_chat_is_written_by_the_template_and_its_answers_alone_are_learned(tmp
     assert [theirs.decode(each) for each in runs(ids, answers)] == LEARNED[template]
     kept = tokenizer_from_json(data.tokenizer.to_json())  # as a checkpoint has it
     assert kept.chat == data.tokenizer.chat and kept.vocab_size == len(theirs)
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_whole_turns_of_answers_are_learned(tmp_path, folder, name):
+    template, chat, learned = TURNS[name]
+    files, path = written(tmp_path, [{"messages": chat, "tools": [{"name": "a"}]}]), with_template(folder, template)
+    data = module(tmp_path, files, tokenizer=path)
+    ids, answers = row_and_answers(data)
+    assert [data.tokenizer.spelled(each) for each in runs(ids, answers)] == learned
+    assert ('[{"name": "a"}]' in data.tokenizer.spelled(ids)) == ("tools" in template)
+
+
+FORMS = {
+    "ShareGPT: conversations": {"conversations": [{"from": "human", "value": "is é?"}, {"from": "gpt", "value": "n"}]},
+    "Alpaca: instruction, input, output": {"instruction": "is", "input": "é?", "output": "n"},
+    "messages": {"messages": [{"role": "user", "content": [{"type": "text", "text": "is é?"}]}, said("n")]},
+    "prompt, completion": {"prompt": [{"role": "user", "content": "is é?"}], "completion": [said("n")]},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_forms_of_chats_are_found_by_their_columns(tmp_path, form):
+    data = module(tmp_path, written(tmp_path, [FORMS[form] | {"system": "short"}]), show=1)
+    asked = "is\n\né?" if "Alpaca" in form else "is é?"
+    assert data.shown("[[", "]]") == [f"system: short\nuser: {asked}\nassistant:[[ n</s>]]"] and data.chats == form
+
+
+def test_what_is_not_learned_is_said(tmp_path):
+    chat = [CHAT[0], said("a", weight=1), CHAT[0] | {"mood": "good"}, said("b"), CHAT[0], said("c"), CHAT[0], said("")]
+    rows = [{"messages": chat}, {"messages": [CHAT[0], said("n", weight=0)]}, {"messages": chat[:-2]}]
+    with pytest.warns() as caught:
+        data = module(tmp_path, written(tmp_path, rows), train_on="last", show=3)
+    assert [str(each.message) for each in caught] == [
+        "data: 3 answers without content or tool calls are not learned",
+        "data: 3 of 9 rows left out, since no answer in them is learned",
+        "data: rows have messages with 'mood', which is not used",
+    ]
+    learned = [[part.split("]]")[0] for part in row.split("[[")[1:]] for row in data.shown("[[", "]]")]
+    assert learned == [[" a</s>"], [], [" a</s>", " c</s>"]]
+    (tmp_path / "a.txt").write_text("n")
+    mixed = [written(tmp_path, rows), str(tmp_path / "a.txt")]
+    with pytest.raises(UserError, match=r"chat\.jsonl holds chats, and .*a\.txt text"):
+        TextFiles(mixed, cache_dir=str(tmp_path / "cache")).setup()
+    with pytest.raises(UserError, match=r"data\.messages=auto: the rows of .*a\.txt have text; chats have messages, "):
+        TextFiles(mixed[1], messages="auto", cache_dir=str(tmp_path / "cache")).setup()
 
 
 def test_without_a_template_a_chat_is_plain_text(tmp_path):

@@ -68,3 +68,14 @@ def test_chats_are_learned_and_a_killed_training_continues_bit_for_bit(holotrain
     ids = exported.apply_chat_template(asked["messages"], add_generation_prompt=True, return_tensors="pt")
     answered = transformers.AutoModelForCausalLM.from_pretrained("exported").generate(**ids, do_sample=False)
     assert exported.decode(answered[0, ids["input_ids"].shape[1] :], skip_special_tokens=True) == chat["text"]
+
+
+def test_a_form_that_is_found_is_shown_and_generate_answers_in_it(holotrain, tmp_path):
+    rows = [{"conversations": [{"from": "human", "value": f"{n}?"}, {"from": "gpt", "value": "yes"}]} for n in range(20)]
+    Path("chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = [word for word in CHATS if not word.startswith(("data.messages", "model", "trainer.max"))]
+    small = ["model.dim=16", "model.depth=2", "model.heads=2", "trainer.max_steps=1", "data.show=1", "data.tokenizer=byte"]
+    shown = holotrain("fit", *words, *small, "hydra.run.dir=run")[1]
+    assert "ShareGPT: conversations" in shown and "?\nassistant:[[ yes</s>]]\n" in shown
+    said = holotrain("generate", "ckpt_path=run", "prompt=3?", "max_tokens=2", "hydra.run.dir=of_generate")[1]
+    assert said.startswith("3?\n")  # a message, and not a text to continue

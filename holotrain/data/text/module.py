@@ -4,16 +4,17 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from holotrain.data.hub import in_order, library_errors
 from holotrain.data.loader import Loader, LoadingModule, ResumableLoader, StreamLoader, digest, in_places
 from holotrain.data.sampler import FixedBatches
-from holotrain.data.text.answers import Answers, warn_of_cut
+from holotrain.data.text.answers import AnswerRules, Answers, warn_of_rows
 from holotrain.data.text.batches import (
     BucketBatchSampler,
     PackedBlocks,
@@ -62,11 +63,16 @@ class TextDataModule(LoadingModule):
     Attributes:
         tokenizer, vocab_size: known at once; for a ``"bpe"``, after ``prepare_data``.
         class_names, num_classes: known after ``prepare_data``; [] and 0 if documents have no labels.
-
+        chats, learns_chats: what form rows with answers have, and whether they are chats; known after ``prepare_data``.
     """
 
     label: str | None = None
     """Where the user's data have the classes."""
+
+    show = 0
+    """Rows that the first screen shows."""
+
+    chats, learns_chats = "", False
 
     def __init__(
         self,
@@ -172,6 +178,7 @@ class TextDataModule(LoadingModule):
         except OSError as error:
             raise UserError(f"data.cache_dir: cannot write {self.cache} ({error.strerror or error})") from error
         rows = self.rows()
+        self._found_chats(rows)
         if self._tokenizer is None:
             self._tokenizer = self._trained(rows)
         if self.streaming:
@@ -183,7 +190,17 @@ class TextDataModule(LoadingModule):
         classes = [] if self.streaming else _classes({part: tokens.unique("label") for part, tokens in found.items()})
         self._corpora = {part: Corpus(tokens, part, classes) for part, tokens in found.items()}
         if self.layout == "answers":
-            warn_of_cut([self._answers(part) for part in PARTS], self.context)
+            warn_of_rows([*found.values()], [self._answers(part) for part in PARTS], self.context)
+
+    def _found_chats(self, rows: list[Rows]) -> None:
+        """Takes the layout of chats, and of prompts with completions, if the rows are such."""
+        rules = [each.rules for each in rows if isinstance(each.rules, AnswerRules)]
+        if rules and len(rules) < len(rows):
+            other = next(each.rules.source for each in rows if not isinstance(each.rules, AnswerRules))
+            raise UserError(f"data: {rules[0].source} holds chats, and {other} text; they cannot be read together")
+        self.layout = "answers" if rules else self.layout
+        self.chats = "; ".join(dict.fromkeys(each.described for each in rules))
+        self.learns_chats = any(each.is_chat for each in rules)
 
     def _parts(self, rows: list[Rows]) -> dict[str, Any]:
         """The tokens of each part. Of few documents a small share may draw none: it is doubled until it does, which is said."""
@@ -228,6 +245,19 @@ class TextDataModule(LoadingModule):
         """The tokens of ``train``, ``val`` or ``test``."""
         assert self._corpora is not None, "parts are there after setup"
         return self._corpora[name]
+
+    def shown(self, before: str, after: str) -> list[str]:
+        """The first ``show`` training rows as text, what is learned of each between these marks."""
+        corpus, rows = self.part("train"), []
+        for first, last in pairwise(corpus.offsets[: self.show + 1].tolist()):
+            last = min(last, first + self.context)
+            ids, learned = corpus.tokens[first:last], np.ones(last - first, dtype=bool)
+            if corpus.answers is not None:
+                learned = corpus.answers[first:last].astype(bool)
+            cuts = [0, *(np.flatnonzero(np.diff(learned)) + 1).tolist(), len(ids)]
+            texts = [(self.tokenizer.spelled(ids[start:end]), learned[start]) for start, end in pairwise(cuts)]
+            rows.append("".join(f"{before}{text}{after}" if is_learned else text for text, is_learned in texts))
+        return rows
 
     @property
     def longest(self) -> int:

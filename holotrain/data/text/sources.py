@@ -180,7 +180,10 @@ class TextInColumns(TextDataModule):
         text: column of the text, in files of rows
         label: column of the class; folder (text_files): the name of a file's folder; null: no classes
         messages: column of chats, lists of {role, content}: each row is a sequence, and the assistant's messages alone are
-            learned; for task=causal_lm
+            learned; for task=causal_lm; auto: the columns say it (messages, conversations, instruction and output, prompt and
+            completion); null: that too, if there is no column of text
+        train_on: all, or last: the last message of the assistant alone is learned, and those with a weight of 1
+        show: rows that the first screen shows, with what is learned marked
         completion: column of what is to follow a prompt: each row is a sequence, and its completion alone is learned; for
             task=causal_lm
         prompt: column of the prompt, beside a completion
@@ -195,10 +198,12 @@ class TextInColumns(TextDataModule):
         messages: str | None = None,
         completion: str | None = None,
         prompt: str = "prompt",
+        train_on: Literal["all", "last"] = "all",
+        show: int = 0,
         on_error: Literal["error", "skip"] = "error",
         **options: Any,
     ) -> None:
-        self.answers: dict[str, Any] = {"messages": messages, "completion": completion, "prompt": prompt}
+        self.answers: dict[str, Any] = {"messages": messages, "completion": completion, "prompt": prompt, "train_on": train_on}
         given = [name for name in ("messages", "completion") if self.answers[name]]
         if prompt != "prompt" and not completion:
             raise ValueError("prompt needs data.completion, the column of what follows a prompt")
@@ -207,12 +212,16 @@ class TextInColumns(TextDataModule):
         if given:
             self.layout = "answers"  # a row is a sequence
         require_one_of(("error", "skip"), on_error=on_error)
+        require_one_of(("all", "last"), train_on=train_on)
+        require_at_least(0, show=show)
+        self.show = show
         self.text_column, self.skip = text, on_error == "skip"
         self.label = label if self.labels else None
 
     def rules(self, label: str | None = None, **options: Any) -> DocumentRules:
         found = super().rules(text=self.text_column, label=label, skip=self.skip, **options)
-        return AnswerRules(**vars(found) | self.answers) if self.layout == "answers" else found
+        undecided = self.layout == "packed" and self.text_column == "text" and not self.streaming and self.chosen_unit is None
+        return AnswerRules(**vars(found) | self.answers) if undecided or self.layout == "answers" else found
 
 
 def _check_answers(given: list[str], options: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ class OnCPU:
     tensor: Tensor
 
 
-FORMAT = 2
+FORMAT = 3
 """Version of the tokens' files. Increase it whenever the same settings would write something else."""
 
 BATCH = 256
