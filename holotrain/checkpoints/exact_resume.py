@@ -75,8 +75,10 @@ class ExactResume(pl.Callback):
             self._begin(trainer)
         _end_epoch(trainer.fit_loop)
         position = _position([state["loader"] for state in states], trainer)
-        if position is not None and hasattr(trainer.train_dataloader, "load_state_dict"):
-            trainer.train_dataloader.load_state_dict(position)
+        loader = trainer.train_dataloader
+        if position is not None and hasattr(loader, "load_state_dict"):
+            loader.load_state_dict(position)
+            _count_as(getattr(loader, "batch_sampler", None), trainer.fit_loop)
 
     def _begin(self, trainer: pl.Trainer) -> None:
         """Seeds torch differently for each share of the data; processes with the same share get the same seed."""
@@ -112,6 +114,14 @@ def _end_epoch(loop: FitLoop) -> None:
         missing = epoch.current.processed - epoch.current.completed  # ty: ignore[missing-attribute]
         for count in (epoch.current, epoch.total):
             count.completed += missing
+
+
+def _count_as(sampler: Any, loop: FitLoop) -> None:
+    """Has the loop count the batches of the epoch as the sampler does, whose batches may have another size than before."""
+    progress, drawn = loop.epoch_loop.batch_progress, getattr(sampler, "drawn", None)
+    if drawn is not None and not progress.is_last_batch and progress.current.ready:
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(progress.current, name, drawn)
 
 
 def has_peers() -> bool:

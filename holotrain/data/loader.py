@@ -103,7 +103,7 @@ class ResumableLoader(OwnGenerator, StatefulDataLoader):
         super().__init__(dataset, batch_sampler=batch_sampler, **options)
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and the number of its batches that were handed out."""
+        """That of the batch sampler, after the batches that were handed out."""
         if self._iterator is None:  # StatefulDataLoader would start the workers
             return self.batch_sampler.state_dict()
         state = super().state_dict()
@@ -117,7 +117,7 @@ class ResumableLoader(OwnGenerator, StatefulDataLoader):
         Raises:
             UserError: the state is not that of such a loader.
         """
-        if set(state_dict) != {"epoch", "batches"}:
+        if "stream" in state_dict:
             raise UserError("resume: the checkpoint's position is that of a stream; continue with data.streaming=true")
         super().load_state_dict({})  # the iterator of an earlier epoch is dropped
         self.batch_sampler.load_state_dict(state_dict)

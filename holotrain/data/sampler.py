@@ -70,12 +70,26 @@ class ResumableBatchSampler(Sampler[list]):
         if epoch != self.epoch:
             self.epoch, self.drawn = epoch, 0
 
+    @abstractmethod
+    def __len__(self) -> int:
+        """This process's batches of an epoch."""
+
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and the number of its batches that were drawn."""
-        return {"epoch": self.epoch, "batches": self.drawn}
+        """The epoch, and the number of its batches that were drawn, of how many."""
+        return {"epoch": self.epoch, "batches": self.drawn, "of": len(self)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """The next iteration continues there; later ones start at the first batch."""
+        """The next iteration continues there; later ones start at the first batch.
+
+        Raises:
+            UserError: the state is of the middle of an epoch that had other batches.
+        """
+        of = state.get("of", len(self))  # checkpoints of before have none
+        if 0 < state["batches"] < of != len(self):
+            raise UserError(
+                f"resume: the checkpoint is in the middle of an epoch of {counted(of, 'batch')}, and this one has {len(self)}; continue "
+                "with the same data, batches and processes, or from a checkpoint of the end of an epoch"
+            )
         self.epoch, self.drawn = state["epoch"], state["batches"]
         self._restored = True
 
@@ -105,15 +119,34 @@ class EpochBatchSampler(ResumableBatchSampler):
             raise UserError(f"data: {counted(size, 'sample')} cannot be split among {self.world_size} processes")
         self.share = size // self.world_size
         self.batch_size = min(batch_size, self.share)
+        self._moved: dict[int, int] = {}  # in an epoch that was begun with other batches: by how many samples they begin later
 
     def __len__(self) -> int:
         return self.share // self.batch_size
+
+    def state_dict(self) -> dict[str, int]:
+        """Also the number of samples, of all processes, that were drawn."""
+        drawn = self._begin(self.epoch, self.drawn) if self.drawn < len(self) else self.share
+        return super().state_dict() | {"samples": drawn * self.world_size}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """The next iteration continues after the same samples, also where batches or processes have changed."""
+        self._moved = {}
+        if 0 < state["batches"] < state.get("of", 0) and "samples" in state:
+            drawn = min(state["samples"] // self.world_size, self.share - 1)
+            left = max((self.share - drawn) // self.batch_size, 1)
+            state = state | {"batches": len(self) - left, "of": len(self)}
+            self._moved[state["epoch"]] = drawn - state["batches"] * self.batch_size
+        super().load_state_dict(state)
+
+    def _begin(self, epoch: int, batch: int) -> int:
+        return batch * self.batch_size + self._moved.get(epoch, 0)
 
     def batches(self, epoch: int, start: int) -> Iterator[list[Key]]:
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
         order = torch.randperm(self.size, generator=generator)[self.rank :: self.world_size].tolist()
         for batch in range(start, len(self)):
-            first = batch * self.batch_size
+            first = self._begin(epoch, batch)
             yield [(epoch, index) for index in order[first : first + self.batch_size]]
 
 

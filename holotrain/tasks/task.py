@@ -19,7 +19,10 @@ from holotrain.optimizers import InBackward
 from holotrain.optimizers.stepping import refuse_in_backward
 from holotrain.reversible.graphs import StepGraphs
 from holotrain.targets import ShowsInherited
-from holotrain.tasks.schedules import continue_schedule
+from holotrain.tasks.schedules import continue_schedule, options_of, take_over
+
+PLANNED = "planned_optimizer"
+"""Where a checkpoint holds the options of the optimizer and the schedule as they were made, before the first step."""
 
 FOLLOWED = "metric_of_plateau"
 """Where a checkpoint holds the value of the metric that ReduceLROnPlateau is still to see."""
@@ -52,7 +55,8 @@ class Task(ShowsInherited, pl.LightningModule):
         self.model = model
         self.make_optimizer = optimizer
         self.make_scheduler = scheduler
-        self._planned_schedule: dict[str, Any] | None = None
+        self._planned: dict[str, Any] = {}  # options of the optimizer, and the schedule, before the first step
+        self._planned_before: dict[str, Any] = {}  # those of the training that goes on
         self._followed: float | None = None
         self._validated_in: int | None = None  # the latest epoch, and that whose metric a schedule has seen
         self._followed_in: int | None = None
@@ -141,13 +145,15 @@ class Task(ShowsInherited, pl.LightningModule):
         if isinstance(optimizer, InBackward):
             refuse_in_backward({"a CUDA graph": self.graphs is not None})
             settle_in_backward(optimizer, self.trainer)
+        self._planned = {"optimizer": options_of(optimizer)}
         if self.make_scheduler is None:
             return optimizer
         made = self.make_scheduler(optimizer, optimizer_steps(self.trainer))
         options: dict[str, Any] = made if isinstance(made, dict) else {"scheduler": made, "interval": "step"}
         if isinstance(options["scheduler"], ReduceLROnPlateau):
             options = self._following(options["scheduler"], options)
-        self._planned_schedule = copy.deepcopy(options["scheduler"].state_dict())
+        made_with = [group | {"lr": base["lr"]} for group, base in zip(options_of(optimizer), self._planned["optimizer"], strict=True)]
+        self._planned = {"optimizer": made_with, "schedule": copy.deepcopy(options["scheduler"].state_dict())}
         return {"optimizer": optimizer, "lr_scheduler": options}
 
     def _following(self, schedule: ReduceLROnPlateau, options: dict[str, Any]) -> dict[str, Any]:
@@ -160,10 +166,13 @@ class Task(ShowsInherited, pl.LightningModule):
         return {"strict": False} | options | {"monitor": monitor}
 
     def on_train_start(self) -> None:
-        if self._planned_schedule is None or self.trainer.ckpt_path is None:
+        if not self._planned or self.trainer.ckpt_path is None:
+            return
+        take_over(self.trainer.optimizers[0], self._planned["optimizer"], self._planned_before.get("optimizer", []))
+        if "schedule" not in self._planned:
             return
         schedule: Any = self.lr_schedulers()
-        continue_schedule(schedule, self._planned_schedule)
+        continue_schedule(schedule, self._planned["schedule"], self._planned_before.get("schedule"))
         if isinstance(schedule, ReduceLROnPlateau) and self._followed is not None:
             schedule.step(self._followed)
 
@@ -181,6 +190,7 @@ class Task(ShowsInherited, pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.graphs is not None:
             checkpoint[DRAWN] = self.graphs.generators.state()
+        checkpoint[PLANNED] = self._planned
         # Lightning (2.6) saves before ReduceLROnPlateau sees the metric of the epoch, and does not show it after a resume.
         validated = self.trainer.is_last_batch and self._validated_in == self.trainer.current_epoch
         due = validated and self._followed_in != self._validated_in
@@ -189,6 +199,7 @@ class Task(ShowsInherited, pl.LightningModule):
                 checkpoint[FOLLOWED] = float(self.trainer.callback_metrics[config.monitor])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._planned_before = _checked(checkpoint.get(PLANNED))
         followed = checkpoint.get(FOLLOWED)
         self._followed = followed if isinstance(followed, float) else None
         if self.graphs is not None:
@@ -199,6 +210,14 @@ class Task(ShowsInherited, pl.LightningModule):
         optimizer = InBackward.among(self.trainer.optimizers)
         if optimizer is not None:  # the model may be trained on in another way
             optimizer.remove()
+
+
+def _checked(planned: Any) -> dict[str, Any]:
+    """What a checkpoint holds as :data:`PLANNED`, less what is not of its form."""
+    found = planned if isinstance(planned, dict) else {}
+    groups, schedule = found.get("optimizer"), found.get("schedule")
+    of_groups = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
+    return {"optimizer": groups if of_groups else [], "schedule": schedule if isinstance(schedule, dict) else None}
 
 
 def optimizer_steps(trainer: pl.Trainer) -> int:
