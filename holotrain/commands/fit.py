@@ -21,7 +21,7 @@ from holotrain.callbacks.trace import TraceProfiler
 from holotrain.commands import screen
 from holotrain.commands.evaluation import evaluate
 from holotrain.commands.memory import choose_memory
-from holotrain.commands.prepare import attention_for, lightning_refusals, prepare, prepared_task
+from holotrain.commands.prepare import attention_for, fingerprint_of, lightning_refusals, prepare, prepared_task
 from holotrain.commands.run import SUMMARY, Run, write_summary
 from holotrain.commands.sweep import check_direction, objective_of
 from holotrain.config.build import build_callbacks, build_loggers, build_task, build_trainer, description, device_name
@@ -91,7 +91,7 @@ def train(config: FitConfig, run: Run, data: pl.LightningDataModule, start: Path
     selecting = (str(monitor.monitor), monitor.mode) if monitor else None
     objective = objective_of(config, task, is_tested(config, task, data)) or selecting
     check_direction(objective, run.direction)
-    entries = {KEY: run_metadata(config, run.choices, description(config, data))}
+    entries = {KEY: run_metadata(config, run.choices, description(config, data), fingerprint_of(data))}
     measured = Measured(run.started, config.resume, monitor, entries)
     options = config.trainer
     if config.steps_in_backward:  # and clips there; Lightning would look for gradients after it

@@ -3,6 +3,7 @@
 A command that reads no data takes the model of a checkpoint alone: :func:`described_model`.
 """
 
+import warnings
 from collections.abc import Collection, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -69,6 +70,8 @@ def prepare(config: Config, run: Run) -> tuple[Config, pl.LightningDataModule, P
     check_not_empty(config, data, run.command)
     if start is not None:
         check_classes(config, data, start)
+        if isinstance(config, FitConfig):
+            tell_of_other_data(data, start)
     return config, data, start
 
 
@@ -122,7 +125,15 @@ def shared_data(
 
 
 FOR_ANY_USE = (f"task.{TARGET}", "model.quantised")
-FOR_TRAINING = ("model.trained", "model.adapters", f"optimizer.{TARGET}", f"scheduler.{TARGET}", "synthesis.mode")
+FOR_TRAINING = (
+    "seed",
+    "model.pretrained",
+    "model.trained",
+    "model.adapters",
+    f"optimizer.{TARGET}",
+    f"scheduler.{TARGET}",
+    "synthesis.mode",
+)
 """Options that must be those of the checkpoint."""
 
 
@@ -131,7 +142,7 @@ def check_same(config: RunConfig, path: Path, options: Collection[str]) -> None:
     trained, plain = checkpointed.metadata(path)["config"], to_container(config)
     for option in options:
         group, _, name = option.partition(".")
-        before, now = ((each[group] or {}).get(name) for each in (trained, plain))
+        before, now = ((each[group] or {}).get(name) if name else each[group] for each in (trained, plain))
         if before != now:
             before, now = ("null" if each is None else each for each in (before, now))
             said = f"{option.removesuffix(f'.{TARGET}')}={now}: {path} was trained with {before}; leave the option out. For "
@@ -158,6 +169,22 @@ def check_classes(config: RunConfig, data: pl.LightningDataModule, path: Path) -
         unlike = next(((a, b) for a, b in zip_longest(before or (), now or ()) if a != b), (before, now))
         one, other = ("no more" if name is None else repr(name) for name in unlike)
         raise UserError(f"data: {path} was trained on other classes: {one} there, {other} in these data")
+
+
+def fingerprint_of(data: pl.LightningDataModule) -> dict[str, Any]:
+    """What a checkpoint keeps of the data; {} of a module of others."""
+    return data.fingerprint() if isinstance(data, LoadingModule) else {}
+
+
+def tell_of_other_data(data: pl.LightningDataModule, path: Path) -> None:
+    """Warns if the data are not those that the checkpoint was trained on."""
+    before, now = checkpointed.metadata(path)["data"], fingerprint_of(data)
+    unlike = [name for name in now if name in before and before[name] != now[name]]
+    if unlike:
+        said = "; ".join(f"{name} {before[name]} -> {now[name]}" for name in unlike)
+        warnings.warn(
+            f"data: not those of {path}: {said}. What was held out for validation there may be trained on now", stacklevel=2
+        )
 
 
 def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:

@@ -20,6 +20,7 @@ from torch import nn
 from holotrain.callbacks.shown import FIGURES
 from holotrain.commands.run import SUMMARY, Run, Summary
 from holotrain.config.build import device_name, model_parallel_size, why_no_graphs
+from holotrain.config.checkpointed import changes
 from holotrain.config.command_options import RunConfig
 from holotrain.config.option_groups import ObjectConfig, loads_weights
 from holotrain.data.images import ImageDataModule
@@ -158,6 +159,7 @@ def show_start(
         rows["weights"] = f"fine-tuning of {source}" if fits else f"pretrained, {source}"
     rows |= {
         "checkpoint": origin,
+        "changed": (fits and origin and ", ".join(changes(config, origin))) or None,
         "processes": run.process and f"{run.process.size}, {config.trainer.strategy}",
         "folder": run.folder,
     }

@@ -51,10 +51,18 @@ DESCRIPTION = {
 _VERSION = pkgutil.resolve_name("holotrain:__version__")  # by name: the package imports what stands above this module
 
 
-def run_metadata(config: RunConfig, choices: dict[str, str], description: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint keeps of a run, in plain containers: the option of each group is for display, and the description, of
-    the trained model, is that of ``holotrain.config.build.description``."""
-    return {"config": _kept(config), "choices": choices, "description": description, "version": _VERSION}
+def run_metadata(
+    config: RunConfig, choices: dict[str, str], description: dict[str, Any], data: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """What a checkpoint keeps of a run, in plain containers: the option of each group is for display, the description, of the
+    trained model, is that of ``holotrain.config.build.description``, and data are the fingerprint of the data module."""
+    return {
+        "config": _kept(config),
+        "choices": choices,
+        "description": description,
+        "data": data or {},
+        "version": _VERSION,
+    }
 
 
 def _kept(config: RunConfig) -> dict[str, Any]:
@@ -81,7 +89,9 @@ def load(path: Path, to_build: bool = False) -> dict[str, Any]:
         raise UserError(f"ckpt_path: {path} was not written by the command line: it holds no configuration of a run")
     held: Any = checkpoint[KEY]
     try:
-        return checkpoint | {KEY: _checked(held["config"], held["choices"], held["description"], to_build)}
+        checked = _checked(held["config"], held["choices"], held["description"], to_build)
+        data = typed_fields({"data": held.get("data", {})}, {"data": "dict[str, int | str]"})  # {}: of a version before
+        return checkpoint | {KEY: checked | data}
     except (UserError, ValueError, LookupError, TypeError, AttributeError) as error:  # the last three of what lacks a part
         version = held.get("version", "an earlier one") if isinstance(held, dict) else "unknown"
         why = f"damaged, or of another version of holotrain ({version}): {first_line(error)}"
@@ -92,6 +102,30 @@ def load(path: Path, to_build: bool = False) -> dict[str, Any]:
 def metadata(path: Path, to_build: bool = False) -> dict[str, Any]:
     """What :func:`run_metadata` returned for the run of a checkpoint or an export. Arguments and errors as of :func:`load`."""
     return load(path, to_build)[KEY]
+
+
+def changes(config: RunConfig, path: Path) -> list[str]:
+    """The options that are not those of the checkpoint, in words, such as ``"optimizer.lr 0.001 -> 0.0001"``."""
+    before, now = _flat(metadata(path)["config"]), _flat(_kept(config))
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name) and name.partition(".")[0] not in UNTOLD]
+    return [f"{name} {_word(before.get(name))} -> {_word(now.get(name))}" for name in names if name not in COMMAND_LINE_ONLY]
+
+
+UNTOLD = ("name", "tags")
+"""Options that change nothing in a training."""
+
+
+def _flat(values: Any, name: str = "") -> dict[str, Any]:
+    if not isinstance(values, dict):
+        return {name: values}
+    found = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{name}.{key}" if name else str(key))
+    return found
+
+
+def _word(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def weights(path: Path) -> dict[str, Tensor]:

@@ -304,6 +304,7 @@ def register(resume: bool = False) -> None:
     # Cached like Hydra's ${now:}, because every use within one launch must give the same folder.
     resolver = partial(run_folder, resume=resume)
     OmegaConf.register_new_resolver("run_folder", resolver, replace=True, use_cache=True)
+    OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
 
 
 @cache
@@ -333,7 +334,10 @@ def options(command: str, parts: list[Any]) -> DictConfig:
         "job_logging": LOGGING,
         "output_subdir": None,  # the run's config.yaml is written by holotrain, resolved and checked
         "run": {"dir": "${run_folder:${hydra.job.name},${output_dir}}"},
-        "sweep": {"dir": "${run_folder:${hydra.job.name}/sweeps,${output_dir}}", "subdir": "${hydra.job.num}"},
+        "sweep": {
+            "dir": "${run_folder:${hydra.job.name}/sweeps,${output_dir}}",
+            "subdir": "${job_folder:${hydra.sweep.dir},${hydra.job.num},${hydra.overrides.task}}",
+        },
     }
     quiet = [{f"override hydra/{log}_logging": "none"} for log in ("hydra", "job")]
     return DictConfig(own | nodes | {"defaults": [*parts, *quiet], "hydra": hydra})
@@ -511,6 +515,22 @@ def read_jobs(folder: Path, since: float) -> dict[Path, Job]:
         with suppress(UserError):
             jobs[path.parent] = Job(**read_fields(path, kinds, "job", ("error",)))
     return dict(sorted(jobs.items(), key=lambda item: item[1].number))
+
+
+def job_folder(sweep: str, number: int, overrides: Iterable[str]) -> str:
+    """The folder of a job in that of its sweep: its number, or, where a sweep that is resumed has had other jobs, the folder of
+    the job that had the same overrides, or a new one."""
+    jobs, words = read_jobs(Path(sweep), 0), _without_resume(overrides)
+    same = [folder.name for folder, job in jobs.items() if _without_resume(job.overrides) == words]
+    if same:
+        return same[0]
+    taken = {folder.name for folder in jobs}
+    numbers = [int(name) for name in taken if name.isdigit()]
+    return str(number) if str(number) not in taken else str(max(numbers) + 1 + number)
+
+
+def _without_resume(overrides: Iterable[str]) -> list[str]:
+    return sorted(word for word in overrides if key_of(word) != "resume")
 
 
 def prepare_sweep(arguments: Arguments) -> Path:

@@ -93,13 +93,14 @@ def compiled_gradients(module: nn.Module, *arguments: Any) -> tuple[Found, bool]
 
 
 def _called(module: nn.Module, trained: dict[str, Tensor], source: Tensor, *rest: Any) -> Found:
-    import torch._dynamo as compiler  # takes a second
+    import torch._dynamo.exc as errors  # takes a second
+    from torch._dynamo import config as compiler
 
     kind = type(module), (*trained,), source.shape, source.dtype, *rest[-2:]
     if kind in _traced:  # a change of settings takes as long as a small branch
-        with suppress(compiler.exc.TorchDynamoException):  # for another reason it is to be compiled again
+        with suppress(errors.TorchDynamoException):  # for another reason it is to be compiled again
             return _compiled[module](module, trained, source, *rest)
-    with compiler.config.patch(trace_autograd_ops=True, recompile_limit=VARIANTS):
+    with compiler.patch(trace_autograd_ops=True, recompile_limit=VARIANTS):
         found = _compiled[module](module, trained, source, *rest)
     _traced.add(kind)
     return found

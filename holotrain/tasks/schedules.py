@@ -77,7 +77,7 @@ def continue_schedule(schedule: LRScheduler, planned: dict[str, Any], before: di
         set_rate(group, rate)
 
 
-def set_rate(group: dict[str, Any], rate: float) -> None:
+def set_rate(group: dict[str, Any], rate: float | Tensor) -> None:
     """Sets the rate of a group of parameters."""
     if isinstance(group["lr"], Tensor):  # of an optimizer of few bits, or in a graph
         group["lr"].fill_(rate)

@@ -152,7 +152,9 @@ class Task(ShowsInherited, pl.LightningModule):
         options: dict[str, Any] = made if isinstance(made, dict) else {"scheduler": made, "interval": "step"}
         if isinstance(options["scheduler"], ReduceLROnPlateau):
             options = self._following(options["scheduler"], options)
-        made_with = [group | {"lr": base["lr"]} for group, base in zip(options_of(optimizer), self._planned["optimizer"], strict=True)]
+        made_with = [
+            group | {"lr": base["lr"]} for group, base in zip(options_of(optimizer), self._planned["optimizer"], strict=True)
+        ]
         self._planned = {"optimizer": made_with, "schedule": copy.deepcopy(options["scheduler"].state_dict())}
         return {"optimizer": optimizer, "lr_scheduler": options}
 
