@@ -115,7 +115,7 @@ def _run(argv: list[str]) -> int:
     if argv[0] == "init":
         return init(argv[1:])
     arguments = parse(argv)
-    register(arguments.resume)
+    register(arguments.resume, arguments.fixed)
     if arguments.help:
         with explaining():
             print(command_help(arguments))
@@ -144,7 +144,7 @@ class Launch:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Makes this process, to which a launcher sent a job, ready for its configuration."""
         vars(self).update(state)
-        register(self.arguments.resume)
+        register(self.arguments.resume, self.arguments.fixed)
 
     def run(self) -> int:
         """Lets Hydra call ``job`` once, or once for each job of a sweep. Returns the worst exit status. Raises a UserError if
@@ -277,9 +277,7 @@ class Launch:
         """The keys that a sweep varies: those with several values on the command line, and those of a sweep file."""
         if not self.arguments.multirun:
             return []
-        on_command_line = {override.key_or_group: override for override in self.arguments.parsed}
-        keys = [key_of(word) for word in overrides]
-        return [key for key in keys if key not in on_command_line or on_command_line[key].is_sweep_override()]
+        return [key for key in map(key_of, overrides) if key not in self.arguments.fixed]
 
     def show(self) -> int:
         """``--cfg job``: prints the configuration."""

@@ -78,7 +78,7 @@ class ExactResume(pl.Callback):
         loader = trainer.train_dataloader
         if position is not None and hasattr(loader, "load_state_dict"):
             loader.load_state_dict(position)
-            _count_as(getattr(loader, "batch_sampler", None), trainer.fit_loop)
+            _count_as(getattr(loader, "batch_sampler", None), position, trainer.fit_loop)
 
     def _begin(self, trainer: pl.Trainer) -> None:
         """Seeds torch differently for each share of the data; processes with the same share get the same seed."""
@@ -116,12 +116,12 @@ def _end_epoch(loop: FitLoop) -> None:
             count.completed += missing
 
 
-def _count_as(sampler: Any, loop: FitLoop) -> None:
+def _count_as(sampler: Any, position: dict[str, Any], loop: FitLoop) -> None:
     """Has the loop count the batches of the epoch as the sampler does, whose batches may have another size than before."""
     progress, drawn = loop.epoch_loop.batch_progress, getattr(sampler, "drawn", None)
-    if drawn is not None and not progress.is_last_batch and progress.current.ready:
+    if drawn is not None and not progress.is_last_batch:
         for name in ("ready", "started", "processed", "completed"):
-            setattr(progress.current, name, drawn)
+            setattr(progress.current, name, getattr(progress.current, name) + drawn - position["batches"])
 
 
 def has_peers() -> bool:

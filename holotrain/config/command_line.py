@@ -83,6 +83,11 @@ class Arguments:
         return [str(each.input_line) for each in self.parsed]
 
     @property
+    def fixed(self) -> list[str]:
+        """The keys of overrides that are the same for all jobs of a sweep."""
+        return [str(each.key_or_group) for each in self.parsed if not each.is_sweep_override()]
+
+    @property
     def resume(self) -> bool:
         return (self.value("resume") or "").lower() == "true"
 
@@ -293,8 +298,13 @@ def config_folder() -> str:
     return str(next(folder for folder in (package / "conf", package.parent / "conf") if folder.is_dir()))
 
 
-def register(resume: bool = False) -> None:
-    """Fills the ConfigStore; ``resume``: use the folder of the latest run or sweep instead of a new one."""
+def register(resume: bool = False, fixed: Collection[str] = ()) -> None:
+    """Fills the ConfigStore.
+
+    Args:
+        resume: use the folder of the latest run or sweep instead of a new one.
+        fixed: keys of overrides that a sweep does not vary.
+    """
     store = ConfigStore.instance().store
     for command in COMMANDS:
         store(name=command, node=options(command, ["_self_", "_common"]))
@@ -304,7 +314,7 @@ def register(resume: bool = False) -> None:
     # Cached like Hydra's ${now:}, because every use within one launch must give the same folder.
     resolver = partial(run_folder, resume=resume)
     OmegaConf.register_new_resolver("run_folder", resolver, replace=True, use_cache=True)
-    OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
+    OmegaConf.register_new_resolver("job_folder", partial(job_folder, fixed=fixed), replace=True)
 
 
 @cache
@@ -517,20 +527,19 @@ def read_jobs(folder: Path, since: float) -> dict[Path, Job]:
     return dict(sorted(jobs.items(), key=lambda item: item[1].number))
 
 
-def job_folder(sweep: str, number: int, overrides: Iterable[str]) -> str:
+def job_folder(sweep: str, number: int, overrides: Iterable[str], fixed: Collection[str] = ()) -> str:
     """The folder of a job in that of its sweep: its number, or, where a sweep that is resumed has had other jobs, the folder of
-    the job that had the same overrides, or a new one."""
-    jobs, words = read_jobs(Path(sweep), 0), _without_resume(overrides)
-    same = [folder.name for folder, job in jobs.items() if _without_resume(job.overrides) == words]
+    the job that varied the same options so, or a new one."""
+
+    def varied(words: Iterable[str]) -> list[str]:
+        return sorted(word for word in words if key_of(word) not in fixed)
+
+    jobs, here = read_jobs(Path(sweep), 0), varied(overrides)
+    same = [folder.name for folder, job in jobs.items() if varied(job.overrides) == here]
     if same:
         return same[0]
-    taken = {folder.name for folder in jobs}
-    numbers = [int(name) for name in taken if name.isdigit()]
-    return str(number) if str(number) not in taken else str(max(numbers) + 1 + number)
-
-
-def _without_resume(overrides: Iterable[str]) -> list[str]:
-    return sorted(word for word in overrides if key_of(word) != "resume")
+    numbers = [int(folder.name) for folder in jobs if folder.name.isdigit()]
+    return str(max(numbers) + 1 + number if number in numbers else number)
 
 
 def prepare_sweep(arguments: Arguments) -> Path:
@@ -559,7 +568,7 @@ def compose(command: str = "fit", overrides: Collection[str] = (), config_dir: s
         UserError: a mistake; one line that says what is wrong, where, and the nearest valid choice.
     """
     arguments = parse([command, *(["--config-dir", str(config_dir)] if config_dir else []), *overrides])
-    register(arguments.resume)
+    register(arguments.resume, arguments.fixed)
     begin(arguments)
     with explaining():
         composition = composed(arguments.primary, arguments.overrides, arguments.config_dir, with_hydra=True)

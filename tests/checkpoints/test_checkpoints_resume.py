@@ -94,6 +94,18 @@ def test_resuming_from_every_step(tmp_path, workers, steps):
         assert_resumed(fit(checkpoint=tmp_path / f"step={step}.ckpt", workers=workers), reference, step)
 
 
+@pytest.mark.parametrize("batch", [1, 2, 4, 5, 12])
+@pytest.mark.parametrize("step", [5, 7])
+def test_an_epoch_goes_on_after_the_same_samples_with_batches_of_another_size(tmp_path, step, batch):
+    fit([every_step(tmp_path)])
+    before = {int(sample[1]) for seen in fit(max_steps=step)[0][4:] for sample in seen}
+    resumed = fit(checkpoint=tmp_path / f"step={step}.ckpt", batch=batch)[0]
+    epochs = [[int(sample[1]) for seen in resumed for sample in seen if int(sample[0]) == epoch] for epoch in (1, 2)]
+    left = set(range(12)) - before
+    assert set(epochs[0]) <= left and len(epochs[0]) == max(len(left) // batch * batch, min(batch, len(left)))
+    assert len(epochs[1]) == 12 // batch * batch
+
+
 @pytest.mark.parametrize(
     ("epoch_end", "options", "steps"),
     [(True, {}, (4, 8, 12)), (False, {}, (4, 8, 12)), (None, {"val_check_interval": 2}, (2, 4, 6, 8))],

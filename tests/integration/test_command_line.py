@@ -1,6 +1,9 @@
 """The command line as a user meets it: what it prints, what it leaves, how it fails."""
 
+import json
+import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -107,6 +110,36 @@ def test_a_sweep_ends_with_its_table(holotrain):
     assert "sweep of 2 jobs" in out and str(sweep / "sweep.csv") in out.replace("\n", "")
     values = [float(row["best/val/accuracy"]) for row in table]
     assert f"best job: {values.index(max(values))}, val/accuracy" in out
+
+
+@pytest.mark.slow
+def test_a_resumed_sweep_with_other_values_finds_its_jobs_by_them(holotrain):
+    words = ["-m", "data=digits", "model=rev_vit_tiny", "trainer.max_steps=1", "trainer.limit_val_batches=1", "test=false"]
+    words.append("hydra.sweep.dir=sweep")
+    holotrain.done("fit", "optimizer.lr=1e-3,1e-4", *words)
+    before = Path("sweep/0/summary.json").read_bytes()
+    os.utime("sweep/1/job.json", (0, 0))  # not of a second ago, which may be of this sweep by another machine's clock
+    holotrain.done("fit", "optimizer.lr=5e-2,1e-3", "resume=true", *words)
+    found = {row["optimizer.lr"]: row["val/loss"] for row in rows(Path("sweep/sweep.csv"))}
+    assert [*found] == ["0.05", "0.001"] and len({*found.values()}) == 2
+    assert float(found["0.001"]) == json.loads(before)["metrics"]["val/loss"]
+    assert Path("sweep/0/summary.json").read_bytes() == before
+    holotrain.done("fit", "optimizer.lr=1e-3,1e-4", "resume=true", *words, "trainer.max_steps=2")  # train on
+    assert sorted(path.name for path in Path("sweep").glob("[0-9]")) == ["0", "1", "2"]
+    assert json.loads(Path("sweep/0/summary.json").read_text())["steps"] == 2
+
+
+@pytest.mark.slow
+def test_what_has_changed_since_the_checkpoint_is_applied_and_told(holotrain, trained):
+    words = ["resume=true", "trainer.max_epochs=3", "optimizer.lr=1e-7", "data.val_fraction=0.3", "test=false"]
+    shutil.copytree(trained[0], "run")
+    with pytest.warns(UserWarning, match="samples of train .* held out"):
+        status, out, _ = holotrain("fit", *words, "hydra.run.dir=run")
+    assert status == 0 and re.search(r"optimizer.lr \S+ -> 1e-07", " ".join(out.split()))
+    (group, *_) = torch.load("run/checkpoints/last.ckpt", weights_only=True)["optimizer_states"][0]["param_groups"]
+    assert group["initial_lr"] == 1e-7
+    status, _, err = holotrain("fit", "resume=true", "trainer.max_epochs=4", "seed=9", "hydra.run.dir=run")
+    assert status == 2 and err.startswith("holotrain: seed=9:") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
