@@ -27,11 +27,11 @@ from holotrain.commands.memory import smallest_batch
 from holotrain.commands.run import Run
 from holotrain.config import checkpointed
 from holotrain.config.build import build_data, build_task, check_device, check_division, class_names, train_part, why_no_graphs
-from holotrain.config.command_line import to_container
+from holotrain.config.command_line import key_of, to_container
 from holotrain.config.command_options import Config, FitConfig, RunConfig
 from holotrain.config.option_groups import HUGGING_FACE, PYTHON_OBJECT, TEXT, is_a
 from holotrain.data.images import ImageDataModule
-from holotrain.data.loader import LoadingModule
+from holotrain.data.loader import LoadingModule, left_out
 from holotrain.data.text.module import TextDataModule
 from holotrain.data.tokenizers import tokenizer_text, with_template_of
 from holotrain.errors import UserError, as_user_error
@@ -68,6 +68,8 @@ def prepare(config: Config, run: Run) -> tuple[Config, pl.LightningDataModule, P
         config = chosen_before(config, start) if resumes else config
     data = shared_data(run.command, smallest_batch(config), start, run.process)
     check_not_empty(config, data, run.command)
+    if isinstance(config, FitConfig) and start is None:
+        config = with_even_batches(config, run, data)
     if start is not None:
         check_classes(config, data, start)
         if isinstance(config, FitConfig):
@@ -122,6 +124,28 @@ def shared_data(
                 said = f"{name}: {theirs.get(name)} in rank {rank}, {value} in rank 0"
                 raise UserError(f"data: rank {rank} has other data than rank 0; {said}")
     return data
+
+
+MOST_LEFT_OUT = 0.1
+"""Share of the training samples that an epoch may leave out with a default batch size."""
+
+
+def with_even_batches(config: FitConfig, run: Run, data: pl.LightningDataModule) -> FitConfig:
+    """The configuration, with smaller batches where those that nobody has chosen leave out much of each epoch."""
+    chosen = "experiment" in run.choices or any(key_of(word) == "data.batch_size" for word in run.overrides)
+    if chosen or config.batch_is_open or config.batch_option[0] != "data.batch_size" or not (left := left_out(data)):
+        return config
+    size = data.batch_size  # ty: ignore[unresolved-attribute]
+    share = len(data.train_dataloader()) * size + left
+    if left <= MOST_LEFT_OUT * share:
+        return config
+    even = share // (share // size + 1)
+    warnings.warn(
+        f"data.batch_size: {even} in place of the default, {size}, which leaves {left} of {share} samples out of an epoch",
+        stacklevel=2,
+    )
+    data.batch_size = even  # ty: ignore[unresolved-attribute]
+    return config.with_batch(even)
 
 
 FOR_ANY_USE = (f"task.{TARGET}", "model.quantised")

@@ -24,6 +24,7 @@ from holotrain.config.checkpointed import changes
 from holotrain.config.command_options import RunConfig
 from holotrain.config.option_groups import ObjectConfig, loads_weights
 from holotrain.data.images import ImageDataModule
+from holotrain.data.loader import left_out
 from holotrain.data.text.module import TextDataModule
 from holotrain.models.quantised import parameter_count, quantised_counts
 from holotrain.numeric import counted, in_words
@@ -136,7 +137,13 @@ def show_start(
         rows["text"] = f"tokens: {parts}; vocabulary {data.vocab_size}, context {data.context}"
         rows["chats"] = data.chats or None
         rows["classes"] = _classes(data)
-    rows["samples"] = ", ".join(f"{size} to {part}" for part, size in sizes.items()) or None
+    unused = ""
+    if fits and sizes and data is not None and (left := left_out(data)):
+        unused = f" ({left} left out of each epoch)"
+    rows["samples"] = ", ".join(f"{size} to {part}{unused * (part == 'train')}" for part, size in sizes.items()) or None
+    splits = getattr(data, "_splits", {})
+    if splits.get("test") is splits.get("val", ""):
+        rows["test"] = "no part of its own, val is used"
     backward = config.backward
     if (backward.kind, backward.tile, backward.chunk) != (None, None, None):
         blocks = f": {runs_of(backward.blocks)}" if backward.blocks else ""

@@ -474,6 +474,9 @@ def begin(arguments: Arguments) -> None:
     """Makes the checkpoint that the words name, if any, what the command starts from."""
     start = start_checkpoint(arguments)
     if start is not None:
+        # The task of the checkpoint, named again, would bring its own default model and data in place of the checkpoint's.
+        again = ("task", start["choices"].get("task"))
+        arguments.parsed = [each for each in arguments.parsed if (each.key_or_group, each.value()) != again]
         arguments.primary = primary(arguments, start)
         arguments.before, arguments.chosen_before = start["config"], start["choices"]
 

@@ -169,8 +169,10 @@ class ImageFolder(SizedImages):
     def setup(self, stage: str | None = None) -> None:
         self._splits = {}
         for part in ("train", "val", "test"):
-            folder = "val" if part == "test" and not (self.root / "test").is_dir() else part
-            self._splits[part] = ImageFiles(self._samples(folder), self.on_corrupt)
+            if part == "test" and not (self.root / "test").is_dir():
+                self._splits["test"] = self._splits["val"]
+            else:
+                self._splits[part] = ImageFiles(self._samples(part), self.on_corrupt)
 
     def predict_dataloader(self) -> Loader:
         """The test set in batches (images, paths); in place of a file that is skipped, a blank image without a path."""

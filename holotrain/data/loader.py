@@ -123,6 +123,12 @@ class ResumableLoader(OwnGenerator, StatefulDataLoader):
         self.batch_sampler.load_state_dict(state_dict)
 
 
+def left_out(data: pl.LightningDataModule) -> int:
+    """Training samples that an epoch leaves out in each process, since they fill no batch; 0 of data of others."""
+    sampler = getattr(data.train_dataloader(), "batch_sampler", None) if isinstance(data, LoadingModule) else None
+    return sampler.left_out if isinstance(sampler, EpochBatchSampler) else 0
+
+
 def usable_cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

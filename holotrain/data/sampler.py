@@ -124,6 +124,11 @@ class EpochBatchSampler(ResumableBatchSampler):
     def __len__(self) -> int:
         return self.share // self.batch_size
 
+    @property
+    def left_out(self) -> int:
+        """Samples of this process's share that an epoch leaves out, others in each."""
+        return self.share - len(self) * self.batch_size
+
     def state_dict(self) -> dict[str, int]:
         """Also the number of samples, of all processes, that were drawn."""
         drawn = self._begin(self.epoch, self.drawn) if self.drawn < len(self) else self.share

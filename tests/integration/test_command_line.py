@@ -129,6 +129,19 @@ def test_a_resumed_sweep_with_other_values_finds_its_jobs_by_them(holotrain):
     assert json.loads(Path("sweep/0/summary.json").read_text())["steps"] == 2
 
 
+def test_a_default_batch_that_leaves_out_much_of_an_epoch_is_made_smaller(holotrain):
+    words = ["fit", "data=fake", "data.train_size=28", *QUICK, "trainer.max_steps=1"]
+    with pytest.warns(UserWarning, match="data.batch_size: 14 in place of the default, 16, which leaves 12 of 28"):
+        assert "batches of 14" in holotrain.done(*words)
+    assert "28 to train (12 left out of each epoch)" in holotrain.done(*words, "data.batch_size=16")
+
+
+@pytest.mark.slow
+def test_a_task_that_a_checkpoint_has_may_be_named_again(holotrain, trained):
+    words = ["task=image_classification", "data=digits", "trainer.limit_test_batches=1"]
+    holotrain.done("test", f"ckpt_path={trained[1]}", *words)
+
+
 @pytest.mark.slow
 def test_what_has_changed_since_the_checkpoint_is_applied_and_told(holotrain, trained):
     words = ["resume=true", "trainer.max_epochs=3", "optimizer.lr=1e-7", "data.val_fraction=0.3", "test=false"]
