@@ -13,8 +13,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -122,6 +122,17 @@ def _run(argv: list[str]) -> int:
         return 0
     launch = Launch(arguments, process)
     return launch.show() if arguments.shows else launch.run()
+
+
+@contextmanager
+def nothing_collected() -> Generator[None]:
+    """Inside, Python looks for no reference cycles: imports make many objects, and all of them stay."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 class Ended(BaseException):
@@ -240,7 +251,7 @@ class Launch:
         """Runs a job, prints why it failed, and writes down how it ended."""
         run = None
         try:
-            with files_named():
+            with files_named(), nothing_collected():
                 typed = command_line.typed(self.arguments, config, job.overrides, hydra.runtime.choices)
                 from holotrain.commands.multiprocess import run_job  # imports Lightning, which can now be silenced
                 from holotrain.commands.run import Run

@@ -211,7 +211,7 @@ class ImageDataModule(LoadingModule):
     def fingerprint(self) -> dict[str, Any]:
         """The classes, and the number of samples of each part."""
         names = list(map(str, self.class_names))
-        found: dict[str, Any] = {"classes": len(names), "names of classes": digest(names)}
+        found: dict[str, Any] = {"classes": len(names), "names of classes": digest(*names)}
         for part in ("train", "val", "test"):
             with suppress(KeyError):  # a user's class needs no part that is not asked for
                 found[f"samples of {part}"] = len(self.split(part))  # ty: ignore[invalid-argument-type]: torch declares no length

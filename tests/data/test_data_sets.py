@@ -2,6 +2,8 @@
 
 import json
 import multiprocessing
+import subprocess
+import sys
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -48,6 +50,24 @@ def test_digits_are_split_the_same_for_every_seed_and_augmented_in_training_alon
     (tests, _), *_ = data.test_dataloader()
     assert tests.dtype == torch.float32 and abs(tests.mean()) < 0.05 and abs(tests.std() - 1) < 0.05
     assert not torch.equal(next(iter(data.train_dataloader()))[0], next(iter(plain.train_dataloader()))[0])
+
+
+def test_digits_are_those_of_scikit_learn():
+    from sklearn.datasets import load_digits
+
+    data, expected = ready(Digits()), load_digits()
+    pixels = [(image.flatten().tolist(), label) for part in ("train", "val", "test") for image, label in data.split(part)]
+    theirs = np.round(expected.images * (255 / 16)).reshape(-1, 64).tolist()
+    assert sorted((p, int(label)) for p, label in pixels) == sorted(zip(theirs, expected.target.tolist(), strict=True))
+    assert data.class_names == [str(name) for name in expected.target_names]
+
+
+@pytest.mark.slow
+def test_a_training_on_digits_imports_neither_scikit_learn_nor_the_library_of_data_sets(tmp_path):
+    words = ["fit", "trainer.max_steps=1", "test=false", f"hydra.run.dir={tmp_path}/run"]
+    said = f"import sys; from holotrain.cli import main; print(main({words}), *{{'sklearn', 'datasets'}} & {{*sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "0", done.stderr
 
 
 def test_mnist_from_idx_files(tmp_path):

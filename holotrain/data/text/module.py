@@ -238,7 +238,7 @@ class TextDataModule(LoadingModule):
         for part, corpus in (self._corpora or {}).items():
             size = len(corpus.tokens)
             found |= {f"documents of {part}": len(corpus.offsets) - 1, f"tokens of {part}": size}
-            found[f"content of {part}"] = digest([corpus.tokens[place : place + 1024] for place in in_places(size)])
+            found[f"content of {part}"] = digest(*(corpus.tokens[place : place + 1024].tobytes() for place in in_places(size)))
         return found
 
     def part(self, name: str) -> Corpus:
