@@ -3,6 +3,8 @@
 The library runs no code that comes with a data set: it has no loading scripts since version 4, and reads no pickles.
 """
 
+import codecs
+import io
 import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -64,13 +66,15 @@ def library_errors(what: str) -> Generator[None]:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are logged before they are raised
     try:
         yield
-    except (*RAISED, ArrowException, DatasetsError, HTTPError) as error:
+    except (*RAISED, StopIteration, ArrowException, DatasetsError, HTTPError) as error:
         while error.__cause__ is not None and not isinstance(error, UserError):
             error = error.__cause__
         if isinstance(error, UserError):  # the library wraps whatever ends its reading
             raise error
-        reason = str(error).strip() or type(error).__name__
-        raise UserError(f"data: cannot read {what} ({reason.splitlines()[0]})") from error
+        empty = isinstance(error, StopIteration)  # so the library ends where a file is empty
+        reason = "there is nothing in it" if empty else str(error).strip() or type(error).__name__
+        others = "; for text that is not UTF-8, give data.encoding, such as latin-1" if isinstance(error, UnicodeError) else ""
+        raise UserError(f"data: cannot read {what} ({reason.splitlines()[0]}){others}") from error
     finally:
         datasets.logging.set_verbosity(verbosity)
         if without_bars:
@@ -92,12 +96,13 @@ def read_files(
     Args:
         kind: one of :data:`Format`. A field of ``csv`` and ``tsv`` is text as it is written; an empty one is missing.
         streaming: read them while training instead.
-        options: of the builder.
+        options: of the builder; ``sep`` and ``encoding`` of ``csv`` and ``tsv`` are found, if they are not given.
 
     Raises:
         UserError: one cannot be read, is no regular file or is compressed.
     """
     from datasets import load_dataset_builder
+    from datasets.packaged_modules.json.json import JsonConfig
 
     paths = [*chain(*files.values())]
     others = f" or one of {len(paths) - 1} other files" if len(paths) > 1 else ""
@@ -105,7 +110,9 @@ def read_files(
         for path in paths:
             require_uncompressed(path)
         if kind in ("csv", "tsv"):
-            options |= csv_options(paths, "\t" if kind == "tsv" else ",")
+            options |= csv_options(paths, {"encoding": encoding_of(paths[0]), "sep": separator_of(paths[0], kind)} | options)
+        if kind == "json" and hasattr(JsonConfig, "parse_agent_traces"):
+            options["parse_agent_traces"] = False  # else some columns are taken for those of other programs
         if streaming and kind in ("json", "text"):
             options["chunksize"] = CHUNK
         named = {group: [escape(str(path.absolute())) for path in paths] for group, paths in files.items()}
@@ -117,7 +124,24 @@ def read_files(
         return builder.as_dataset()
 
 
-def csv_options(paths: Sequence[Path], separator: str) -> dict[str, Any]:
+def encoding_of(path: Path) -> str:
+    """The encoding of a text by its first bytes: UTF-16, UTF-32, else UTF-8."""
+    with open_regular(path) as file:
+        begin = file.read(4)
+    if begin.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "utf-32"
+    return "utf-16" if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+
+
+def separator_of(path: Path, kind: str, encoding: str | None = None) -> str:
+    """What separates the fields of a file: of ``csv`` a comma, of ``tsv`` a tab; if its first line has none, another one."""
+    usual = "\t" if kind == "tsv" else ","
+    with open_regular(path) as file, io.TextIOWrapper(file, encoding or encoding_of(path), errors="replace") as text:
+        first = text.readline()
+    return next((each for each in (usual, ";", "\t", "|", ",") if each in first), usual)
+
+
+def csv_options(paths: Sequence[Path], options: dict[str, Any]) -> dict[str, Any]:
     """Options of the library's builder of CSV files, which else reads ``007`` as 7 and takes ``NA`` for missing.
 
     Raises:
@@ -126,12 +150,12 @@ def csv_options(paths: Sequence[Path], separator: str) -> dict[str, Any]:
     import pandas
     from datasets import Features, Value
 
-    columns = [{*pandas.read_csv(path, sep=separator, nrows=0).columns} for path in paths]
+    columns = [{*pandas.read_csv(path, nrows=0, **options).columns} for path in paths]
     for path, names in zip(paths, columns, strict=True):
         if names != columns[0]:
             raise UserError(f"data: {path} has other columns than {paths[0]}")
     texts = Features({name: Value("string") for name in sorted(columns[0])})
-    return {"sep": separator, "features": texts, "keep_default_na": False, "na_values": [""]}
+    return options | {"features": texts, "keep_default_na": False, "na_values": [""]}
 
 
 def require_uncompressed(path: Path) -> None:
@@ -313,6 +337,8 @@ def class_names(dataset: "Dataset | IterableDataset", name: str, source: str = "
     kind = column(dataset, "data.label", name, source)
     if isinstance(kind, ClassLabel):
         return kind.names
+    if isinstance(kind, Value) and "float" in kind.dtype:
+        raise UserError(f"data.label: the labels in {name!r} are numbers with fractions; there are classes here, no regression")
     if not (isinstance(kind, Value) and any(each in kind.dtype for each in ("string", "int", "bool"))):
         raise UserError(f"data.label: column {name!r} holds no labels, but {kind}")
     return None

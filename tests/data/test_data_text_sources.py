@@ -93,13 +93,56 @@ def write(tmp_path, name, content) -> str:
         ("a.jsonl", b'{"text": "a", "n": %s1%s}\n' % (b"[" * 200, b"]" * 200), {}, r"cannot read .*a\.jsonl "),
         ("a.jsonl", b'{"txt": "a", "n": 1}\n', {}, r"data\.text: .* no column 'text'; they have txt, n"),
         ("a.jsonl", b'{"text": 5}\n', {}, r"data\.text: column 'text' holds no text, but"),
-        ("a.jsonl", b'{"text": "a", "k": 1.5}\n', {"label": "k"}, r"data\.label: column 'k' holds no labels, but"),
+        ("a.jsonl", b'{"text": "a", "k": {"n": 1}}\n', {"label": "k"}, r"data\.label: column 'k' holds no labels, but"),
+        ("a.jsonl", b'{"text": "a", "k": 1.5}\n', {"label": "k"}, r"data\.label: .* in 'k' are numbers with fractions"),
+        (
+            "a.jsonl",
+            b'{"text": "a", "k": -100}\n',
+            {"label": "k"},
+            r"row 1 of .* has the label -100 in 'k', which stands for none",
+        ),
+        ("a.jsonl", b"\n\n", {}, r"data: there are no rows in \S*a\.jsonl"),
+        ("a.csv", b"text,label\r\n", {}, r"data: there are no rows in \S*a\.csv"),
+        ("a.csv", b"text,label\ncaf\xe9,b\n", {}, r"cannot read \S*a\.csv .*; .* give data\.encoding, such as latin-1"),
         ("a.jsonl", b'{"text": "a"}\n{"n": 1}\n', {}, r"data: row 2 of \S*a\.jsonl has nothing in 'text'; data\.on_error=skip"),
     ],
 )
 def test_what_cannot_be_read_is_said_in_one_line(tmp_path, name, content, options, message):
     path = Path(write(tmp_path, name, content))
     one_line(lambda: texts_of(path, **options), message)
+
+
+def test_separators_and_encodings_are_found_or_given(tmp_path):
+    rows = [("é; a, b", "x"), ("c|d", "y")]
+    for separator in ",;\t|":
+        text = "\n".join(separator.join(f'"{field}"' for field in row) for row in [("text", "k"), *rows])
+        for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-32"):
+            path = Path(write(tmp_path, f"{ord(separator)}{encoding}.csv", text.encode(encoding)))
+            assert texts_of(path, label="k") == rows
+    given = {"separator": "tab", "encoding": "cp1252", "label": "k", "layout": "documents", "unit": "file"}
+    content = "a,b\ttext\tk\n" + "".join(f"n\t\x80 {n}\tx{n % 2}\n" for n in range(40)).replace("\x80", "€")
+    data = module(
+        tmp_path, write(tmp_path, "given.csv", content.encode("cp1252")), val_fraction=0.2, test_fraction=0.2, **given
+    )
+    assert documents_of(data, "train")[0].startswith("€ ")
+    write(tmp_path, "plain.txt", "é a".encode("utf-16"))
+    assert texts_of(tmp_path / "plain.txt") == [("é a", None)]
+
+
+def test_a_file_without_rows_is_left_out_and_a_list_of_objects_is_one_of_rows(tmp_path):
+    listed = json.dumps([{"text": f"row {number}"} for number in range(30)], indent=1)
+    write(tmp_path, "a.json", f"\ufeff{listed}".encode())
+    write(tmp_path, "b.jsonl", b"")
+    write(tmp_path, "c.tsv", b"text\n\n")
+    write(tmp_path, "d.json", b'["of settings"]')
+    with pytest.warns(UserWarning, match=r"data: left out 2 files without rows: \S*b\.jsonl, \S*c\.tsv"):
+        data = module(tmp_path, str(tmp_path / "*.*"), val_fraction=0.2, test_fraction=0.2)
+    assert sum(counts["documents"] for counts in data.counts.values()) == 31
+
+
+def test_columns_are_not_taken_for_those_of_other_programs(tmp_path):
+    row = {"id": "1", "source": "s", "model": "m", "system_prompt": "p", "messages": [{"role": "user"}, {"n": 1}], "text": "a"}
+    assert texts_of(Path(write(tmp_path, "a.jsonl", json.dumps(row).encode()))) == [("a", None)]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -164,6 +207,15 @@ def test_labels_of_folders_and_fields(tmp_path):
     rows = [json.dumps({"text": f"row {number}", "k": ["10", "9", "2"][number % 3]}) for number in range(90)]
     data = module(tmp_path, write(tmp_path, "a.jsonl", "\n".join(rows).encode()), label="k", **options)
     assert data.class_names == ["2", "9", "10"]
+    rows = "".join(f"row {number},{['neg', 'pos ', ' neg'][number % 3]}\n" for number in range(90))
+    with pytest.warns(UserWarning, match=r"data\.label: blanks around ' neg' and 1 more are not part of the class"):
+        data = module(tmp_path, write(tmp_path, "a.csv", f"text,k\n{rows}".encode()), label="k", **options)
+    assert data.class_names == ["neg", "pos"] and set(data.part("train").labels.tolist()) == {0, 1}
+    rows = "".join(f"row {number},{number / 8}\n" for number in range(90))
+    path = write(tmp_path, "b.csv", f"text,k\n{rows}".encode())
+    one_line(
+        lambda: module(tmp_path, path, label="k", **options), "data.label: 90 labels such as 0.0 are numbers with fractions"
+    )
 
 
 FILES = {f"{name}.jsonl": json.dumps({"text": name, "k": "y" if name == "b" else "x"}).encode() for name in "abcd"}

@@ -1,5 +1,6 @@
 """What all text data sets share: reading, the cache of tokens, the tokenizer, and the loaders of both layouts."""
 
+import re
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -31,6 +32,10 @@ from holotrain.numeric import counted, require_at_least, require_one_of, require
 
 MOST_HELD_OUT = 0.5
 """The largest share of the documents that is held out where the shares that were given draw none."""
+
+
+FRACTION, MOST_FRACTIONS = re.compile(r"[+-]?\d*\.?\d+(e[+-]?\d+)?", re.IGNORECASE), 20
+"""A number, and so many classes may be called by numbers of which some have fractions, such as 4.5 stars."""
 
 
 class TextDataModule(LoadingModule):
@@ -358,9 +363,16 @@ def _check(parts: dict[str, Any], finer: str) -> None:
 
 
 def _classes(labels: dict[str, list[str | None]]) -> list[str]:
-    """The sorted labels (as numbers, if all are numbers)."""
-    found = {label for label in chain(*labels.values()) if label is not None}
-    if missing := sorted(found.difference(labels["train"])):
+    """The sorted labels (as numbers, if all are numbers), without blanks around them, which are said."""
+    given = {label for label in chain(*labels.values()) if label is not None}
+    found = {label.strip() for label in given}
+    if spaced := sorted(given - found):
+        others = f" and {len(spaced) - 1} more" * (len(spaced) > 1)
+        warnings.warn(f"data.label: blanks around {spaced[0]!r}{others} are not part of the class", stacklevel=2)
+    fractions = any("." in label for label in found) and all(FRACTION.fullmatch(label) for label in found)
+    if len(found) > MOST_FRACTIONS and fractions:
+        raise UserError(f"data.label: {len(found)} labels such as {min(found)} are numbers with fractions: no regression here")
+    if missing := sorted(found.difference(label.strip() for label in labels["train"] if label is not None)):
         raise UserError(f"data.label: class {missing[0]!r} is held out, but no training document has it")
     if len(found) == 1:
         raise UserError(f"data.label: there is only one class, {found.pop()!r}; at least two are needed")

@@ -3,6 +3,7 @@
 Which files match, which are held out, and the rows in them.
 """
 
+import codecs
 import glob
 import re
 import sysconfig
@@ -11,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -19,21 +21,29 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from holotrain.data.hub import FORMATS, FromHub, library_errors, read_files, require_uncompressed
+from holotrain.data.hub import (
+    FORMATS,
+    FromHub,
+    encoding_of,
+    library_errors,
+    read_files,
+    require_uncompressed,
+    separator_of,
+)
 from holotrain.data.loader import Loader
 from holotrain.data.text.answers import AnswerRules
 from holotrain.data.text.module import TextDataModule
 from holotrain.data.text.tokenise import BETWEEN, Batch, DocumentRules, Rows, fraction_of
 from holotrain.data.tokenizers import Tokenizer
 from holotrain.errors import UserError
+from holotrain.files import open_regular
 from holotrain.numeric import counted, require_at_least, require_one_of
 
 FEW = 20
 """With fewer files than this, documents are held out instead, if files hold several."""
 
-STRICT = {"encoding": "utf-8-sig"}
-LENIENT = STRICT | {"encoding_errors": "replace"}
-"""How plain text is read."""
+LIST_OF_OBJECTS = re.compile(rb"\[\s{0,90}\{")
+"""How a .json begins that holds rows."""
 
 NAMED = 5
 """So many of the rows that are left out are named."""
@@ -57,9 +67,30 @@ class TextFile:
     part: str | None = None
     label: str | None = None
 
-    @property
-    def kind(self) -> str:
-        return FORMATS.get(self.path.suffix.lower(), "text")
+
+def kind_of(path: Path) -> str:
+    """What the library calls the format of a file of rows, also of a .json that is a list of objects; else text."""
+    if path.suffix.lower() != ".json":
+        return FORMATS.get(path.suffix.lower(), "text")
+    with open_regular(path) as file:
+        return "json" if LIST_OF_OBJECTS.match(file.read(2**10).removeprefix(codecs.BOM_UTF8)) else "text"
+
+
+def has_rows(path: Path) -> bool:
+    """Whether a file of rows has any; of one that only a library can read it is not known."""
+    least = {"json": 1, "csv": 2, "tsv": 2}.get(kind_of(path), 0)  # lines, the header among them
+    with open_regular(path) as file:
+        return not least or len([*islice((line for line in file if line.strip(b"\0\r\n\t ")), least)]) == least
+
+
+def reading_of(path: Path, separator: str | None = None, encoding: str | None = None) -> tuple[str, tuple]:
+    """The format of a file, and options of how it is read, of which those that are not given are found."""
+    kind, options = kind_of(path), {}
+    if kind in ("text", "csv", "tsv"):
+        options["encoding"] = encoding or encoding_of(path)
+    if kind in ("csv", "tsv"):
+        options["sep"] = separator or separator_of(path, kind, encoding)
+    return kind, tuple(options.items())
 
 
 def matches(option: str, patterns: str | Sequence[str], part: str | None = None) -> list[TextFile]:
@@ -89,29 +120,35 @@ def rows_of(
     cache: Path,
     streaming: bool = False,
     num_proc: int | None = None,
+    **reading: str | None,
 ) -> list[Rows]:
     """Files, in groups of one part and label each. With enough files, whole ones are held out; else documents.
 
-    ``streaming`` and ``num_proc`` are those of :func:`~holotrain.data.hub.read_files`.
+    ``streaming`` and ``num_proc`` are those of :func:`~holotrain.data.hub.read_files`, ``reading`` of :func:`reading_of`.
     """
     chosen = {file.part for file in files}
+    with library_errors("a file"):
+        files = with_rows(files)
+        readings = {file.path: reading_of(file.path, **reading) for file in files}
     drawn = [file for file in files if file.part is None]
     shares = [0.0 if part in chosen else share for part, share in zip(("val", "test"), rules.fractions, strict=True)]
-    if len(drawn) >= FEW or (rules.unit == "file" and all(file.kind == "text" for file in drawn)):
+    if len(drawn) >= FEW or (rules.unit == "file" and all(readings[file.path][0] == "text" for file in drawn)):
         parts = held_out_files([file.name for file in drawn], *shares)
         files = [replace(file, part=file.part or parts[file.name]) for file in files]
-    groups: dict[str, dict[tuple, list[Path]]] = defaultdict(lambda: defaultdict(list))
+    groups: dict[tuple, dict[tuple, list[Path]]] = defaultdict(lambda: defaultdict(list))
     for file in sorted(files, key=lambda file: (file.name, str(file.path))):
-        groups[file.kind][file.part, file.label].append(file.path)
+        groups[readings[file.path]][file.part, file.label].append(file.path)
     rows = []
-    for kind, members in groups.items():
-        options = {"sample_by": SAMPLES[rules.unit], **(LENIENT if rules.skip else STRICT)} if kind == "text" else {}
+    for (kind, found), members in groups.items():
+        options = dict(found)
+        if kind == "text":
+            options |= {"sample_by": SAMPLES[rules.unit]} | ({"encoding_errors": "replace"} if rules.skip else {})
         names = {f"group_{number}": paths for number, paths in enumerate(members.values())}
         try:
             read = read_files(kind, names, cache, streaming, num_proc, **options)
         except UserError:
             for file in files:
-                require_sound(file, cache)
+                require_sound(file, cache, **reading)
             raise
         for dataset, ((part, label), paths) in zip(read.values(), members.items(), strict=True):
             others = f" and {counted(len(paths) - 1, f'other {paths[0].suffix} file')}" if len(paths) > 1 else ""
@@ -132,11 +169,22 @@ def held_out_files(names: Sequence[str], val_fraction: float, test_fraction: flo
     return dict.fromkeys(names, "train") | held
 
 
-def require_sound(file: TextFile, cache: Path) -> None:
+def with_rows(files: Sequence[TextFile]) -> list[TextFile]:
+    """Without the files of rows that have none, which is said. Raises a UserError if no other is left."""
+    found = [file for file in files if has_rows(file.path)]
+    if empty := [str(file.path) for file in files if file not in found]:
+        names = ", ".join(empty[:NAMED]) + f" and {len(empty) - NAMED} more" * (len(empty) > NAMED)
+        if not found:
+            raise UserError(f"data: there are no rows in {names}")
+        warnings.warn(f"data: left out {counted(len(empty), 'file')} without rows: {names}", stacklevel=2)
+    return found
+
+
+def require_sound(file: TextFile, cache: Path, **reading: str | None) -> None:
     """Reads a file alone. Raises a UserError that names it if it cannot be read: of several, the library does not say which."""
-    options: dict[str, Any] = STRICT if file.kind == "text" else {}
+    kind, options = reading_of(file.path, **reading)
     with library_errors(str(file.path)):
-        rows: Any = read_files(file.kind, {"a": [file.path]}, cache, streaming=True, **options)["a"]
+        rows: Any = read_files(kind, {"a": [file.path]}, cache, streaming=True, **dict(options))["a"]
         for _ in rows.with_format("arrow").iter(1000):
             pass
 
@@ -241,6 +289,9 @@ class TextFiles(TextInColumns):
         files: glob of files or list of globs: plain text, .jsonl, .parquet, .csv or .tsv; ** matches folders of any depth
         val_files: the same for the validation set; []: use val_fraction
         test_files: the same for the test set; []: use test_fraction
+        separator: what separates the fields of .csv and .tsv, one character or tab; null: a comma (a tab), or what the first
+            line has
+        encoding: of plain text and .csv, such as latin-1; null: UTF-8, or UTF-16 and UTF-32 that say so in their first bytes
     """
 
     def __init__(
@@ -248,9 +299,19 @@ class TextFiles(TextInColumns):
         files: str | Sequence[str],
         val_files: str | Sequence[str] = (),
         test_files: str | Sequence[str] = (),
+        separator: str | None = None,
+        encoding: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        separator = "\t" if separator == "tab" else separator
+        if separator is not None and len(separator) != 1:
+            raise ValueError(f"separator: must be one character, or tab, not {separator!r}")
+        try:
+            codecs.lookup(encoding or "utf-8")
+        except LookupError:
+            raise ValueError(f"encoding: there is none called {encoding!r}; try latin-1, cp1252 or utf-16") from None
+        self.reading = {"separator": separator, "encoding": encoding}
         self.patterns = {"test_files": test_files, "val_files": val_files, "files": files}
 
     def files(self) -> list[TextFile]:
@@ -268,7 +329,7 @@ class TextFiles(TextInColumns):
 
     def rows(self) -> list[Rows]:
         rules = self.rules(label=None if self.label == "folder" else self.label)
-        return rows_of(self.files(), rules, self.cache, self.streaming, self.num_proc)
+        return rows_of(self.files(), rules, self.cache, self.streaming, self.num_proc, **self.reading)
 
 
 class HubText(FromHub, TextInColumns):
@@ -286,7 +347,9 @@ class HubText(FromHub, TextInColumns):
 
 def texts_in(path: Path, text: str, unit: str, cache: Path) -> Iterator[tuple[str, str]]:
     """Name and text, which may be blank, of each row of a file, and of each ``unit`` of plain text."""
-    kind = FORMATS.get(path.suffix.lower(), "text")
+    kind = kind_of(path)
+    if kind != "text" and not has_rows(path):
+        return
     if kind != "text":
         rows = read_files(kind, {"a": [path]}, cache, streaming=True)["a"]
         DocumentRules(text=text, source=str(path)).checked(rows)
@@ -294,7 +357,7 @@ def texts_in(path: Path, text: str, unit: str, cache: Path) -> Iterator[tuple[st
             yield f"{path}:{number}", row[text] or ""
         return
     require_uncompressed(path)
-    content = path.read_text(encoding="utf-8-sig")
+    content = path.read_text(encoding=encoding_of(path))
     if unit == "file":
         yield str(path), content
         return
@@ -314,7 +377,7 @@ def texts_at(path: Path, text: str, unit: str = "file") -> list[tuple[str, str]]
         except UserError as error:
             raise UserError(f"texts: {str(error).removeprefix('data: ')}") from error
         found += [(name, written) for name, written in texts if written.strip()]
-        if each.suffix.lower() in FORMATS:
+        if kind_of(each) != "text":
             blank += [name for name, written in texts if not written.strip()]
     if blank:
         names = ", ".join(blank[:NAMED]) + f" and {len(blank) - NAMED} more" * (len(blank) > NAMED)

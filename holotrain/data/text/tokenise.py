@@ -87,7 +87,10 @@ class DocumentRules:
     def refusal(self, row: Row) -> str:
         """What is wrong with a row that no document can be made of; else empty."""
         missing = [name for name in self.columns if row[name] is None]
-        return f"has nothing in {missing[0]!r}" if missing else ""
+        if missing:
+            return f"has nothing in {missing[0]!r}"
+        ignored = self.label and self.names is None and str(row[self.label]).strip() == "-100"
+        return f"has the label -100 in {self.label!r}, which stands for none" if ignored else ""
 
     def is_usable(self, row: Row) -> bool:
         """Whether a document can be made of a row."""
@@ -242,7 +245,8 @@ class Corpus:
         if classes:
             import pyarrow.compute as pc  # this import takes half a second
 
-            found = pc.index_in(dataset.data.column("label"), pa.array(classes))  # ty: ignore[missing-attribute]: made when imported
+            labels = pc.utf8_trim_whitespace(dataset.data.column("label"))  # ty: ignore[missing-attribute]: made when imported
+            found = pc.index_in(labels, pa.array(classes))  # ty: ignore[missing-attribute]
             self.labels = found.fill_null(-1).to_numpy().astype(np.int64)
 
 
