@@ -130,12 +130,12 @@ MOST_LEFT_OUT = 0.1
 """Share of the training samples that an epoch may leave out with a default batch size."""
 
 
-def with_even_batches(config: FitConfig, run: Run, data: pl.LightningDataModule) -> FitConfig:
+def with_even_batches(config: Config, run: Run, data: pl.LightningDataModule) -> Config:
     """The configuration, with smaller batches where those that nobody has chosen leave out much of each epoch."""
     chosen = "experiment" in run.choices or any(key_of(word) == "data.batch_size" for word in run.overrides)
     if chosen or config.batch_is_open or config.batch_option[0] != "data.batch_size" or not (left := left_out(data)):
         return config
-    size = data.batch_size  # ty: ignore[unresolved-attribute]
+    size = data.batch_size  # ty: ignore[missing-attribute]
     share = len(data.train_dataloader()) * size + left
     if left <= MOST_LEFT_OUT * share:
         return config
@@ -144,7 +144,7 @@ def with_even_batches(config: FitConfig, run: Run, data: pl.LightningDataModule)
         f"data.batch_size: {even} in place of the default, {size}, which leaves {left} of {share} samples out of an epoch",
         stacklevel=2,
     )
-    data.batch_size = even  # ty: ignore[unresolved-attribute]
+    data.batch_size = even  # ty: ignore[missing-attribute]
     return config.with_batch(even)
 
 
