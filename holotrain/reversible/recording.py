@@ -107,6 +107,7 @@ class Recorded:
     Attributes:
         kinds: shape and dtype of each tensor that autograd would have saved.
         saved: what autograd saved in the latest replay; None where the backward has taken it.
+        fused: a replay computes the gradients, and saves them.
 
     Raises:
         ValueError: the branch cannot be repeated.
@@ -144,7 +145,7 @@ class Recorded:
         self._derived: list[tuple[int, int]] = []
         # Other leaves that were saved, and their versions.
         self._leaves: list[tuple[Tensor, int]] = []
-        self._fused = is_fused(module) and forward is None and self._may_be_fused()
+        self.fused = is_fused(module) and forward is None and self._may_be_fused()
         self._trained: dict[str, Tensor] = {}
         self._gradient: Tensor | None = None  # of the output, for a replay that is fused with the gradients
         history.runs += 1
@@ -164,12 +165,12 @@ class Recorded:
         Raises:
             ValueError: the branch changes its input in place, or an argument.
         """
-        if self._fused:
+        if self.fused:
             try:
                 return self._run_fused(source, supply)
             except CannotFuse:
                 self._draws.take_back()
-                self._fused = self._history.fused = False
+                self.fused = self._history.fused = False
         version, saved, noted = source._version, self.saved, _Saved(self._history, self._reads.addresses)
 
         def unpack(place: int) -> Any:
@@ -258,7 +259,7 @@ class Recorded:
         Raises:
             RuntimeError: something that the branch reads has changed since the forward, or the branch does something else.
         """
-        if self._fused:
+        if self.fused:
             return self._as_then(ahead, self._again_fused, source, output)
         history, packed = self._history, []
         pack, versions, verified = packed.append, [], history.verified

@@ -179,6 +179,7 @@ class Rebuilt(BlockSchedule):
         for recorded, part in self.recorded(name, branch, source, keywords, OnTape):
             recorded.coupling, recorded.place, recorded.first = self.coupling, len(tape.branches), current.halves == 0
             recorded.crossed, recorded.ahead = crossed, self.may_run_ahead
+            recorded.fused &= current.grid is None  # code of another graph may differ by the last bit
             outputs.append(recorded.run(part, tape.supply))
             tape.branches.append(recorded)
         coupled = self.coupled(target, source, outputs)
