@@ -108,6 +108,8 @@ def predict(config: PredictConfig, run: Run) -> int:
         task = prepared_task(config, run, data, path)
         load_weights(task, path)
         described, loader = description(config, data), data.predict_dataloader()
+    if config.probabilities:
+        task.predicts_all = True
     screen.show_start(config, run, model_of(task), path)
     if config.quantised:
         as_exported(model_of(task), config.quantised)
@@ -184,6 +186,10 @@ def _table(
     columns, rows = (of,), []
     for name, sample in named:
         shown = {key: value for key, value in sample.items() if key != "index"}
+        every = shown.get("probabilities")
+        if classes is not None and isinstance(every, list) and len(every) == len(classes):
+            del shown["probabilities"]
+            shown |= {f"p({label})": value for label, value in zip(classes, every, strict=True)}
         for key, value in shown.items():
             if isinstance(value, float):
                 shown[key] = f"{value:.6f}"

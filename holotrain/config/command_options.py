@@ -162,11 +162,15 @@ class PredictConfig(ModelConfig):
     """image file or folder of images to classify; null: the test set"""
     texts: str | None = None
     """text file or folder of text files to classify or (causal_lm) to score; null: the test set"""
+    probabilities: bool = False
+    """also a column with the probability of each class"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if is_a(self.task, groups.MASKED_LM):
             raise UserError("predict: MaskedLM predicts nothing; use a checkpoint of sequence_classification or causal_lm")
+        if self.probabilities and not is_a(self.task, groups.CLASSIFIER):
+            raise UserError(f"probabilities: {self.task.name} has no classes; leave it out")
         other = "texts" if is_a(self.data, groups.IMAGES) else "images" if is_a(self.data, groups.TEXT) else "to"
         if getattr(self, other, None) is not None:
             raise UserError(f"predict: the checkpoint learned from {self.data.name}, not from {other}; leave {other}= out")

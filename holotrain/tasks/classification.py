@@ -36,6 +36,8 @@ class Classifier(Task):
         ValueError: ``label_smoothing`` outside of [0, 1), or a metric that torchmetrics does not have.
     """
 
+    predicts_all = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -90,10 +92,13 @@ class Classifier(Task):
         return {"probabilities": self.probabilities(outputs), "labels": labels}
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
-        """Returns the likeliest class of each sample, ``class`` (B,), and its probability, ``probability`` (B,)."""
+        """Returns the likeliest class of each sample, ``class`` (B,), its probability, ``probability`` (B,), and, if
+        ``predicts_all``, the ``probabilities`` (B, classes)."""
         *arguments, _ = self.inputs(batch)
-        probability, index = self.probabilities(self(*arguments)).max(-1)
-        return {"class": index, "probability": probability}
+        probabilities = self.probabilities(self(*arguments))
+        probability, index = probabilities.max(-1)
+        found = {"class": index, "probability": probability}
+        return found | {"probabilities": probabilities} if self.predicts_all else found
 
 
 class ImageClassifier(Classifier):

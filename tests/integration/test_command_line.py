@@ -69,11 +69,13 @@ def test_predictions_of_the_test_part_and_of_files(holotrain, trained):
     from PIL import Image
 
     predict = ["predict", f"ckpt_path={trained[1]}"]
-    out = holotrain.done(*predict, "data.batch_size=100", "hydra.run.dir=test_part")
+    out = holotrain.done(*predict, "data.batch_size=100", "probabilities=true", "hydra.run.dir=test_part")
     assert re.search(r"predictions +test_part/predictions.csv", out)
     found = rows(Path("test_part/predictions.csv"))
     assert len(found) == 359 and found[3]["image"] == "3"
     assert all(row["class"] in set("0123456789") and 0.1 <= float(row["probability"]) <= 1 for row in found)
+    assert all(sum(float(row[f"p({name})"]) for name in range(10)) == pytest.approx(1, abs=1e-5) for row in found)
+    assert all(row["probability"] == row[f"p({row['class']})"] for row in found)
     Path("mine").mkdir()
     for name in ("a.png", "b.jpg"):
         Image.new("RGB", (30, 50), "white").save(Path("mine") / name)
@@ -81,7 +83,8 @@ def test_predictions_of_the_test_part_and_of_files(holotrain, trained):
     with pytest.warns(UserWarning, match=r"left out: mine/c.jpg is not a readable image"):
         status, out, _ = holotrain(*predict, "images=mine", "hydra.run.dir=files")
     assert status == 0 and re.search(r"unreadable +1 ", out)
-    assert [row["image"] for row in rows(Path("files/predictions.csv"))] == ["mine/a.png", "mine/b.jpg"]
+    files = rows(Path("files/predictions.csv"))
+    assert [row["image"] for row in files] == ["mine/a.png", "mine/b.jpg"] and "p(0)" not in files[0]
     assert "images" in holotrain.refused(*predict, "images=mine/c.jpg")
 
 
