@@ -12,6 +12,7 @@ Parts of the models: layers
 
 What can be done with a model:
 pretrained        start from weights: of a checkpoint or an export, and of other libraries for their models
+authors_weights   the names that the authors of reversible networks of images gave their weights
 checkpoint_files  read a checkpoint or weights, a file or a folder of several processes, and find whether it is damaged
 saved             make a model by the name of its class, save it in a folder and load it
 generation        generate text with a causal model, and how the next token is drawn

@@ -30,8 +30,8 @@ TENSORS = "tensors"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 IN_A_FOLDER = (WEIGHTS, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 CONFIG = "config.json"
-WITHIN = ("state_dict", "model")
-"""Keys of the weights in checkpoints that hold more: Lightning and ours; DeiT, Swin."""
+WITHIN = ("state_dict", "model", "model_state")
+"""Keys of the weights in checkpoints that hold more: Lightning and ours; DeiT, Swin; SlowFast."""
 
 
 def is_folder(path: str | Path) -> bool:
@@ -146,7 +146,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 
     Args:
         path: a ``.safetensors`` file; the index of a sharded one (``model.safetensors.index.json``); a torch file, which may be
-            a checkpoint with the weights under ``state_dict`` or ``model``; a folder with one of these under Hugging Face's
+            a checkpoint with the weights under one of :data:`WITHIN`; a folder with one of these under Hugging Face's
             names; or a sharded checkpoint.
 
     Warns of weights that are not finite.

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from holotrain.models.authors_weights import renamed
 from holotrain.models.layers.patches import resized_positions
-from holotrain.models.vit import ViT
 from holotrain.numeric import counted
 
 Weights = dict[str, Tensor]
@@ -46,10 +46,11 @@ class Loaded:
 
 
 def load_pretrained(model: nn.Module, weights: Weights) -> Loaded:
-    """Loads weights of a holotrain model, such as those of a checkpoint or an export, into one of its family, in place.
+    """Loads weights of a holotrain model, such as those of a checkpoint or an export, into one of its family, in place. The
+    authors' weights of RevViT, RevMViT and RevSwin fit too (:mod:`holotrain.models.authors_weights`).
 
     The branches of plain and reversible models have the same names, so each can load the weights of the other. A head is loaded
-    completely or, if any part of it has another shape, not at all. Positions are fitted to the model: those of a ViT to its
+    completely or, if any part of it has another shape, not at all. Positions are fitted to the model: those of images to its
     image size and class token, those of text are cut. Words that were added to the vocabulary keep the model's values.
 
     Raises:
@@ -59,6 +60,7 @@ def load_pretrained(model: nn.Module, weights: Weights) -> Loaded:
     require_whole(weights)
     # Names in a checkpoint begin with that of the task's model. The step of an exact grid depends on the data.
     named = {name.removeprefix("model."): x for name, x in weights.items() if not name.endswith(".grid.step")}
+    named = renamed(named, model)
     own = dict(model.named_parameters())
     here, there = ({name for name in names if name.startswith("embedding.")} for names in (own, named))
     if here and (here.isdisjoint(there) or there - here - {CLASS_TOKEN}):
@@ -66,9 +68,9 @@ def load_pretrained(model: nn.Module, weights: Weights) -> Loaded:
             f"these weights do not fit: their embedding is not that of a {type(model).__name__}; model=timm and "
             "model=huggingface take weights of other libraries"
         )
-    fitted = named | _fitted(named, own, isinstance(model, ViT))
+    fitted = named | _fitted(named, own)
     report = take_over(own, fitted, "a holotrain model", {name for name in (*own, *fitted) if name.startswith("head.")})
-    return replace(report, resized=tuple(name for name in report.loaded if named[name].shape != fitted[name].shape))
+    return replace(report, resized=tuple(name for name in report.loaded if named[name].numel() != fitted[name].numel()))
 
 
 def require_whole(weights: Weights) -> None:
@@ -119,15 +121,19 @@ def require_floats(weights: Weights, own: Mapping[str, Tensor], source: str) -> 
             raise ValueError(f"the weights of {source} do not fit: {name} is {weights[name].dtype}, not a floating-point type")
 
 
-def _fitted(weights: Weights, own: Mapping[str, Tensor], of_patches: bool) -> Weights:
+def _fitted(weights: Weights, own: Mapping[str, Tensor]) -> Weights:
     """The weights whose sizes depend on that of images, texts or the vocabulary, in the model's own sizes where possible."""
     fitted = {}
     for name in (POSITION, *OF_WORDS):
-        if name not in weights or name not in own or weights[name].ndim != own[name].ndim:
+        if name not in weights or name not in own:
             continue
         given, wanted = weights[name], own[name].detach()
-        if name == POSITION and of_patches:
-            fitted[name] = resized_positions(given, wanted, CLASS_TOKEN in weights, CLASS_TOKEN in own)
+        if name == POSITION and wanted.ndim > 2 and given.ndim > 2:  # of images; MViT's are a square
+            patches = wanted.flatten(1, -2)
+            resized = resized_positions(given.flatten(1, -2), patches, CLASS_TOKEN in weights, CLASS_TOKEN in own)
+            fitted[name] = resized.view_as(wanted) if resized.shape == patches.shape else given
+        elif given.ndim != wanted.ndim:
+            continue
         elif name == POSITION:
             fitted[name] = given[: len(wanted)]
         elif len(given) < len(wanted) and given.shape[1:] == wanted.shape[1:]:

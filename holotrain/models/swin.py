@@ -48,6 +48,7 @@ class Swin(Divisible, nn.Module):
         dropout: dropout of the embedding, the attention output and the MLP
         attention_dropout: dropout of the attention weights; above 0, training on a CPU has no fused attention and is slower
         drop_path: stochastic depth rate of the last block; it rises linearly from 0 at the first block
+        shift_all: shift every other block also where one window is the whole map, as PaReprop's authors do
         backward: store the activations of each block, or only its input and recompute them; a list: of each block
 
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
@@ -73,6 +74,7 @@ class Swin(Divisible, nn.Module):
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         drop_path: float = 0.0,
+        shift_all: bool = False,
         backward: str | Sequence[str] = "autograd",
     ) -> None:
         super().__init__()
@@ -91,7 +93,7 @@ class Swin(Divisible, nn.Module):
         for width, stage_heads, rates in zip(widths, heads, drop_path_rates(drop_path, depths), strict=True):
             branches: Branches = []
             for block, rate in enumerate(rates):
-                shifted = block % 2 == 1
+                shifted = block % 2 == 1 and (shift_all or window < size)
                 norm = nn.LayerNorm(width)
                 attention = WindowAttention(width, stage_heads, size, window, shifted, dropout, attention_dropout)
                 mlp = MLPBranch(width, int(width * mlp_ratio), dropout, rate, eps=1e-5)
@@ -188,7 +190,7 @@ class RevSwin(Reversible, Swin):
         super().__init__(**arguments)
 
     def _add_stages(self, mergings: list[nn.Module], sequences: list[Any], widths: list[int], classes: int) -> None:
-        fusions = [*map(self._fusion, widths[:-1]), TwoStreamFusion(widths[-1])]
+        fusions = [*map(self._fusion, widths[:-1]), TwoStreamFusion(widths[-1], eps=1e-5)]
         self.stages = nn.Sequential(*map(Stage, mergings, sequences, fusions))
         self.head = nn.Linear(2 * widths[-1], classes)
 
@@ -285,7 +287,7 @@ class WindowAttention(nn.Module):
     """Multi-head self-attention within windows, with a relative position bias. (B, S, S, C) -> (B, S, S, C).
 
     If the size of the map is not a multiple of the window, it is padded with zeros below and to the right. Tokens see the
-    padding, as in the published models. A window that is not smaller than the map becomes the whole map and is not shifted.
+    padding, as in the published models. A window that is not smaller than the map becomes the whole map.
 
     Args:
         dim, heads: C and H.
@@ -305,7 +307,7 @@ class WindowAttention(nn.Module):
         head_width(dim, heads)
         self.heads = heads
         self.window = min(window, size)
-        self.shift = window // 2 if shifted and window < size else 0
+        self.shift = self.window // 2 if shifted else 0
         self.size = size
         self.padding = -size % self.window
         self.attention_dropout = attention_dropout

@@ -240,9 +240,9 @@ class ConcatenatedStreams(AveragedStreams):
 class TwoStreamFusion(nn.Module):
     """Concatenates the two streams, normalises, and averages over tokens. 2 x (B, ..., C) -> (B, 2C)."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(2 * dim, eps=1e-6)
+        self.norm = nn.LayerNorm(2 * dim, eps=eps)
 
     def forward(self, y1: Tensor, y2: Tensor) -> Tensor:
         return self.norm(torch.cat((y1, y2), dim=-1)).flatten(1, -2).mean(dim=1)
