@@ -44,7 +44,7 @@ from holotrain.config.signatures import explaining, to_plain
 from holotrain.errors import UserError, files_named
 from holotrain.folders import LAST_CHECKPOINT, as_word, relative_to_cwd
 from holotrain.parallel.rank import ProcessRank, rank_from_environment
-from holotrain.targets import first_line
+from holotrain.targets import find_here, first_line, named_packages
 from holotrain.templates import init
 
 if TYPE_CHECKING:
@@ -73,8 +73,9 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch would warn of each connection that another process has closed
     if not ALLOCATOR & os.environ.keys():  # before torch is imported; segments that grow leave fewer gaps on a GPU
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    sys.path.append(os.getcwd())  # where a user's own package may lie; python -m does so, a console script does not
     argv = sys.argv[1:]
+    if not sys.flags.safe_path or rank_from_environment() is not None:  # a process of a launcher has been given it
+        find_here(named_packages(argv))
     try:
         status = _main(argv)
         if sys.stdout is not None:
@@ -155,6 +156,7 @@ class Launch:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Makes this process, to which a launcher sent a job, ready for its configuration."""
         vars(self).update(state)
+        find_here(named_packages([*self.arguments.words, "--config-dir", self.arguments.config_dir or ""]))
         register(self.arguments.resume, self.arguments.fixed)
 
     def run(self) -> int:

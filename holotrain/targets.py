@@ -5,11 +5,16 @@ A configuration names one as ``{"_target_": "package.Class", "argument": value}`
 
 import importlib.util
 import inspect
+import os
 import pkgutil
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from inspect import Parameter, Signature, cleandoc, signature
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -59,6 +64,34 @@ def targets(node: Any, where: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(node, list | tuple):
         for place, value in enumerate(node):
             yield from targets(value, f"{where}[{place}]")
+
+
+def named_packages(argv: Sequence[str]) -> set[str]:
+    """The packages that a command line names: of classes (``_target_=``), in ``trust=``, and of classes in the YAML files of its
+    ``--config-dir``."""
+    words = [word for word in argv if f"{TARGET}=" in word or word.lstrip("+").startswith("trust=")]
+    values = [word.partition("=")[2] for word in words]
+    flags = [*argv, ""]
+    folders = [flags[place + 1] for place, word in enumerate(argv) if word in ("--config-dir", "-cd")]
+    folders += [word.partition("=")[2] for word in argv if word.startswith("--config-dir=")]
+    for path in [path for folder in folders if folder for path in Path(folder).rglob("*.yaml")]:
+        values += re.findall(rf"{TARGET}: *(\S+)", path.read_text(encoding="utf-8", errors="replace"))
+    return {name.partition(".")[0] for value in values for name in re.findall(r"[A-Za-z]\w*(?:\.\w+)*", value)}
+
+
+class _Here(MetaPathFinder):
+    """Finds some packages in a folder, after all other places."""
+
+    def __init__(self, packages: Collection[str], folder: str) -> None:
+        self.packages, self.folder = packages, folder
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        return PathFinder.find_spec(fullname, [self.folder]) if path is None and fullname in self.packages else None
+
+
+def find_here(packages: Collection[str]) -> None:
+    """Has these packages, and no others, be found in the working directory, if they are nowhere else."""
+    sys.meta_path.append(_Here(packages, os.getcwd()))
 
 
 def is_of(module: str, packages: Iterable[str]) -> bool:
