@@ -67,8 +67,8 @@ def targets(node: Any, where: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def named_packages(argv: Sequence[str]) -> set[str]:
-    """The packages that a command line names: of classes (``_target_=``), in ``trust=``, and of classes in the YAML files of its
-    ``--config-dir``."""
+    """The packages that a command line names: of classes (``_target_=``), in ``trust=``, and of classes in the YAML files of
+    its ``--config-dir``."""
     words = [word for word in argv if f"{TARGET}=" in word or word.lstrip("+").startswith("trust=")]
     values = [word.partition("=")[2] for word in words]
     flags = [*argv, ""]

@@ -42,7 +42,7 @@ def run(*command: str, folder: Path) -> str:
 def test_nothing_that_is_missing_is_taken_from_the_working_directory(tmp_path):
     commands = [["fit", *SMALL], ["test", "ckpt_path=run/checkpoints/last.ckpt"], ["export", "ckpt_path=run", "to=exported"]]
     planted = set()
-    for number, command in enumerate(commands):
+    for command in commands:
         run("-c", LOOKS, *command, folder=tmp_path)
         planted.update(json.loads((tmp_path / "missing.json").read_text()))
     assert len(planted) > 5
