@@ -57,7 +57,7 @@ from holotrain.reversible.context import has_no_data
 from holotrain.reversible.sequence import checks_in
 from holotrain.schedules import ON_MISMATCH
 from holotrain.targets import TARGET, first_line, instantiate, needed
-from holotrain.tasks.optimizer_functions import decay_groups
+from holotrain.tasks.optimizer_functions import decay_groups, decay_layers
 from holotrain.tasks.task import monitored_by
 
 
@@ -309,11 +309,16 @@ def make_optimizer(chosen: ObjectConfig, clip_value: float | None, model: nn.Mod
     with as_user_error("optimizer", chosen.arguments):
         of = model if takes(chosen, "model") else decay_groups(model, chosen.arguments.get("weight_decay", 0.0))
     optimizer = build_object("optimizer", chosen, Optimizer, of)
+    with as_user_error("optimizer", ["layer_decay"]):
+        if (layer_decay := chosen.arguments.get("layer_decay", 1.0)) != 1 or any(
+            "lr_scale" in g for g in optimizer.param_groups
+        ):
+            decay_layers(optimizer, model, layer_decay)
     if not chosen.arguments.get("in_backward", False):
         return optimizer
     with as_user_error("optimizer.in_backward"):
         if not any(map(has_no_data, model.parameters())):  # of a plan
-            require_steps_alone(partial(make_optimizer, chosen.with_arguments(in_backward=False), None))
+            require_steps_alone(partial(make_optimizer, chosen.with_arguments(in_backward=False, layer_decay=1.0), None))
         return InBackward(optimizer, clip_value)
 
 

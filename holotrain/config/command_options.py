@@ -299,6 +299,7 @@ def exclusive(config: RunConfig) -> list[tuple[str, Any, dict[str, Any]]]:
     adapted = {f"model.{name}": getattr(config.model, name, None) for name in ("adapters", "quantised")}
     frozen = {"model.trained=head": getattr(config.model, "trained", "all") == "head"}
     few_bits = {"an optimizer of few bits": getattr(config.optimizer, "target", None) == groups.LOW_BIT}
+    layered = {"optimizer.layer_decay": getattr(config.optimizer, "layer_decay", 1.0) != 1}
     return [
         ("optimizer.in_backward", config.steps_in_backward, several | stepwise | synthesis | clipped | diffused),
         ("trainer.graphs", trainer.graphs is True, several | scaled | {"optimizer.in_backward": config.steps_in_backward}),
@@ -306,6 +307,6 @@ def exclusive(config: RunConfig) -> list[tuple[str, Any, dict[str, Any]]]:
         ("task=error_diffusion", diffused["task=error_diffusion"], synthesis),
         (strategy, trainer.strategy in ("fsdp", "tp", "pipeline"), whole),
         (strategy, trainer.strategy in ("tp", "pipeline"), adapted | synthesis),
-        (strategy, trainer.strategy == "pipeline", frozen | stepwise | few_bits),
+        (strategy, trainer.strategy == "pipeline", frozen | stepwise | few_bits | layered),
         ("backward=auto", backward.open, automatic),
     ]

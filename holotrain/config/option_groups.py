@@ -202,11 +202,12 @@ def optimizer_for(optimizer: dict[str, Any], model: Mapping[str, Any] | None) ->
     return optimizer
 
 
-def optimizer_options(in_backward: bool = False) -> None:
+def optimizer_options(in_backward: bool = False, layer_decay: float = 1.0) -> None:
     """Options of every optimizer.
 
     Args:
         in_backward: step each parameter in the backward, as soon as its gradient is complete, and free the gradient
+        layer_decay: each block learns with this times the rate of the next one, the embedding slowest, the head with lr
     """
 
 

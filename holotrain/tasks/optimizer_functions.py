@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,7 @@ from holotrain.numeric import require_at_least, require_within
 from holotrain.optimizers.low_bit import low_bit
 from holotrain.optimizers.stepping import CombinedOptimizer, loss_of, swapped_parameters
 from holotrain.reversible import ReversibleBlock
+from holotrain.reversible.lists_of_blocks import named_blocks
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
@@ -32,6 +34,51 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
             is_position = name.endswith("position")
             (exempt if parameter.ndim <= 1 or is_position else decayed).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": exempt, "weight_decay": 0.0}]
+
+
+def layers_of(model: nn.Module) -> dict[nn.Parameter, int]:
+    """The layer of each parameter, as in BEiT (Bao et al., 2021): 0 before the first block, 1 to n in the n blocks, n + 1 behind
+    the last. What stands between two blocks, such as a merging of patches, is of the layer of the first. Models of timm say it
+    themselves.
+
+    Raises:
+        ValueError: the model has no list of blocks, or several of different blocks.
+    """
+    of_timm = next((module for module in model.modules() if hasattr(module, "group_matcher")), None)
+    if of_timm is not None:
+        grouped = import_module("timm.models").group_parameters(of_timm, of_timm.group_matcher(coarse=False), reverse=True)
+        return {parameter: grouped[name] for name, parameter in of_timm.named_parameters()}
+    ours: list[nn.Module] = [module for module in model.modules() if isinstance(module, ResidualBlock | ReversibleBlock)]
+    blocks = ours or named_blocks(model, None)
+    inside = {parameter: number for number, block in enumerate(blocks, 1) for parameter in block.parameters()}
+    layers, layer = {}, 0
+    for parameter in model.parameters():
+        behind = len(blocks) + 1 if layer == len(blocks) else layer
+        layers[parameter] = inside.get(parameter, behind)
+        layer = max(layer, inside.get(parameter, 0))
+    return layers
+
+
+def decay_layers(optimizer: Optimizer, model: nn.Module, layer_decay: float = 1.0) -> None:
+    """Divides the groups of a new optimizer by layers, in place, the last layer first: a layer learns with ``layer_decay`` times
+    the rate of the next one. A factor ``lr_scale`` that a group brings, as those of timm do, becomes part of its rate, too.
+
+    Raises:
+        ValueError: ``layer_decay`` is out of range, or the model has no list of blocks.
+    """
+    require_within(0, 1, closed=True, layer_decay=layer_decay)
+    layers = layers_of(model) if layer_decay != 1 else {}
+    for part in optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]:
+        divided: dict[tuple[int, int], dict[str, Any]] = {}
+        for number, group in enumerate(part.param_groups):
+            rate = group["lr"] * group.pop("lr_scale", 1.0)
+            for parameter in group["params"]:
+                below = max(layers.values(), default=0) - layers.get(parameter, 0)
+                of_layer = {**group, "params": [], "lr": rate * layer_decay**below}
+                divided.setdefault((below, number), of_layer)["params"].append(parameter)
+        part.param_groups[:] = [divided[key] for key in sorted(divided)]
+    if isinstance(optimizer, CombinedOptimizer):
+        optimizer._share()
 
 
 def adamw(

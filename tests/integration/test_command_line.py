@@ -158,6 +158,20 @@ def test_what_has_changed_since_the_checkpoint_is_applied_and_told(holotrain, tr
     assert status == 2 and err.startswith("holotrain: seed=9:") and err.count("\n") == 1
 
 
+@pytest.mark.slow
+def test_layers_learn_more_slowly_the_deeper_they_are_and_a_resumed_training_takes_another_share(holotrain):
+    words = [*QUICK, "optimizer=adamw", "optimizer.lr=1e-3", "scheduler=constant", "hydra.run.dir=run"]
+    holotrain.done("fit", *words, "trainer.max_epochs=1", "optimizer.layer_decay=0.5")
+    holotrain.done("fit", "resume=true", "hydra.run.dir=run", "trainer.max_epochs=2", "optimizer.layer_decay=0.1")
+    groups = torch.load("run/checkpoints/last.ckpt", weights_only=True)["optimizer_states"][0]["param_groups"]
+    assert sorted({group["lr"] for group in groups}) == pytest.approx([1e-6, 1e-5, 1e-4, 1e-3])  # head, two blocks, embedding
+    for share, expected in (("1.5", "optimizer.layer_decay: "), ("1", "another training: .* parameter groups")):
+        status, _, err = holotrain(
+            "fit", "resume=true", "hydra.run.dir=run", "trainer.max_epochs=3", f"optimizer.layer_decay={share}"
+        )
+        assert status == 2 and re.search(expected, err) and err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("command", "words", "expected"),
     [
