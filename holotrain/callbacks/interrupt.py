@@ -1,4 +1,4 @@
-"""SaveOnSignal: on SIGTERM or Ctrl-C, saves a checkpoint from which the training continues exactly, then stops."""
+"""SaveOnSignal: on a signal, such as SIGTERM or Ctrl-C, saves a checkpoint from which the training continues, then stops."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ class Interrupted(Exception):
 
 
 class SaveOnSignal(Checkpoint):
-    """On SIGTERM or SIGINT finishes the optimizer step, saves a checkpoint and raises ``Interrupted``.
+    """On SIGTERM, SIGINT, SIGHUP or SIGUSR1 finishes the optimizer step, saves a checkpoint and raises ``Interrupted``.
 
     With ``accumulate_grad_batches`` it finishes the accumulated batch. It also finishes a validation that follows the step,
     and the epoch after its last batch. It says so at once; a second signal of the same kind ends the process immediately. With
@@ -44,7 +44,7 @@ class SaveOnSignal(Checkpoint):
         path: file of the checkpoint.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # the last announces the end of a job on Slurm
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -58,7 +58,8 @@ class SaveOnSignal(Checkpoint):
         self._signals = DelayedAllReduce(getattr(trainer.strategy, "_timeout", None))
         self._leads = trainer.is_global_zero
         if threading.current_thread() is threading.main_thread():
-            self._previous = {signum: signal.signal(signum, self._note) for signum in self.SIGNALS}
+            ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # by nohup
+            self._previous = {signum: signal.signal(signum, self._note) for signum in {*self.SIGNALS} - ignored}
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._in_epoch = True

@@ -3,10 +3,11 @@
 import math
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
@@ -61,6 +62,9 @@ class Measured(pl.Callback):
         for callback in _early_stopping(trainer):
             if callback.stopped_epoch or callback.wait_count >= callback.patience:
                 found.setdefault("early_stopping_patience", callback.patience)
+        for timer in [each for each in trainer.callbacks if isinstance(each, Timer)]:  # ty: ignore[missing-attribute]
+            if (left := timer.time_remaining()) is not None and left <= 0:
+                found["max_time"] = str(timedelta(seconds=round(timer.time_elapsed() + left)))
         if self.monitor is not None:
             best = self.best_so_far()
             found["metrics"][f"best/{self.monitor.monitor}"] = math.nan if best is None else best

@@ -153,6 +153,7 @@ FOR_TRAINING = (
     "seed",
     "model.pretrained",
     "model.trained",
+    "model.freeze",
     "model.adapters",
     f"optimizer.{TARGET}",
     f"scheduler.{TARGET}",
@@ -299,9 +300,10 @@ def described_model(
         try:
             model = saved.build(description["target"], description["arguments"], trust or (), vouched, weights)
             options = trained or {}
-            quantised = options.get("quantised")  # a model is frozen only where it is quantised
+            quantised, adapters = options.get("quantised"), options.get("adapters", 0)
+            frozen = (options.get("trained", "all"), options.get("freeze", ())) if quantised else ("all", ())
             with saved.allocated():
-                train_part(model, options.get("trained", "all") if quantised else "all", options.get("adapters", 0), quantised)
+                train_part(model, frozen[0], adapters, quantised, frozen[1])
         except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise UserError(f"ckpt_path: {path} describes no model that can be built: {first_line(error)}") from error
     with _of_the_same_model(path):

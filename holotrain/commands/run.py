@@ -146,7 +146,8 @@ class Summary:
     ``planned_step_bytes`` what was planned, if something was chosen by a plan. ``whole_epochs`` leaves out an epoch that
     ``max_steps`` cut short.
     ``seconds`` counts every part of a training that was resumed, ``overrides`` are those of the last part, and ``choices`` the
-    option of each group. ``early_stopping_patience`` is that of the EarlyStopping that ended the training.
+    option of each group. ``early_stopping_patience`` is that of the EarlyStopping that ended the training,
+    and ``max_time`` the limit of time that did.
     """
 
     command: str
@@ -176,6 +177,7 @@ class Summary:
     planned_step_bytes: int | None = None
     checkpoint: str | None = None
     early_stopping_patience: int | None = None
+    max_time: str | None = None
     name: str | None = None
     tags: list[str] = field(default_factory=list)
     choices: dict[str, str] = field(default_factory=dict)

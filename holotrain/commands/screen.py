@@ -119,7 +119,7 @@ PARTS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
 NAMED = 10
 """So many classes are named."""
 
-RESULTS = ("steps", "epochs", "early_stopping_patience", "samples_per_second", "tokens_per_second", "step_seconds")
+RESULTS = ("steps", "epochs", "early_stopping_patience", "max_time", "samples_per_second", "tokens_per_second", "step_seconds")
 RESULTS += ("step_peak_bytes", "planned_step_bytes", "seconds", "checkpoint")
 """Fields of summary.json on the last screen, after the metrics."""
 

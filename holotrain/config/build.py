@@ -39,7 +39,7 @@ from holotrain.data.text.module import TextDataModule
 from holotrain.data.tokenizers import tokenizer_from_json
 from holotrain.errors import UserError, as_user_error, check_choice
 from holotrain.folders import LAST_CHECKPOINT
-from holotrain.models.adapters import PEFT, add_peft, train_head_alone
+from holotrain.models.adapters import PEFT, add_peft, freeze, train_head_alone
 from holotrain.models.block_schedules import compile_blocks, schedule_blocks, set_backward, set_tile
 from holotrain.models.checkpoint_files import read_weights
 from holotrain.models.external import ExternalModel
@@ -245,11 +245,15 @@ def prepare_weights(model: nn.Module, config: ObjectConfig, read: bool) -> None:
     if report:
         print(report, file=sys.stderr)
     with as_user_error("model", schema_of("model").own), allocated():
-        train_part(model, config.trained, config.adapters, config.quantised)
+        train_part(model, config.trained, config.adapters, config.quantised, config.freeze)
 
 
 def train_part(
-    model: nn.Module, trained: str = "all", adapters: int | dict[str, Any] = 0, quantised: str | None = None
+    model: nn.Module,
+    trained: str = "all",
+    adapters: int | dict[str, Any] = 0,
+    quantised: str | None = None,
+    frozen: Sequence[str] = (),
 ) -> None:
     """Adds layers of peft, freezes what is not trained and quantises it, in place, as the options of the model say. Raises a
     ValueError if the model has no layer that peft is to stand beside, or nothing to train or to quantise."""
@@ -258,6 +262,8 @@ def train_part(
         add_peft(model, instantiate(adapters))
     elif trained == "head":
         train_head_alone(model)
+    if frozen:
+        freeze(model, frozen)
     if quantised is not None:
         quantise(model, bits_in(quantised))
 

@@ -298,6 +298,7 @@ def exclusive(config: RunConfig) -> list[tuple[str, Any, dict[str, Any]]]:
     whole = planned | automatic | scaled | diffused | {"an average of the weights": config.average}
     adapted = {f"model.{name}": getattr(config.model, name, None) for name in ("adapters", "quantised")}
     frozen = {"model.trained=head": getattr(config.model, "trained", "all") == "head"}
+    frozen["model.freeze"] = getattr(config.model, "freeze", None)
     few_bits = {"an optimizer of few bits": getattr(config.optimizer, "target", None) == groups.LOW_BIT}
     layered = {"optimizer.layer_decay": getattr(config.optimizer, "layer_decay", 1.0) != 1}
     return [

@@ -223,6 +223,7 @@ def scheduler_options(interval: Literal["step", "epoch"] | None = None, monitor:
 def model_options(
     pretrained: str | None = None,
     trained: Literal["all", "head"] = "all",
+    freeze: Sequence[str] = (),
     adapters: int | dict = 0,
     quantised: Literal["8bit", "4bit"] | None = None,
 ) -> None:
@@ -231,6 +232,7 @@ def model_options(
     Args:
         pretrained: initial weights: a file or folder of holotrain, or of the library of the model; null: random
         trained: what to train: all, or head (only the classifier), with the rest frozen
+        freeze: patterns (fnmatch) of the names of parameters that are not trained, such as [embedding.*, '*.blocks.0.*']
         adapters: layers of peft to train, such as {_target_: peft.LoraConfig, r: 8, target_modules: [query_key_value]}; 0: none
         quantised: store the weights that are not trained in 8bit or 4bit (torchao), as QLoRA does; null: as they are
     """

@@ -1,5 +1,7 @@
 """Fine-tuning a part: the layers of peft, such as LoRA (Hu et al., 2021), and freezing."""
 
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -60,3 +62,20 @@ def train_head_alone(model: nn.Module) -> None:
         raise ValueError(f"a {type(model).__name__} has no separate head to train: its head is tied to the embedding")
     model.requires_grad_(False)
     head.requires_grad_()
+
+
+def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
+    """Freezes the parameters whose names have one of these patterns (fnmatch), such as ``embedding.*``, in place.
+
+    Raises:
+        ValueError: a pattern is that of no parameter, or nothing is left to train.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))  # a tied parameter has several names
+    for pattern in patterns:
+        found = [name for name in named if fnmatchcase(name, pattern)]
+        if not found:
+            raise ValueError(f"freeze: no parameter is named {pattern!r}; there are {', '.join([*named][:3])}, ...")
+        for name in found:
+            named[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in named.values()):
+        raise ValueError("freeze: nothing is left to train")

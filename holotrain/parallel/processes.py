@@ -30,14 +30,15 @@ FOREVER = timedelta(days=365)
 GRACE = 3.0
 """Seconds that a process lives on after an error. If another one has caused it, the launcher ends it before it says so."""
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def run_processes(words: list[str], size: int) -> int:
     """Runs ``python -m holotrain WORDS`` in ``size`` processes of this machine, with torchrun's variables. (When one fails,
     Lightning's launcher kills its own process, and torchrun reports more than the line of a mistake.)
 
-    SIGINT, SIGTERM and SIGHUP go to all of them, and then all end by themselves. Otherwise the first that fails ends all.
+    SIGINT, SIGTERM, SIGHUP and SIGUSR1 go to all of them, and then all end by themselves. Otherwise the first that fails
+    ends all.
 
     Returns:
         the exit status of the first that failed; else 0.

@@ -37,14 +37,14 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def layers_of(model: nn.Module) -> dict[nn.Parameter, int]:
-    """The layer of each parameter, as in BEiT (Bao et al., 2021): 0 before the first block, 1 to n in the n blocks, n + 1 behind
-    the last. What stands between two blocks, such as a merging of patches, is of the layer of the first. Models of timm say it
-    themselves.
+    """The layer of each parameter, as in BEiT (Bao et al., 2021): 0 before the first block, 1 to n in the n blocks, n + 1
+    behind the last. What stands between two blocks, such as a merging of patches, is of the layer of the first. Models of timm
+    say it themselves.
 
     Raises:
         ValueError: the model has no list of blocks, or several of different blocks.
     """
-    of_timm = next((module for module in model.modules() if hasattr(module, "group_matcher")), None)
+    of_timm: Any = next((module for module in model.modules() if hasattr(module, "group_matcher")), None)
     if of_timm is not None:
         grouped = import_module("timm.models").group_parameters(of_timm, of_timm.group_matcher(coarse=False), reverse=True)
         return {parameter: grouped[name] for name, parameter in of_timm.named_parameters()}
@@ -60,8 +60,8 @@ def layers_of(model: nn.Module) -> dict[nn.Parameter, int]:
 
 
 def decay_layers(optimizer: Optimizer, model: nn.Module, layer_decay: float = 1.0) -> None:
-    """Divides the groups of a new optimizer by layers, in place, the last layer first: a layer learns with ``layer_decay`` times
-    the rate of the next one. A factor ``lr_scale`` that a group brings, as those of timm do, becomes part of its rate, too.
+    """Divides the groups of a new optimizer by layers, in place, the last layer first: a layer learns with ``layer_decay``
+    times the rate of the next one. A factor ``lr_scale`` of a group, such as timm's groups have, becomes part of its rate.
 
     Raises:
         ValueError: ``layer_decay`` is out of range, or the model has no list of blocks.

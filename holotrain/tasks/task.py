@@ -223,7 +223,13 @@ def _checked(planned: Any) -> dict[str, Any]:
 
 
 def optimizer_steps(trainer: pl.Trainer) -> int:
-    """The optimizer steps of a training, also where a GradientAccumulationScheduler changes their number in an epoch."""
+    """The optimizer steps of a training, also where a GradientAccumulationScheduler changes their number in an epoch.
+    Raises a ValueError if it has no limit but that of time."""
+    if math.isinf(trainer.estimated_stepping_batches):
+        raise ValueError(
+            "max_epochs=-1: a schedule must know how long the training is at most; give trainer.max_epochs or "
+            "trainer.max_steps, too"
+        )
     steps = int(trainer.estimated_stepping_batches)
     accumulation = next((each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)), None)  # ty: ignore[missing-attribute]
     if accumulation is None or not trainer.max_epochs or trainer.max_epochs < 0:

@@ -198,7 +198,7 @@ def test_no_checkpoint_holds_half_an_accumulated_batch(tmp_path, accumulated):
     assert {path.name for path in again.iterdir()} == {f"step={step}.ckpt" for step in range(3, 10)}
 
 
-@pytest.mark.parametrize(("signum", "step"), [(signal.SIGTERM, 4), (signal.SIGINT, 7)])
+@pytest.mark.parametrize(("signum", "step"), [(signal.SIGTERM, 4), (signal.SIGINT, 7), (signal.SIGHUP, 4), (signal.SIGUSR1, 4)])
 def test_a_signal_saves_and_ends_and_the_rest_follows(tmp_path, signum, step):
     """In the middle of an epoch the checkpoint follows at once; at its last batch, after the epoch. Afterwards, and after a
     training without a signal, signals do what they did before."""
@@ -212,6 +212,15 @@ def test_a_signal_saves_and_ends_and_the_rest_follows(tmp_path, signum, step):
     assert [signal.getsignal(number) for number in SaveOnSignal.SIGNALS] == handlers
     assert torch.load(path, weights_only=True)["global_step"] == step + 1
     assert_resumed(fit(checkpoint=path), reference, step + 1)
+
+
+def test_a_training_under_nohup_goes_on(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        fit([At(4, send(signal.SIGHUP)), SaveOnSignal(tmp_path / "last.ckpt")])
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert not (tmp_path / "last.ckpt").exists()
 
 
 def best_and_last(folder, save_top_k=1, mode="max"):

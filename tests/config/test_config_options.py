@@ -286,6 +286,8 @@ USED = {
     "task=error_diffusion": "task=error_diffusion",
     "an automatic batch size": "data.batch_size=auto",
     "model.trained=head": "model.trained=head",
+    "model.freeze": "model.freeze=[embedding.*]",
+    "optimizer.layer_decay": "optimizer.layer_decay=0.75",
     "model.adapters": "model.adapters._target_=peft.LoraConfig",
     "model.quantised": "model.quantised=4bit",
     "backward=auto": "backward=auto",

@@ -158,6 +158,14 @@ def test_what_has_changed_since_the_checkpoint_is_applied_and_told(holotrain, tr
     assert status == 2 and err.startswith("holotrain: seed=9:") and err.count("\n") == 1
 
 
+def test_a_part_is_frozen_and_a_training_that_its_time_has_ended_says_so(holotrain):
+    words = [*QUICK, "model.freeze=[embedding.*]", "trainer.max_epochs=999", "trainer.max_time=00:00:00:01"]
+    out = " ".join(holotrain.done("fit", *words).split())
+    assert " trainable" in out and " max_time 0:00:01 " in out
+    assert "max_epochs=-1: a schedule must know" in holotrain.refused("fit", *words, "trainer.max_epochs=-1")
+    assert holotrain.refused("fit", *words, "model.freeze=['*']").startswith("holotrain: model.freeze: nothing is left")
+
+
 @pytest.mark.slow
 def test_layers_learn_more_slowly_the_deeper_they_are_and_a_resumed_training_takes_another_share(holotrain):
     words = [*QUICK, "optimizer=adamw", "optimizer.lr=1e-3", "scheduler=constant", "hydra.run.dir=run"]

@@ -11,7 +11,7 @@ from small_models import FAMILIES, IMAGE, TEXT, example
 
 from holotrain import models
 from holotrain.models import GPT, RevGPT, RevViT, Swin, ViT
-from holotrain.models.adapters import train_head_alone
+from holotrain.models.adapters import freeze, train_head_alone
 from holotrain.models.checkpoint_files import read_weights
 from holotrain.models.layers.patches import resized_positions
 from holotrain.models.pretrained import load_pretrained
@@ -177,3 +177,14 @@ def test_a_head_that_is_the_embedding_is_not_trained_alone():
     with pytest.raises(ValueError, match="a RevGPT has no separate head to train: its head is tied to the embedding"):
         train_head_alone(model)
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_parameters_are_frozen_by_patterns_of_their_names():
+    model = ViT(**IMAGE)
+    freeze(model, ["embedding.*", "*.0.g.*"])
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {name for name, _ in model.named_parameters() if name.startswith("embedding.") or ".0.g." in name} != set()
+    with pytest.raises(ValueError, match="^freeze: no parameter is named 'heads.*'; there are embedding.position"):
+        freeze(model, ["heads.*"])
+    with pytest.raises(ValueError, match="^freeze: nothing is left"):
+        freeze(model, ["*"])
