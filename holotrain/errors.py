@@ -7,6 +7,11 @@ from contextlib import contextmanager
 from errno import EACCES, ELOOP, ENAMETOOLONG, EPERM
 
 
+def printable(text: str) -> str:
+    """A text in which line breaks and other characters that control a terminal are escaped: names of files may hold any."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 class UserError(Exception):
     """A mistake of the user.
 
@@ -15,8 +20,7 @@ class UserError(Exception):
     """
 
     def __str__(self) -> str:
-        """The text; line breaks and other characters that control a terminal, which a file may hold, are escaped."""
-        return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in super().__str__())
+        return printable(super().__str__())
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

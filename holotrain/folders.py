@@ -73,9 +73,12 @@ def refuse_links(folder: Path, names: Iterable[str]) -> None:
     places = [folder / name for name in names if os.path.lexists(folder / name)]
     while places:
         path = places.pop()
-        mode = path.lstat().st_mode
+        found = path.lstat()
+        mode = found.st_mode
         if stat.S_ISDIR(mode):
             places.extend(path.iterdir())
+        elif stat.S_ISREG(mode) and found.st_nlink > 1:
+            raise UserError(f"{path} has another name elsewhere (a hard link), which would be written, too; copy the folder")
         elif not stat.S_ISREG(mode):
             kind = "a link" if stat.S_ISLNK(mode) else "no regular file"
             raise UserError(f"{path} is {kind}; the folder of a run has nothing but files and folders of its own")

@@ -69,12 +69,12 @@ def targets(node: Any, where: str = "") -> Iterator[tuple[str, Any]]:
 def named_packages(argv: Sequence[str]) -> set[str]:
     """The packages that a command line names: of classes (``_target_=``), in ``trust=``, and of classes in the YAML files of
     its ``--config-dir``."""
-    words = [word for word in argv if f"{TARGET}=" in word or word.lstrip("+").startswith("trust=")]
+    words = [word for word in argv if TARGET in word or word.lstrip("+").startswith("trust=")]
     values = [word.partition("=")[2] for word in words]
     flags = [*argv, ""]
     folders = [flags[place + 1] for place, word in enumerate(argv) if word in ("--config-dir", "-cd")]
     folders += [word.partition("=")[2] for word in argv if word.startswith("--config-dir=")]
-    for path in [path for folder in folders if folder for path in Path(folder).rglob("*.yaml")]:
+    for path in [path for folder in folders if folder for path in Path(folder).rglob("*.yaml") if path.is_file()]:
         values += re.findall(rf"{TARGET}: *(\S+)", path.read_text(encoding="utf-8", errors="replace"))
     return {name.partition(".")[0] for value in values for name in re.findall(r"[A-Za-z]\w*(?:\.\w+)*", value)}
 

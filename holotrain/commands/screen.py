@@ -26,6 +26,7 @@ from holotrain.config.option_groups import ObjectConfig, loads_weights
 from holotrain.data.images import ImageDataModule
 from holotrain.data.loader import left_out
 from holotrain.data.text.module import TextDataModule
+from holotrain.errors import printable
 from holotrain.models.quantised import parameter_count, quantised_counts
 from holotrain.numeric import counted, in_words
 from holotrain.reversible.graphs import StepGraphs
@@ -65,7 +66,7 @@ LEVELS = {
 
 def quieten() -> None:
     """Silences these warnings in this process, and shows others without a line of source."""
-    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # ty: ignore[invalid-assignment]
+    warnings.formatwarning = lambda message, *_: f"warning: {printable(str(message))}\n"  # ty: ignore[invalid-assignment]
     for name, level in LEVELS.items():
         logging.getLogger(name).setLevel(level)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's messages about missing GPUs and its own stages
@@ -102,10 +103,10 @@ def show(title: str, rows: Mapping[str, object], stderr: bool = False) -> None:
 
 
 def short(name: str, value: object) -> str:
-    """A value for the eye: four digits of a number, bytes with their unit."""
+    """A value for the eye: four digits of a number, bytes with their unit; of a text nothing that controls a terminal."""
     if name.endswith("_bytes") and isinstance(value, int):
         return in_words(value)
-    return f"{value:{FIGURES}}" if isinstance(value, float) else str(value)
+    return f"{value:{FIGURES}}" if isinstance(value, float) else printable(str(value))
 
 
 def runs_of(blocks: Sequence[str]) -> str:

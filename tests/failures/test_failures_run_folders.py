@@ -50,6 +50,21 @@ def test_a_run_is_not_continued_where_it_would_write_elsewhere(crafted, place, t
     assert outside() == before and not Path("outside/made").exists()
 
 
+def test_a_hard_link_is_not_written_through(holotrain, image_run):
+    shutil.copytree(image_run, "run")
+    os.link("run/log.txt", "precious")
+    before = Path("precious").read_bytes()
+    assert "run/log.txt has another name elsewhere" in holotrain.refused(*CONTINUED)
+    assert Path("precious").read_bytes() == before
+
+
+def test_names_that_control_a_terminal_are_escaped_on_the_screen(holotrain, image_run):
+    shutil.copytree(image_run, "run\x1b[2J")
+    words = ["test", "ckpt_path=run\x1b[2J/checkpoints/last.ckpt"]
+    status, out, err = holotrain(*words)
+    assert status == 0 and "\\x1b[2J" in out and "\x1b[2J" not in out + err
+
+
 def test_links_in_the_place_of_files_that_are_replaced_are_replaced(crafted):
     typed = crafted("config.yaml", "outside/file")
     before = outside()
