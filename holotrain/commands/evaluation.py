@@ -154,7 +154,8 @@ def _files_loader(config: RunConfig, described: dict[str, Any], path: Path) -> D
         )
     if "statistics" not in described or "image_size" not in facts:
         raise UserError(f"images: {config.data.name} does not tell how to prepare them; without images= the test set is used")
-    return image_files(path, facts["channels"], facts["image_size"], described["statistics"], batch_size, num_workers=workers)
+    loading = {"interpolation": getattr(config.data, "interpolation", "bilinear"), "num_workers": workers}
+    return image_files(path, facts["channels"], facts["image_size"], described["statistics"], batch_size, **loading)
 
 
 class NamesRead(pl.Callback):

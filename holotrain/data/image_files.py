@@ -120,11 +120,20 @@ class NamedImageFiles(ImageFiles):
         return [self.read(index, "left out") or (self.transform(blank), "") for index in indices]
 
 
-def image_files(path: Path, channels: int, image_size: int, statistics: Statistics, batch_size: int, **loading: Any) -> Loader:
+def image_files(
+    path: Path,
+    channels: int,
+    image_size: int,
+    statistics: Statistics,
+    batch_size: int,
+    interpolation: str = "bilinear",
+    **loading: Any,
+) -> Loader:
     """The image at a path, or all images below it, converted to these channels, this size and normalisation, in batches
     (images, paths).
 
     Args:
+        interpolation: how they are resized, bilinear or bicubic.
         loading: options of DataLoader, such as ``num_workers``.
 
     Raises:
@@ -135,7 +144,7 @@ def image_files(path: Path, channels: int, image_size: int, statistics: Statisti
     paths = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file() and is_image(each))
     if not paths:
         raise UserError(f"images: there is no image in {path}; known extensions are {', '.join(sorted(EXTENSIONS))}")
-    transform = v2.Compose([*resized(channels, image_size), *normalised(statistics)])
+    transform = v2.Compose([*resized(channels, image_size, interpolation), *normalised(statistics)])
     files = NamedImageFiles([(str(path), str(path)) for path in paths], transform=transform)
     return Loader(files, batch_size=batch_size, **loading)
 

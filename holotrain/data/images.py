@@ -1,11 +1,14 @@
 """What all image data sets share: transforms, loaders, augmentation, mixing, some of the classes."""
 
+import random
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 from torchvision.transforms import v2
@@ -20,13 +23,17 @@ from holotrain.data.loader import (
 )
 from holotrain.errors import UserError, as_user_error, check_choice
 from holotrain.files import read_json
-from holotrain.numeric import require_at_least, require_within
+from holotrain.numeric import require_at_least, require_one_of, require_within
 from holotrain.targets import needed
 
 Statistics = tuple[Sequence[float], Sequence[float]]
 """Mean and standard deviation of each channel, for values in [0, 1]."""
 
 IMAGENET: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+INTERPOLATIONS = {"bilinear": v2.InterpolationMode.BILINEAR, "bicubic": v2.InterpolationMode.BICUBIC}
+
+PIL_INTERPOLATIONS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 
 SMALL = 64
 """Images of up to this many pixels are padded and cropped; larger ones are cropped at random and resized."""
@@ -42,17 +49,56 @@ def scaled(image: torch.Tensor) -> torch.Tensor:
     return image.clone() if image.dtype == torch.float32 else v2.functional.to_dtype(image, torch.float32, scale=True)
 
 
-def cropped_at_random(image_size: int, *, flip: bool = True) -> list[v2.Transform]:
+def cropped_at_random(
+    image_size: int, *, flip: bool = True, interpolation: str = "bilinear", crop_scale: float = 0.08
+) -> list[v2.Transform]:
     """The usual crops and flips for training."""
-    small = image_size <= SMALL
-    crop = v2.RandomCrop(image_size, padding=image_size // 8) if small else v2.RandomResizedCrop(image_size, antialias=True)
+    crop: v2.Transform = v2.RandomCrop(image_size, padding=image_size // 8)
+    if image_size > SMALL:
+        crop = v2.RandomResizedCrop(image_size, (crop_scale, 1), interpolation=INTERPOLATIONS[interpolation], antialias=True)
     return [crop, v2.RandomHorizontalFlip()] if flip else [crop]
 
 
-def resized(channels: int, image_size: int) -> list[v2.Transform]:
+def resized(channels: int, image_size: int, interpolation: str = "bilinear") -> list[v2.Transform]:
     """Any image to ``channels`` and ``image_size``: resizes the shorter side to 8/7 of it (small images: to it) and crops."""
     side = image_size if image_size <= SMALL else image_size * 8 // 7
-    return [*coloured(channels), v2.Resize(side, antialias=True), v2.CenterCrop(image_size)]
+    resize = v2.Resize(side, INTERPOLATIONS[interpolation], antialias=True)
+    return [*coloured(channels), resize, v2.CenterCrop(image_size)]
+
+
+class TimmRandAugment:
+    """RandAugment of timm, whose random numbers follow torch's seed. An image (3, H, W) to uint8 (3, H, W).
+
+    Args:
+        described: as timm writes it: rand-m9-mstd0.5-inc1.
+        mean: of the channels, which fills what an operation leaves empty.
+        interpolation: of what is turned and sheared.
+
+    Raises:
+        ValueError: timm is not installed, or does not understand ``described``.
+    """
+
+    def __init__(self, described: str, mean: Sequence[float], interpolation: str) -> None:
+        timm = needed("timm.data.auto_augment", "randaugment needs timm", "timm")
+        options = {"img_mean": tuple(round(255 * each) for each in mean), "interpolation": PIL_INTERPOLATIONS[interpolation]}
+        try:
+            self.augment = timm.rand_augment_transform(described, options)
+        except (AssertionError, ValueError, KeyError) as error:
+            raise ValueError(
+                f"randaugment must be as timm writes it, such as rand-m9-mstd0.5-inc1, not {described!r}"
+            ) from error
+
+    def __call__(self, image: Tensor) -> Tensor:
+        states = random.getstate(), np.random.get_state()
+        seed = int(torch.randint(2**31, ()))
+        random.seed(seed)
+        np.random.seed(seed)
+        try:
+            eight_bits = v2.functional.to_dtype(image, torch.uint8, scale=True)
+            return v2.functional.pil_to_tensor(self.augment(v2.functional.to_pil_image(eight_bits)))
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 def coloured(channels: int) -> list[v2.Transform]:
@@ -151,6 +197,9 @@ class ImageDataModule(LoadingModule):
         randaugment_magnitude: strength of the RandAugment operations, 0 to 30
         mixup_alpha: alpha of MixUp's Beta distribution; 0: no MixUp
         cutmix_alpha: alpha of CutMix's Beta distribution; 0: no CutMix; with MixUp too, each batch uses one of the two
+        color_jitter: by how much brightness, contrast and saturation vary, such as 0.4; 0: not at all
+        random_erasing: probability that a random rectangle of an image becomes noise (Zhong et al., 2020)
+        repeated_augmentation: copies of each image in an epoch, augmented each in its own way; an epoch keeps its length
 
     A subclass defines ``num_classes``, ``image_shape`` (C, H, W), the ``statistics`` of its channels, ``class_names`` (maybe
     after ``setup`` only), and ``split``, which is called after ``setup``, or sets ``_splits`` there.
@@ -170,16 +219,25 @@ class ImageDataModule(LoadingModule):
         randaugment_magnitude: int = 9,
         mixup_alpha: float = 0.0,
         cutmix_alpha: float = 0.0,
+        color_jitter: float = 0.0,
+        random_erasing: float = 0.0,
+        repeated_augmentation: int = 1,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        require_at_least(1, batch_size=batch_size)
+        require_at_least(1, batch_size=batch_size, repeated_augmentation=repeated_augmentation)
         require_at_least(0, randaugment_ops=randaugment_ops)
         require_at_least(0, mixup_alpha=mixup_alpha, cutmix_alpha=cutmix_alpha)
         require_within(0, 30, closed=True, randaugment_magnitude=randaugment_magnitude)
+        require_within(0, 1, closed=True, color_jitter=color_jitter, random_erasing=random_erasing)
         self.batch_size = batch_size
         self.augment = augment
-        self.randaugment = [v2.RandAugment(randaugment_ops, randaugment_magnitude)] if randaugment_ops else []
+        self.varied: list[Any] = [v2.RandAugment(randaugment_ops, randaugment_magnitude)] if randaugment_ops else []
+        self.varied += [v2.ColorJitter(*[color_jitter] * 3)] if color_jitter else []
+        noise: Any = "random"  # of each pixel, which torchvision declares a number
+        erased = v2.RandomErasing(random_erasing, scale=(0.02, 1 / 3), ratio=(0.3, 1 / 0.3), value=noise)  # timm's ranges
+        self.erased = [erased] if random_erasing else []
+        self.copies = repeated_augmentation
         self.alphas = (mixup_alpha, cutmix_alpha)
 
     def split(self, name: str) -> Dataset:
@@ -196,7 +254,7 @@ class ImageDataModule(LoadingModule):
 
     def train_transform(self) -> v2.Compose:
         moved = self.geometry() if self.augment else self.framing()
-        return v2.Compose([*moved, *self.randaugment, *normalised(self.statistics)])
+        return v2.Compose([*moved, *self.varied, *normalised(self.statistics), *self.erased])
 
     def eval_transform(self) -> v2.Compose:
         return v2.Compose([*self.framing(), *normalised(self.statistics)])
@@ -219,7 +277,7 @@ class ImageDataModule(LoadingModule):
 
     def train_dataloader(self) -> ResumableLoader:
         seeded = SeededDataset(self.split("train"), self.train_transform(), self.seed)
-        return self.training_loader(seeded, self.batch_size)
+        return self.training_loader(seeded, self.batch_size, copies=self.copies)
 
     def val_dataloader(self) -> Loader:
         return self._in_order("val")
@@ -248,25 +306,42 @@ class SizedImages(ImageDataModule):
         image_size: height and width of an image after augmentation, in pixels
         processor: normalise as a published model does: its folder, with preprocessor_config.json or timm's config.json, or its
             name in timm; null: as for ImageNet
+        interpolation: how images are resized, bilinear or bicubic
+        crop_scale: smallest share of an image that a random crop of training has
+        randaugment: RandAugment as timm describes it, such as rand-m9-mstd0.5-inc1 (needs timm); null: none, or that of
+            torchvision with randaugment_ops
 
     """
 
     statistics = IMAGENET
 
-    def __init__(self, image_size: int = 224, processor: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        image_size: int = 224,
+        processor: str | None = None,
+        interpolation: Literal["bilinear", "bicubic"] = "bilinear",
+        crop_scale: float = 0.08,
+        randaugment: str | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         require_at_least(1, image_size=image_size)
+        require_one_of(INTERPOLATIONS, interpolation=interpolation)
+        require_within(0, 1, closed=True, crop_scale=crop_scale)
         self.image_shape = (3, image_size, image_size)
+        self.interpolation, self.crop_scale = interpolation, crop_scale
         if processor is not None:
             self.statistics = statistics_of(processor)
+        if randaugment is not None:
+            self.varied.insert(0, TimmRandAugment(randaugment, self.statistics[0], interpolation))
 
     def geometry(self) -> list[v2.Transform]:
         size = self.image_shape[1]
         framed = self.framing() if size <= SMALL else coloured(3)
-        return [*framed, *cropped_at_random(size)]
+        return [*framed, *cropped_at_random(size, interpolation=self.interpolation, crop_scale=self.crop_scale)]
 
     def framing(self) -> list[v2.Transform]:
-        return resized(*self.image_shape[:2])
+        return resized(*self.image_shape[:2], self.interpolation)
 
 
 def held_out(dataset: Dataset, labels: Tensor, fraction: float) -> tuple[Labelled, Labelled]:

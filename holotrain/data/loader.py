@@ -85,6 +85,7 @@ class ResumableLoader(OwnGenerator, StatefulDataLoader):
         dataset: takes keys ``(epoch, index)``, or the keys that the batch sampler gives.
         batch_sampler: draws the batches; None: samples are shuffled into batches of ``batch_size``.
         seed: for the order of each epoch.
+        copies: of each sample, see :class:`~holotrain.data.sampler.EpochBatchSampler`.
         options: other options of DataLoader, such as ``num_workers`` and ``pin_memory``.
     """
 
@@ -96,11 +97,12 @@ class ResumableLoader(OwnGenerator, StatefulDataLoader):
         batch_size: int = 1,
         seed: int = 0,
         batch_sampler: ResumableBatchSampler | None = None,
+        copies: int = 1,
         **options: Any,
     ) -> None:
         if batch_sampler is None:
             size = len(dataset)  # ty: ignore[invalid-argument-type]: torch declares no length
-            batch_sampler = EpochBatchSampler(size, batch_size, seed)
+            batch_sampler = EpochBatchSampler(size, batch_size, seed, copies=copies)
         super().__init__(dataset, batch_sampler=batch_sampler, **options)
 
     def state_dict(self) -> dict[str, int]:
@@ -318,9 +320,9 @@ class TransformedDataset(Dataset):
 
 
 class SeededDataset(TransformedDataset):
-    """Applies a random transform to the image of (image, label); indexed by ``(epoch, index)``.
+    """Applies a random transform to the image of (image, label); indexed by a :data:`~holotrain.data.sampler.Key`.
 
-    The transform draws from torch's global generator, which is seeded by (seed, epoch, index) and then put back. So a sample's
+    The transform draws from torch's global generator, which is seeded by (seed, *key) and then put back. So a sample's
     augmentation does not depend on the number of workers, on the order of computation or on where a run was resumed.
     """
 

@@ -30,8 +30,9 @@ def data_shard() -> tuple[int, int]:
     return 0, 1
 
 
-Key = tuple[int, int]
-"""(epoch, index): the key of a sample, so that the data set can seed its augmentation with both."""
+Key = tuple[int, ...]
+"""(epoch, index), and of repeated samples (epoch, index, number of the copy): the key of a sample, so that the data set can
+seed its augmentation with all of them."""
 
 
 class ResumableBatchSampler(Sampler[list]):
@@ -109,12 +110,15 @@ class EpochBatchSampler(ResumableBatchSampler):
         size: samples in the data set; the remainder after an equal split among the processes is left out.
         batch_size: keys in a batch; a smaller last batch is dropped, unless it is the only one.
         seed, shard: see :class:`ResumableBatchSampler`.
-
+        copies: of each sample, one after the other (Hoffer et al., "Augment your batch", 2020; DeiT). An epoch keeps its
+            length, so it reads only one in ``copies`` of the samples.
     """
 
-    def __init__(self, size: int, batch_size: int, seed: int = 0, shard: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, size: int, batch_size: int, seed: int = 0, shard: tuple[int, int] | None = None, copies: int = 1
+    ) -> None:
         super().__init__(seed, shard)
-        self.size = size
+        self.size, self.copies = size, copies
         if size < self.world_size:
             raise UserError(f"data: {counted(size, 'sample')} cannot be split among {self.world_size} processes")
         self.share = size // self.world_size
@@ -149,10 +153,12 @@ class EpochBatchSampler(ResumableBatchSampler):
 
     def batches(self, epoch: int, start: int) -> Iterator[list[Key]]:
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
-        order = torch.randperm(self.size, generator=generator)[self.rank :: self.world_size].tolist()
+        order = torch.randperm(self.size, generator=generator).tolist()
+        places = range(self.rank, self.size, self.world_size)
         for batch in range(start, len(self)):
             first = self._begin(epoch, batch)
-            yield [(epoch, index) for index in order[first : first + self.batch_size]]
+            drawn = [divmod(place, self.copies) for place in places[first : first + self.batch_size]]
+            yield [(epoch, order[place], copy) if self.copies > 1 else (epoch, order[place]) for place, copy in drawn]
 
 
 class FixedBatches(list[list[int]]):
