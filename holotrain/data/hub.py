@@ -5,11 +5,13 @@ The library runs no code that comes with a data set: it has no loading scripts s
 
 import codecs
 import io
+import re
 import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from glob import escape, glob
-from itertools import chain
+from itertools import accumulate, chain
 from lzma import LZMAError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -109,6 +111,8 @@ def read_files(
     with library_errors(f"{paths[0]}{others}"):
         for path in paths:
             require_uncompressed(path)
+            if kind == "json":
+                require_shallow(path)
         if kind in ("csv", "tsv"):
             options |= csv_options(paths, {"encoding": encoding_of(paths[0]), "sep": separator_of(paths[0], kind)} | options)
         if kind == "json" and hasattr(JsonConfig, "parse_agent_traces"):
@@ -122,6 +126,24 @@ def read_files(
             return {group: with_columns(dataset) for group, dataset in builder.as_streaming_dataset().items()}
         builder.download_and_prepare(num_proc=num_proc)
         return builder.as_dataset()
+
+
+DEEPEST = 1000
+"""Objects and lists within each other in a row of JSON. Arrow calls itself for each, and some 10,000 end the process."""
+
+
+def require_shallow(path: Path) -> None:
+    """Raises a UserError if a row of a file of JSON is nested more deeply than :data:`DEEPEST`."""
+    with open_regular(path) as file:
+        for number, line in enumerate(iter(partial(file.readline, 2**24), b""), 1):
+            if line.count(b"[") + line.count(b"{") > DEEPEST and depth_of(line) > DEEPEST:
+                raise UserError(f"data: {path}, line {number}: more than {DEEPEST} lists and objects within each other")
+
+
+def depth_of(text: bytes) -> int:
+    """The most lists and objects within each other."""
+    brackets = re.sub(rb"[^][{}]", b"", re.sub(rb'"(?:[^"\\]|\\.)*"', b"", text))
+    return max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0)
 
 
 def encoding_of(path: Path) -> str:

@@ -25,6 +25,7 @@ from small_run import SMALL
 from watched import watched
 
 from holotrain.data import HubImages, HubText, ImageFolder, TextFiles
+from holotrain.data.hub import depth_of
 from holotrain.data.image_files import image_files
 from holotrain.data.images import IMAGENET
 from holotrain.errors import UserError
@@ -265,3 +266,14 @@ def test_no_archive_is_unpacked(pack, streaming):
     """Whatever it is called."""
     Path("a.txt").write_bytes(pack(LINES.encode()))
     refused(text(TextFiles, "a.txt", streaming=streaming), "a.txt is compressed; unpack it")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_of_json_that_are_nested_deeply_are_refused(streaming):
+    """Arrow calls itself for each list, and would end the process."""
+    Path("a.jsonl").write_text('{"text": "[[[", "a": ' + "[" * 20000 + "]" * 20000 + "}\n")
+    refused(text(TextFiles, "a.jsonl", streaming=streaming), "a.jsonl, line 1: more than 1000 lists")
+
+
+def test_brackets_in_strings_are_not_nested():
+    assert depth_of(b'{"a": "[[[[\\"[[", "b": [1, [2]]}') == 3
