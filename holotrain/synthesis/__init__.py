@@ -9,6 +9,7 @@ delayed  the step on the CPU while a GPU goes on, applied a step late
 hook     HolographicSynthesis: the hook between backward and optimizer step
 """
 
+from holotrain.synthesis.binding import phasor_bind, phasor_unbind
 from holotrain.synthesis.hook import HolographicSynthesis
 
-__all__ = ["HolographicSynthesis"]
+__all__ = ["HolographicSynthesis", "phasor_bind", "phasor_unbind"]
