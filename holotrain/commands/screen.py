@@ -200,6 +200,7 @@ def _named(run: Run, group: str, config: ObjectConfig, *options: str) -> str:
 def _model(config: RunConfig, run: Run, model: nn.Module) -> str:
     whole = parameter_count(model)
     words = [_named(run, "model", config.model, "rule", "depth", "width") if config.model else type(model).__name__]
+    words += [str(config.model.arguments["name"])] if config.model and "name" in config.model.arguments else []
     words.append(f"{_large(whole)} parameters")
     learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     if 0 < learned < whole:

@@ -473,7 +473,7 @@ def _callback_context(
     if takes(chosen, "monitor"):
         monitored = monitored_by(task)
         monitor = chosen.arguments.get("monitor") or next(iter(monitored), None)
-        if monitor and monitored and not monitor.startswith("train/"):
+        if monitor and monitored and not monitor.startswith("train/") and monitor != "step":  # the latest are kept by step
             check_choice(f"callbacks.{name}.monitor", monitor, monitored)
         given = {"monitor": monitor, "mode": monitored.get(monitor)}
         context |= {option: value for option, value in given.items() if value is not None}

@@ -230,7 +230,7 @@ def model_options(
     """How the training of a model begins.
 
     Args:
-        pretrained: initial weights: a file or folder of holotrain, or of the library of the model; null: random
+        pretrained: initial weights: a file, run or export of holotrain, or of the library of the model; null: random
         trained: what to train: all, or head (only the classifier), with the rest frozen
         freeze: patterns (fnmatch) of the names of parameters that are not trained, such as [embedding.*, '*.blocks.0.*']
         adapters: layers of peft to train, such as {_target_: peft.LoraConfig, r: 8, target_modules: [query_key_value]}; 0: none

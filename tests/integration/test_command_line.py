@@ -158,6 +158,26 @@ def test_what_has_changed_since_the_checkpoint_is_applied_and_told(holotrain, tr
     assert status == 2 and err.startswith("holotrain: seed=9:") and err.count("\n") == 1
 
 
+def test_the_latest_checkpoints_are_kept_and_the_folder_of_a_run_is_trained_on(holotrain, trained):
+    words = ["steps._target_=holotrain.checkpoints.saving.ExactCheckpoint", "steps.monitor=step", "steps.mode=max"]
+    words += ["steps.save_top_k=2", "steps.every_n_train_steps=1"]
+    kept = [*QUICK, f"model.pretrained={trained[0]}", "hydra.run.dir=run", *(f"callbacks.{word}" for word in words)]
+    status, _, err = holotrain("fit", *kept)
+    assert status == 0 and "tensors of a holotrain model" in err
+    assert yaml.safe_load(Path("run/config.yaml").read_text())["model"]["pretrained"] == str(trained[1])
+    assert sorted(path.name for path in Path("run/checkpoints").glob("epoch*")) == [
+        "epoch=1-step=5.ckpt",
+        "epoch=1-step=6.ckpt",
+    ]
+
+
+@pytest.mark.slow
+def test_a_swept_value_may_follow_another(holotrain):
+    holotrain.done("fit", "-m", *QUICK, "optimizer=adamw", "optimizer.lr=1e-3,1e-4", "optimizer.weight_decay=${optimizer.lr}")
+    configs = [yaml.safe_load(path.read_text()) for path in Path("runs/fit/sweeps").glob("*/*/config.yaml")]
+    assert sorted(config["optimizer"]["weight_decay"] for config in configs) == [1e-4, 1e-3]
+
+
 def test_a_part_is_frozen_and_a_training_that_its_time_has_ended_says_so(holotrain):
     words = [*QUICK, "model.freeze=[embedding.*]", "trainer.max_epochs=999", "trainer.max_time=00:00:00:01"]
     out = " ".join(holotrain.done("fit", *words).split())

@@ -1,6 +1,7 @@
 """Sweeps whose options Optuna chooses, from the results of the jobs before, and whose jobs run in other processes."""
 
 import importlib.util
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,16 @@ def test_a_job_tells_the_best_value_and_one_that_fails_ends_nothing(holotrain, t
 def test_a_sweeper_that_searches_for_the_wrong_values_is_refused(holotrain, optuna, words, expected):
     status, _, err = holotrain("fit", "-m", *BRIEF, "hydra.sweeper.n_trials=1", *words)
     assert status == 2 and expected in err and "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_a_search_goes_on_from_its_storage(holotrain, optuna):
+    if not version("sqlalchemy").startswith("1."):
+        pytest.skip("needs the SQLAlchemy of holotrain[optuna]")
+    stored = ["hydra.sweeper.storage=sqlite:///trials.db", "hydra.sweeper.study_name=search", "hydra.sweeper.n_trials=1"]
+    for trials in (1, 2):
+        holotrain("fit", "-m", *BRIEF, "sweep=optuna", *stored)
+        assert len(optuna.load_study(study_name="search", storage="sqlite:///trials.db").trials) == trials
 
 
 def test_a_plugin_that_is_not_installed_is_named(holotrain, monkeypatch):
