@@ -35,6 +35,7 @@ from holotrain.data.text.sources import text_files
 from holotrain.data.tokenizers import tokenizer_from_json
 from holotrain.errors import UserError
 from holotrain.folders import write_table
+from holotrain.tasks.classification import Classifier
 from holotrain.tasks.task import model_of
 
 PARTS = {"validate": "val", "test": "test"}
@@ -108,8 +109,8 @@ def predict(config: PredictConfig, run: Run) -> int:
         task = prepared_task(config, run, data, path)
         load_weights(task, path)
         described, loader = description(config, data), data.predict_dataloader()
-    if config.probabilities:
-        task.predicts_all = True
+    if isinstance(task, Classifier):
+        task.predicts_all = config.probabilities
     screen.show_start(config, run, model_of(task), path)
     if config.quantised:
         as_exported(model_of(task), config.quantised)

@@ -50,7 +50,8 @@ TURN = (
     "{% set parts = m.content.split('</think>') %}{% set late = loop.index0 > ns.last and loop.last %}"
     "{% if late %}{{ ('' if parts | length > 1 else '<think>') + parts[:-1] | join + '</think>' }}{% endif %}"
     "{{ parts[-1] | trim }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>ARGUMENTS</tool_call>{% endfor %}{% endif %}<|im_end|>\n"
+    "{% for call in m.tool_calls or [] %}{{ '\n\n' if m.content }}<tool_call>ARGUMENTS</tool_call>{% endfor %}"
+    "{% endif %}<|im_end|>\n"
 )
 THINKING = (
     "{% if messages[0].role == 'none' %}{% endif %}{% set ns = namespace(last=-1) %}{% for m in messages %}"
@@ -60,6 +61,7 @@ THINKING = (
 """As those of Qwen: earlier reasoning is dropped, the last answer has some, and there must be a message."""
 CALLED = "{{ call.function.name + ': ' + call.function.arguments | tojson }}"
 AS_OBJECT, AS_TEXT = THINKING.replace("ARGUMENTS", CALLED), THINKING.replace("ARGUMENTS", CALLED.replace(" | tojson", ""))
+PARTS = CHATML.replace("m.content | trim", "m.content | map(attribute='text') | join")
 ASKS_TO_THINK = AS_OBJECT.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
 
 
@@ -84,13 +86,14 @@ OF_TOOLS = [
     "née<|im_end|>",
     '<tool_call>a: {"n": 2}</tool_call><|im_end|>',
 ]
-OF_TOOLS[2] = f"<think></think>it{OF_TOOLS[2]}"
+OF_TOOLS[2] = f"<think></think>it\n\n{OF_TOOLS[2]}"
 TURNS = {
     "tools": (AS_OBJECT, TOOLS, OF_TOOLS),
     "arguments as text": (AS_TEXT, TOOLS, OF_TOOLS),
     "asked to think": (ASKS_TO_THINK, TOOLS, [*OF_TOOLS[:2], OF_TOOLS[2].removeprefix("<think>")]),
     "an answer first": (AS_OBJECT, [said("it"), CHAT[0], said("n")], ["it<|im_end|>", "<think></think>n<|im_end|>"]),
     "two answers": (AS_OBJECT, [CHAT[0], said("it"), said("n")], ["it<|im_end|>", "n<|im_end|>"]),
+    "parts": (PARTS, [CHAT[0], said("n")], ["n<|im_end|>"]),
     "not the first": (
         AS_OBJECT,
         [CHAT[0], said("it", weight=0), CHAT[0], said("n", train=True)],
@@ -100,6 +103,11 @@ TURNS = {
     "nothing said": (CHATML, [CHAT[0], said(""), CHAT[0], said("n")], ["n<|im_end|>"]),
 }
 """A template, a chat, and what is learned of it, by hand."""
+ENDLESS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.tool_calls | default('') }}\n{% endfor %}"
+    "{{ '' if add_generation_prompt else '<|im_end|>' }}"
+)
+"""Says after the last message alone that it ends."""
 
 
 @pytest.fixture(scope="module")
@@ -296,6 +304,10 @@ def test_what_a_template_refuses_is_named(tmp_path, folder):
     files = written(tmp_path, [{"messages": CHAT}, {"messages": [{"role": "system", "content": "short"}, *CHAT]}])
     with pytest.raises(UserError, match=r"row 2 of \S*chat\.jsonl cannot be written with the .* chat template \(no such"):
         module(tmp_path, files, messages="messages", tokenizer=path)
+    for template, said_so in ((CHATML, "does not write the tool_calls of message 2"), (ENDLESS, "2 is not found in one piece")):
+        path, files = with_template(folder, template), written(tmp_path, [{"messages": TOOLS}], "tools.jsonl")
+        with pytest.raises(UserError, match=rf"row 1 of \S*tools\.jsonl .*{said_so}"):
+            module(tmp_path, files, tokenizer=path)
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(UserError, match="cannot read the chat template in"):
         tokenizer_named(path)

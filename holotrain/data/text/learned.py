@@ -7,8 +7,8 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,16 @@ MARK = "\ue000\uf8ff"
 
 Piece = tuple[str, bool, bool]
 """A text, whether it is learned, and whether the end token follows, which is learned with it."""
+
+
+class Way(NamedTuple):
+    """How a template takes messages."""
+
+    arguments_as_texts: bool = False
+    content_in_parts: bool = False
+
+
+WAYS = (Way(), Way(arguments_as_texts=True), Way(content_in_parts=True))
 
 Sequenced = tuple[np.ndarray, np.ndarray]
 """The tokens (T,) of a row, and whether each is learned."""
@@ -70,7 +80,7 @@ def chat_to_answer(messages: Sequence[Message], tokenizer: Tokenizer, writer: An
     if writer is None:
         return of_pieces(plainly(answered)[:-1], tokenizer)[0], tokenizer.end_id
     try:
-        text = writer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        text = written_by(writer, answered)[1](messages, add_generation_prompt=True)
         ids, learned = of_template(answered, writer)
     except Exception as error:  # a template raises many kinds
         raise UserError(f"the chat template of the tokenizer cannot write the messages ({first_line(error)})") from error
@@ -113,23 +123,12 @@ def of_template(chat: Chat, tokenizer: Any) -> Sequenced:
     Raises:
         ValueError: an answer is not found in what the template writes.
     """
-
-    def write(messages: list[Message], **options: Any) -> Any:
-        return tokenizer.apply_chat_template(messages, tools=chat.tools, **{"tokenize": False, **options})
-
-    messages = chat.messages
-    try:
-        whole = write(messages)
-    except Exception:  # a template raises many kinds
-        messages = with_texts_as_arguments(messages)
-        if messages == chat.messages:
-            raise
-        whole = write(messages)
+    whole, write = written_by(tokenizer, chat)
     marked = None
     if MARKED.search(tokenizer.chat_template):
-        encoded = write(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        encoded = write(chat.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         marked = np.array(encoded["assistant_masks"], dtype=bool)
-        if len(chat.learned) == sum(message["role"] == ASSISTANT for message in messages):
+        if len(chat.learned) == sum(message["role"] == ASSISTANT for message in chat.messages):
             return np.array(encoded["input_ids"]), marked
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
     ids, places = np.array(encoded["input_ids"]), np.array(encoded["offset_mapping"]).reshape(-1, 2)
@@ -137,10 +136,47 @@ def of_template(chat: Chat, tokenizer: Any) -> Sequenced:
     special = places[[number in specials for number in encoded["input_ids"]]]
     learned = np.zeros(len(ids), dtype=bool)
     for number in chat.learned:
-        first, last = turn_in(whole, messages, number, write, tuple(specials.values()))
+        first, last = turn_in(whole, chat.messages, number, write, tuple(specials.values()))
         last = _closed(whole, first, last, special)
         learned |= (places[:, 1] > first) & (places[:, 0] < last)
     return ids, learned if marked is None else learned & marked
+
+
+def written_by(tokenizer: Any, chat: Chat) -> tuple[str, Callable[..., Any]]:
+    """A chat as a template writes it, and a function that writes others in the same way: the first of ``WAYS`` in which the
+    template writes what is learned. Raises what it raises, or a ValueError, if there is none."""
+    refusals = []
+    for way in WAYS:
+        write = partial(_write, tokenizer, chat.tools, way)
+        try:
+            whole = write(chat.messages)
+            _require_written(whole, chat, write)
+            return whole, write
+        except Exception as error:  # a template raises many kinds
+            refusals.append(error)
+    raise refusals[0]
+
+
+def _write(tokenizer: Any, tools: list[Any] | None, way: Way, messages: Sequence[Message], **options: Any) -> Any:
+    if way.arguments_as_texts:
+        messages = with_texts_as_arguments(messages)
+    if way.content_in_parts:
+        messages = [each | {"content": [{"type": "text", "text": each["content"]}]} for each in messages]
+    return tokenizer.apply_chat_template(list(messages), tools=tools, **{"tokenize": False, **options})
+
+
+def _require_written(whole: str, chat: Chat, write: Callable[..., str]) -> None:
+    """Raises a ValueError if a chat without what an answer calls or says is written in the same way."""
+    for number in chat.learned:
+        message, without = chat.messages[number], None
+        name = "tool_calls" if message.get("tool_calls") else "content"
+        if name == "content" and not message["content"].rpartition("</think>")[2].strip():
+            continue  # reasoning alone, which may be dropped
+        silent = {key: part for key, part in message.items() if key != name} | ({"content": ""} if name == "content" else {})
+        with suppress(Exception):  # a template raises many kinds
+            without = write([*chat.messages[:number], silent, *chat.messages[number + 1 :]])
+        if without == whole:
+            raise ValueError(f"it does not write the {name} of message {number + 1}")
 
 
 def turn_in(
@@ -153,7 +189,7 @@ def turn_in(
     an answer. Then a mark in the content says where that is; after calls of tools comes one of the ``specials``.
 
     Raises:
-        ValueError: its place is not found.
+        ValueError: its place is not found, or the next message begins before it ends.
     """
     before = through = None
     with suppress(Exception):  # a template raises many kinds
@@ -162,19 +198,20 @@ def turn_in(
         through = write(messages[: number + 1])
     first = len(before) if before is not None and whole.startswith(before) else None
     last = len(through) if through is not None and whole.startswith(through) else None
-    content = messages[number]["content"]
+    content, calls = messages[number]["content"], messages[number].get("tool_calls")
     for place in (0, content.rfind("</think>") + len("</think>")):  # some templates drop what is before the second
         if first is None:
-            before, mark, _ = write(_marked(messages, number, place)).partition(MARK)
-            first = len(before) if mark and whole.startswith(before) else None
+            first = _place_of_mark(whole, messages, number, place, write)
+    limit = _place_of_mark(whole, messages, number + 1, 0, write) if number + 1 < len(messages) else None
+    limit = len(whole) if limit is None else limit
     if last is None:
         _, mark, after = write(_marked(messages, number, len(content))).rpartition(MARK)
-        last = len(whole) - len(after) if mark and whole.endswith(after) else None
-        if last is not None and messages[number].get("tool_calls"):
-            ends = [whole.find(each, last) + len(each) for each in specials if (through or whole).rstrip().endswith(each)]
-            last = max([last, *ends])
-    if first is None or last is None or first > last:
-        raise ValueError(f"message {number + 1} is not found in what it writes")
+        last = len(whole) - len(after) if mark and whole.endswith(after) else first if calls else None
+        if last is not None and calls:
+            found = [whole.find(each, last) + len(each) for each in specials if (through or whole).rstrip().endswith(each)]
+            last = max((place for place in found if last < place <= limit), default=None)
+    if first is None or last is None or not first <= last <= limit:
+        raise ValueError(f"message {number + 1} is not found in one piece in what it writes")
     return first, last
 
 
@@ -182,6 +219,12 @@ def _marked(messages: list[Message], number: int, place: int) -> list[Message]:
     content = messages[number]["content"]
     changed = messages[number] | {"content": f"{content[:place]}{MARK}{content[place:]}"}
     return [*messages[:number], changed, *messages[number + 1 :]]
+
+
+def _place_of_mark(whole: str, messages: list[Message], number: int, place: int, write: Callable[..., str]) -> int | None:
+    """Where a message is written whose content has the mark; None: it is not written, or what is before it changes."""
+    before, mark, _ = write(_marked(messages, number, place)).partition(MARK)
+    return len(before) if mark and whole.startswith(before) else None
 
 
 def _closed(whole: str, first: int, last: int, special: np.ndarray) -> int:
