@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
 
 import torch
 from PIL import Image, UnidentifiedImageError, features
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 from torchvision.datasets.folder import make_dataset
 from torchvision.transforms import v2
 
 from holotrain.data.hub import EXTENSIONS, FromHub, class_names, column, in_order
-from holotrain.data.images import ChosenClasses, SizedImages, Statistics, chosen_classes, normalised, resized
+from holotrain.data.images import ChosenClasses, SizedImages, Statistics, chosen_classes, held_out, normalised, resized
 from holotrain.data.loader import Loader
 from holotrain.errors import UserError
 from holotrain.files import open_regular, require_inside
-from holotrain.numeric import require_one_of
+from holotrain.numeric import require_one_of, require_within
 
 if TYPE_CHECKING:
     from datasets import Dataset as Rows
@@ -150,12 +150,15 @@ def image_files(
 
 
 class ImageFolder(SizedImages):
-    """``root/train/<class>/*``, ``root/val/<class>/*`` and ``root/test/<class>/*``. Without a test folder, val is tested.
+    """``root/train/<class>/*``, ``root/val/<class>/*`` and ``root/test/<class>/*``, or ``root/<class>/*`` alone. Without a test
+    folder, val is tested.
 
     Args:
-        root: folder with train/<class>/*, val/<class>/* and, optionally, test/<class>/*
+        root: folder with train/<class>/*, val/<class>/* and, optionally, test/<class>/*; or with <class>/*
         on_corrupt: what to do with an unreadable image: error (end the run) or skip (warn, leave it out; train on the next)
         classes: classes to keep, by name or number, such as [0, 1]; []: all
+        val_fraction: share of each class that validates where root has no folder val; null: 0.1 of root/<class>/*, none of
+            root/train/<class>/*, which needs a folder val
 
     """
 
@@ -164,24 +167,37 @@ class ImageFolder(SizedImages):
         root: str,
         on_corrupt: Literal["error", "skip"] = "error",
         classes: Sequence[int | str] = (),
+        val_fraction: float | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
         require_one_of(("error", "skip"), on_corrupt=on_corrupt)
+        require_within(0, 1, val_fraction=val_fraction or 0)
         self.root, self.on_corrupt = Path(root), on_corrupt
-        self._names = self._class_folders("train")
+        parts = [part for part in ("train", "val", "test") if (self.root / part).is_dir()]
+        if "val" in parts and val_fraction is not None:
+            raise ValueError(f"val_fraction: {self.root} has a folder val of its own; leave the option out")
+        self.train = self.root / "train" if parts else self.root
+        self.val_fraction = 0.1 if val_fraction is None and not parts else val_fraction
+        self._names = self._class_folders(self.train)
         self.class_names = [self._names[index] for index in chosen_classes(classes, self._names)]
         self.num_classes = len(self.class_names)
         if self.num_classes < 2:
-            raise UserError(f"data.root: {self.root / 'train'} holds one class; at least two are needed")
+            raise UserError(f"data.root: {self.train} holds one class; at least two are needed")
 
     def setup(self, stage: str | None = None) -> None:
-        self._splits = {}
-        for part in ("train", "val", "test"):
-            if part == "test" and not (self.root / "test").is_dir():
-                self._splits["test"] = self._splits["val"]
-            else:
-                self._splits[part] = ImageFiles(self._samples(part), self.on_corrupt)
+        train = self._samples(self.train)
+        parts = {"train": train}
+        if self.val_fraction is None:
+            parts["val"] = self._samples(self.root / "val")
+        else:
+            labels = torch.tensor([label for _, label in train])
+            for part, (half, _) in zip(("train", "val"), held_out(ImageFiles(train), labels, self.val_fraction), strict=True):
+                parts[part] = [train[index] for index in cast(Subset, half).indices]
+        if (self.root / "test").is_dir():
+            parts["test"] = self._samples(self.root / "test")
+        self._splits = {part: ImageFiles(samples, self.on_corrupt) for part, samples in parts.items()}
+        self._splits.setdefault("test", self._splits["val"])
 
     def predict_dataloader(self) -> Loader:
         """The test set in batches (images, paths); in place of a file that is skipped, a blank image without a path."""
@@ -195,17 +211,19 @@ class ImageFolder(SizedImages):
             return super()._in_order(part)
         return Loader(replace(files, transform=self.eval_transform()), self.batch_size, **self.loading)
 
-    def _class_folders(self, part: str) -> list[str]:
-        folders = (path for path in (self.root / part).glob("*") if path.is_dir() and not path.name.startswith("."))
+    def _class_folders(self, folder: Path) -> list[str]:
+        folders = (path for path in folder.glob("*") if path.is_dir() and not path.name.startswith("."))
         if names := sorted(path.name for path in folders):
             return names
-        raise UserError(f"data.root: there is no folder {self.root / part}/<class>; put images into such folders")
+        either = f"{folder}/train/<class> or " if folder == self.root else ""
+        held = "" if folder.name != "val" else ", or hold out a part of train, as data.val_fraction=0.1 does"
+        raise UserError(f"data.root: there is no folder {either}{folder}/<class>; put images into such folders{held}")
 
-    def _samples(self, part: str) -> list[tuple[str, int]]:
+    def _samples(self, folder: Path) -> list[tuple[str, int]]:
         """The files of a part and their classes, as torchvision's ImageFolder lists them."""
-        folder, names = self.root / part, self._class_folders(part)
+        names = self._class_folders(folder)
         if unknown := sorted({*names}.difference(self._names)):
-            raise UserError(f"data.root: {folder / unknown[0]} is a class that {self.root / 'train'} does not have")
+            raise UserError(f"data.root: {folder / unknown[0]} is a class that {self.train} does not have")
         if missing := sorted({*self.class_names}.difference(names)):
             warnings.warn(f"data.root: {folder} has no images of class {', '.join(missing)}; metrics miss them", stacklevel=2)
         numbers = {name: number for number, name in enumerate(self.class_names) if name in names}

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -129,7 +130,7 @@ class Timm(ExternalModel):
         super().__init__()
         timm, arguments = needed(*TIMM), dict(arguments or {})
         if not timm.is_model(name.partition(".")[0]):
-            near = timm.list_models(f"*{name.partition('_')[0]}*")[:3]
+            near = get_close_matches(name, timm.list_models(), cutoff=0.5)
             raise ValueError(
                 f"timm has no model {name!r}; timm.list_models() lists them{near and ', such as '}{', '.join(near)}"
             )
@@ -172,14 +173,17 @@ class Timm(ExternalModel):
             return None
         # What timm itself does to published weights: new names, positions of another number of patches.
         module = import_module(timm.model_entrypoint(self.name.partition(".")[0]).__module__)
+        sizes = {name: tensor.numel() for name, tensor in weights.items()}
         if fitted := getattr(module, "checkpoint_filter_fn", None):
             weights = fitted(weights, self.model)
+        resized = [name for name, tensor in weights.items() if sizes.get(name, tensor.numel()) != tensor.numel()]
         own = self.model.state_dict()
         first = self.model.pretrained_cfg.get("first_conv")
         kernel = f"{first}.weight"
         if isinstance(first, str) and kernel in weights and weights[kernel].shape != own.get(kernel, weights[kernel]).shape:
             weights[kernel] = timm.models.adapt_input_conv(self.arguments["in_chans"], weights[kernel])
-        return self.load_weights(dict(weights), source)
+        said = f"; of another size, fitted: {', '.join(sorted(resized))}" if resized else ""
+        return self.load_weights(dict(weights), source) + said
 
     def load_saved(self, weights: dict[str, Tensor]) -> None:
         require_same(self.model.state_dict(), weights)

@@ -210,6 +210,20 @@ def test_some_classes_of_a_folder_without_hidden_files(tmp_path):
     assert sorted(train[index][1] for index in range(len(train))) == [0, 0, 1, 1]
 
 
+def test_a_part_of_each_class_is_held_out_where_there_is_no_folder_val(tmp_path):
+    write_folder(tmp_path, parts=("photos", "split/train"), each=20, size=8)
+    with pytest.raises(UserError, match="val/<class>; put .* or hold out a part of train, as data.val_fraction=0.1 does"):
+        ready(ImageFolder(str(tmp_path / "split"), image_size=8))
+    for folder, options, held in (("photos", {}, 2), ("photos", {"val_fraction": 0.3}, 6), ("split", {"val_fraction": 0.3}, 6)):
+        data = ready(ImageFolder(str(tmp_path / folder), image_size=8, **options))
+        train, val = (data.split(part).samples for part in ("train", "val"))
+        assert (data.class_names, data.split("test") is data.split("val")) == (["cat", "dog"], True)
+        assert len({*train, *val}) == 40 and [sum(label == of for _, label in val) for of in (0, 1)] == [held, held]
+        assert ready(ImageFolder(str(tmp_path / folder), image_size=8, seed=7, **options)).split("val").samples == val
+    alone = ready(ImageFolder(str(tmp_path / "photos"), image_size=8, classes=["dog", "cat"]))
+    assert {(Path(path).parent.name, label) for path, label in alone.split("val").samples} == {("dog", 0), ("cat", 1)}
+
+
 def test_a_subclass_may_evaluate_other_data(tmp_path):
     class Half(ImageFolder):
         def split(self, name):
@@ -224,10 +238,14 @@ def test_a_layout_that_is_wrong_is_said_in_one_line(tmp_path):
     for folder, words in (("missing", "no file or folder"), ("empty", "no image in")):
         with pytest.raises(UserError, match=words):
             image_files(tmp_path / folder, channels=1, image_size=8, statistics=Digits.statistics, batch_size=4)
-    for _ in range(2):
-        with pytest.raises(UserError, match="no folder .*train/<class>; put"):
-            ImageFolder(str(tmp_path))
-        (tmp_path / "train").mkdir(exist_ok=True)
+    with pytest.raises(UserError, match="no folder .*empty/train/<class> or .*empty/<class>; put"):
+        ImageFolder(str(tmp_path / "empty"))
+    (tmp_path / "val").mkdir()
+    with pytest.raises(UserError, match="no folder .*train/<class>; put"):
+        ImageFolder(str(tmp_path))
+    with pytest.raises(ValueError, match="val_fraction: .* has a folder val of its own"):
+        ImageFolder(str(tmp_path), val_fraction=0.2)
+    (tmp_path / "train").mkdir()
     (tmp_path / "train" / "cat").mkdir()
     with pytest.raises(UserError, match="one class"):
         ImageFolder(str(tmp_path))

@@ -48,7 +48,7 @@ def test_images_of_another_size_and_number_of_classes(tmp_path, capsys):
     torch.save(big.state_dict(), tmp_path / "big.pth")
     little = Timm("vit_tiny_patch16_224", classes=5, image_size=16, channels=1, arguments=sizes)
     said = little.start_from(str(tmp_path / "big.pth"))
-    assert said.endswith("new, random: head.bias, head.weight")
+    assert said.endswith("new, random: head.bias, head.weight; of another size, fitted: pos_embed")
     assert_equal(little.model.blocks[0].attn.qkv.weight, big.blocks[0].attn.qkv.weight)
     with pytest.raises(ValueError, match="do not fit"):
         little.start_from(str(tmp_path / "vit"))
@@ -60,6 +60,7 @@ def test_images_of_another_size_and_number_of_classes(tmp_path, capsys):
     ("words", "said"),
     [
         (["model=timm"], "model.name: a value is needed"),
+        (["model=timm", "model.name=swin_tinny_patch4_window7_224"], "such as swin_tiny_patch4_window7_224"),
         ([*TINY[:2], "model.arguments={checkpoint_path: x}"], "arguments.checkpoint_path is not passed to timm"),
         slow([*TINY, "task=causal_lm", *TEXT], "model: CausalLM trains GPT or HuggingFace, not Timm"),
         ([*TINY, "backward=reversible"], "Timm has no reversible blocks; only autograd, checkpoint, checkpoint8, offload"),
