@@ -61,7 +61,7 @@ THINKING = (
 """As those of Qwen: earlier reasoning is dropped, the last answer has some, and there must be a message."""
 CALLED = "{{ call.function.name + ': ' + call.function.arguments | tojson }}"
 AS_OBJECT, AS_TEXT = THINKING.replace("ARGUMENTS", CALLED), THINKING.replace("ARGUMENTS", CALLED.replace(" | tojson", ""))
-PARTS = CHATML.replace("m.content | trim", "m.content | map(attribute='text') | join")
+PARTS = CHATML.replace("m.content | trim", "m.content[0] | length }}{{ m.content | map(attribute='text') | join")
 ASKS_TO_THINK = AS_OBJECT.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
 
 
@@ -93,7 +93,7 @@ TURNS = {
     "asked to think": (ASKS_TO_THINK, TOOLS, [*OF_TOOLS[:2], OF_TOOLS[2].removeprefix("<think>")]),
     "an answer first": (AS_OBJECT, [said("it"), CHAT[0], said("n")], ["it<|im_end|>", "<think></think>n<|im_end|>"]),
     "two answers": (AS_OBJECT, [CHAT[0], said("it"), said("n")], ["it<|im_end|>", "n<|im_end|>"]),
-    "parts": (PARTS, [CHAT[0], said("n")], ["n<|im_end|>"]),
+    "parts": (PARTS, [CHAT[0], said("née")], ["2née<|im_end|>"]),
     "not the first": (
         AS_OBJECT,
         [CHAT[0], said("it", weight=0), CHAT[0], said("n", train=True)],

@@ -166,16 +166,17 @@ def _write(tokenizer: Any, tools: list[Any] | None, way: Way, messages: Sequence
 
 
 def _require_written(whole: str, chat: Chat, write: Callable[..., str]) -> None:
-    """Raises a ValueError if a chat without what an answer calls or says is written in the same way."""
+    """Raises a ValueError if an answer is not written: a chat without what it calls or says is written in the same way."""
     for number in chat.learned:
         message, without = chat.messages[number], None
         name = "tool_calls" if message.get("tool_calls") else "content"
-        if name == "content" and not message["content"].rpartition("</think>")[2].strip():
+        text = message["content"].rpartition("</think>")[2].strip()
+        if name == "content" and not text:
             continue  # reasoning alone, which may be dropped
         silent = {key: part for key, part in message.items() if key != name} | ({"content": ""} if name == "content" else {})
         with suppress(Exception):  # a template raises many kinds
             without = write([*chat.messages[:number], silent, *chat.messages[number + 1 :]])
-        if without == whole:
+        if without == whole or (name == "content" and text not in whole):
             raise ValueError(f"it does not write the {name} of message {number + 1}")
 
 
