@@ -8,16 +8,19 @@ from __future__ import annotations
 import json
 import math
 import signal
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from threading import RLock
+from typing import Any, ParamSpec, TypeVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger
 from torch import nn
+from torch.utils.data import DataLoader
 
 from holotrain.commands.evaluation import PREDICTIONS
 from holotrain.commands.generate import GENERATIONS
@@ -50,11 +53,35 @@ class Result:
     folder: Path
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Data = pl.LightningDataModule | DataLoader | Mapping[str, DataLoader]
+
+_commands = RLock()
+
+
+def _in_one_thread(command: Callable[P, R]) -> Callable[P, R]:
+    """Refuses a command while another thread runs one: both would change warnings, Hydra's state and the standard output."""
+
+    @wraps(command)
+    def alone(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not _commands.acquire(blocking=False):
+            raise UserError("a command of holotrain runs in another thread; start this one in a process of its own")
+        try:
+            return command(*args, **kwargs)
+        finally:
+            _commands.release()
+
+    return alone
+
+
+@_in_one_thread
 def fit(
     config: RunConfig | None = None,
     *,
     model: nn.Module | None = None,
-    data: pl.LightningDataModule | None = None,
+    data: Data | None = None,
     callbacks: pl.Callback | Collection[pl.Callback] | None = None,
     logger: Logger | Collection[Logger] | None = None,
     overrides: Collection[str] = (),
@@ -67,8 +94,9 @@ def fit(
         config: from :func:`compose`; None: the defaults, with ``overrides`` and the objects, which are trained in place.
         model: any module that the task can train, or a LightningModule, which is its own task: how long it trains must be
             given, as ``trainer.max_epochs``, ``max_steps`` or ``max_time``, and no gradient is clipped unless that is.
-        data: any LightningDataModule. Attributes ``num_classes``, ``vocab_size``, ``context`` and ``image_shape`` tell the task
-            what it must know; else ``overrides`` do, such as ``task.classes=10``.
+        data: any LightningDataModule, or DataLoaders: one to train, or ``{"train": ..., "val": ..., "test": ...}``. Attributes
+            ``num_classes``, ``vocab_size``, ``context`` and ``image_shape`` of a module tell the task what it must know; else
+            ``overrides`` do, such as ``task.classes=10``.
         callbacks, logger: of Lightning, one or several, as its Trainer takes them; they stand beside those of the configuration
             (which ``overrides=["callbacks.throughput=null", "logger=none"]`` take out), in the test too. None is saved.
         overrides: as for :func:`compose`. ``ckpt_path=...`` continues from a checkpoint, and ``resume=true`` with ``folder``
@@ -84,11 +112,12 @@ def fit(
     return Result(trained and trained.cpu().eval(), _metrics(run), checkpoint and Path(checkpoint), run.folder)
 
 
+@_in_one_thread
 def validate(
     config: RunConfig | None = None,
     *,
     model: nn.Module | None = None,
-    data: pl.LightningDataModule | None = None,
+    data: Data | None = None,
     callbacks: pl.Callback | Collection[pl.Callback] | None = None,
     logger: Logger | Collection[Logger] | None = None,
     overrides: Collection[str] = (),
@@ -101,11 +130,12 @@ def validate(
     return _metrics(_run("validate", config, folder, quiet, callbacks, logger))
 
 
+@_in_one_thread
 def test(
     config: RunConfig | None = None,
     *,
     model: nn.Module | None = None,
-    data: pl.LightningDataModule | None = None,
+    data: Data | None = None,
     callbacks: pl.Callback | Collection[pl.Callback] | None = None,
     logger: Logger | Collection[Logger] | None = None,
     overrides: Collection[str] = (),
@@ -117,11 +147,13 @@ def test(
     return _metrics(_run("test", config, folder, quiet, callbacks, logger))
 
 
+@_in_one_thread
 def predict(config: RunConfig, *, folder: str | Path | None = None, quiet: bool = False) -> Path:
     """Classifies images or texts, or scores texts: ``compose("predict", ["ckpt_path=...", "images=..."])``. Returns the CSV."""
     return _run("predict", _configured("predict", config), folder, quiet).folder / PREDICTIONS
 
 
+@_in_one_thread
 def generate(config: RunConfig, *, folder: str | Path | None = None, quiet: bool = False) -> list[str]:
     """Continues texts with a causal language model: ``compose("generate", ["ckpt_path=...", "prompt=..."])``. Returns what
     follows each prompt; ``seed`` decides the samples."""
@@ -130,17 +162,19 @@ def generate(config: RunConfig, *, folder: str | Path | None = None, quiet: bool
     return [json.loads(line)["text"] for line in lines if line]
 
 
+@_in_one_thread
 def export(config: ExportConfig, *, folder: str | Path | None = None, quiet: bool = False) -> Path:
     """Writes a model for other programs: ``compose("export", ["ckpt_path=...", "to=..."])``. Returns the folder."""
     run = _run("export", _configured("export", config), folder, quiet)
     return Path(config.to) if config.to else run.folder / "export"
 
 
+@_in_one_thread
 def plan(
     config: RunConfig | None = None,
     *,
     model: nn.Module | None = None,
-    data: pl.LightningDataModule | None = None,
+    data: Data | None = None,
     overrides: Collection[str] = (),
 ) -> Plan:
     """Predicts the memory of a training, as ``holotrain plan`` does, but writes and prints nothing. The arguments are those of
@@ -176,13 +210,14 @@ def _configured(command: str, config: Any, model: Any = None, data: Any = None, 
     """The configuration of a command, with the objects that are given; a LightningModule is its own task."""
     if config is not None and type(config) is not COMMANDS[command]:
         raise UserError(f"config: {command} takes compose({command!r}, ...), not a {type(config).__name__}")
-    if not isinstance(model, nn.Module | None) or not isinstance(data, pl.LightningDataModule | None):
-        raise UserError("expected a Module as model= and a LightningDataModule as data=")
+    if not isinstance(model, nn.Module | None) or not isinstance(_module_of(data), pl.LightningDataModule | None):
+        raise UserError("expected a Module as model= and a LightningDataModule or DataLoaders as data=")
     if (library := type(model).__module__.partition(".")[0]) in ("transformers", "peft"):
         raise UserError(
             f"model: {type(model).__name__} of {library} takes other arguments than a task of ours gives; name its folder as "
             "in overrides=['model=huggingface', 'model.name=FOLDER'], or give a LightningModule that calls it"
         )
+    data = _module_of(data)
     group = "task" if isinstance(model, pl.LightningModule) else "model"
     objects = {name: thing for name, thing in ((group, model), ("data", data)) if thing is not None}
     if config is not None:
@@ -202,6 +237,17 @@ def _configured(command: str, config: Any, model: Any = None, data: Any = None, 
     for name, thing in objects.items():
         setattr(config, name, replace(getattr(config, name), object=thing))
     return config
+
+
+def _module_of(data: Any) -> Any:
+    """A data module of loaders, of one to train or of a mapping; what else is given stays as it is."""
+    loaders = {"train": data} if isinstance(data, DataLoader) else data
+    if not isinstance(loaders, Mapping) or not {"train"} <= {*loaders} <= {"train", "val", "test"}:
+        return data
+    module = pl.LightningDataModule()
+    for part, loader in loaders.items():
+        setattr(module, f"{part}_dataloader", lambda loader=loader: loader)
+    return module
 
 
 def _run(

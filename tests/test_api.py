@@ -8,6 +8,7 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
+from threading import Thread
 
 import lightning.pytorch as pl
 import pytest
@@ -221,6 +222,57 @@ def test_callbacks_and_loggers_of_a_program_stand_beside_ours(here):
 def test_what_is_no_callback_or_logger(here, objects, expected):
     assert expected in refusal(holotrain.fit, model=Net(), data=samples(), **objects, quiet=True)
     assert not list(here.glob("runs/fit/*"))
+
+
+@pytest.mark.parametrize("parts", [("train",), ("train", "val", "test")])
+def test_loaders_are_data(here, parts):
+    data = samples()
+    loaders = {part: getattr(data, f"{part}_dataloader")() for part in parts}
+    words = [*SHORT, "task.classes=10"]
+    result = holotrain.fit(model=Net(), data=loaders if parts[1:] else loaders["train"], overrides=words, quiet=True)
+    assert {name.partition("/")[0] for name in result.metrics} >= {*parts} and result.checkpoint is not None
+    assert ("test/loss" in result.metrics) == ("test" in parts)
+    assert "or DataLoaders as data=" in refusal(
+        holotrain.fit, model=Net(), data={"training": loaders["train"]}, overrides=words
+    )
+
+
+def test_a_head_of_another_size_is_refused(here):
+    net = Net()
+    net.layers[-1] = nn.Linear(8, 7)
+    said = refusal(holotrain.fit, model=net, data=samples(), overrides=SHORT, quiet=True)
+    assert said == "model: a Net with 7 outputs does not fit the data, which have 10 classes"
+
+
+class Fails(pl.Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == 7:
+            raise LookupError("mine")
+
+
+def test_an_error_of_a_callback_leaves_a_summary_and_how_to_resume(here, capsys):
+    words = [*SHORT, "trainer.max_epochs=3"]
+    with pytest.raises(LookupError, match="^mine$") as raised:
+        holotrain.fit(model=Net(), data=samples(), callbacks=Fails(), overrides=words, folder="run", quiet=True)
+    assert raised.traceback[-1].name == "on_train_batch_start"
+    left = holotrain.api.read_summary(Path("run"))
+    assert (left["status"], left["steps"]) == ("failed", 7) and "train/loss" in left["metrics"]
+    assert "a LookupError ended the training at step 7; resume with: holotrain.fit(" in capsys.readouterr().err
+
+
+class Starts(pl.Callback):
+    """Starts a training in another thread, from within one."""
+
+    def on_train_start(self, trainer, module):
+        thread = Thread(target=lambda: setattr(self, "said", refusal(holotrain.fit, model=Net(), data=samples(), quiet=True)))
+        thread.start()
+        thread.join()
+
+
+def test_a_training_in_another_thread_is_refused(here):
+    callback, before = Starts(), sys.stdout
+    holotrain.fit(model=Net(), data=samples(), callbacks=callback, overrides=SHORT, quiet=True)
+    assert callback.said.startswith("a command of holotrain runs in another thread") and sys.stdout is before
 
 
 class ByHand(Alone):

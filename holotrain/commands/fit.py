@@ -51,6 +51,7 @@ class Outcome:
     status: str = "completed"
     exit_status: int = 0
     message: str | None = None
+    error: Exception | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -70,13 +71,16 @@ class Outcome:
 
 
 def run(config: FitConfig, run: Run) -> int:
-    """Trains one model. Returns the exit status: 0, 2 after running out of memory, 128 + n if signal n ended the training."""
+    """Trains one model. Returns the exit status: 0, 2 after running out of memory, 128 + n if signal n ended the training. What
+    else has ended it, such as an error of a callback, is raised when the summary is written."""
     config, data, start = prepare(config, run)
     config, planned = choose_memory(config, data, run)
     outcome = train(config, run, data, start)
     test(outcome)
     if run.is_main:
         write(outcome, planned)
+    if outcome.error is not None:
+        raise outcome.error
     return outcome.exit_status
 
 
@@ -115,6 +119,13 @@ def train(config: FitConfig, run: Run, data: pl.LightningDataModule, start: Path
             outcome.message = f"{signal}\n{run.how_to_resume}"
         except OutOfMemory as refusal:
             ran_out_of_memory(outcome, refusal, f"at step {trainer.global_step + 1}")
+        except Exception as error:
+            if isinstance(error, UserError) or run.process is not None or not trainer.global_step:  # so that the others end too
+                raise
+            outcome.status, outcome.error = "failed", error
+            outcome.message = (
+                f"holotrain: a {type(error).__name__} ended the training at step {trainer.global_step}{run.hint()}"
+            )
     return outcome
 
 

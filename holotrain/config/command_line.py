@@ -495,7 +495,7 @@ def typed(arguments: Arguments, config: DictConfig, overrides: list[str], chosen
         if arguments.command != "fit" and arguments.value("ckpt_path") is None:
             raise UserError("ckpt_path: a file in --config-dir cannot name it; give it on the command line")
         found.ckpt_path = str(checkpoint_path(found.ckpt_path, arguments.command, found.output_dir))
-    pretrained = found.model and getattr(found.model, "pretrained", None)
+    pretrained = str(getattr(found.model, "pretrained", None) or "")
     if found.model and pretrained and (Path(pretrained).expanduser() / LAST_CHECKPOINT).exists():  # the folder of a run
         best = checkpoint_path(pretrained, "load", found.output_dir)
         found.model = found.model.with_arguments(pretrained=str(best))

@@ -12,7 +12,8 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from holotrain.error_diffusion import ImageErrorDiffusion
-from holotrain.numeric import require_within
+from holotrain.errors import UserError
+from holotrain.numeric import counted, require_within
 from holotrain.tasks.language import attended
 from holotrain.tasks.task import Task
 
@@ -48,7 +49,7 @@ class Classifier(Task):
     ) -> None:
         super().__init__(model, **options)
         require_within(0, 1, label_smoothing=label_smoothing)
-        self.label_smoothing = label_smoothing
+        self.label_smoothing, self.classes = label_smoothing, classes
         evaluated = MetricCollection({"accuracy": MulticlassAccuracy(classes, average="micro")})
         if classes > 10:
             evaluated.add_metrics({"accuracy_top5": MulticlassAccuracy(classes, average="micro", top_k=5)})
@@ -64,7 +65,10 @@ class Classifier(Task):
         return self.criterion(self(*arguments), labels, self.label_smoothing)
 
     def criterion(self, outputs: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-        """The mean loss of the model's outputs (B, classes)."""
+        """The mean loss of the model's outputs (B, classes). Raises a UserError if they are of another number of classes."""
+        if outputs.shape[1] != self.classes:
+            kind, found = type(self.model).__name__, counted(outputs.shape[1], "output")
+            raise UserError(f"model: a {kind} with {found} does not fit the data, which have {counted(self.classes, 'class')}")
         return F.cross_entropy(outputs, labels, label_smoothing=label_smoothing)
 
     def scores(self, outputs: Tensor) -> Tensor:
@@ -149,7 +153,6 @@ class ErrorDiffusionClassifier(ImageClassifier):
         if clamp_signs and model.rule == "kaneko":
             raise ValueError("clamp_signs: rule=kaneko never changes a sign; use article or backpropagation")
         self.clamp_signs = clamp_signs
-        self.classes = classes
 
     def criterion(self, outputs: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
         targets = F.one_hot(labels, self.classes).float() if labels.ndim == 1 else labels
