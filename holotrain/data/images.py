@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 from torchvision.transforms import v2
@@ -66,6 +66,11 @@ def resized(channels: int, image_size: int, interpolation: str = "bilinear") -> 
     return [*coloured(channels), resize, v2.CenterCrop(image_size)]
 
 
+def posterized(image: Image.Image, bits: int, **options: Any) -> Image.Image:
+    """An image in fewer bits a channel. timm asks for 0 at the largest magnitude: black, which newer Pillows refuse to make."""
+    return ImageOps.posterize(image, min(bits, 8)) if bits else Image.new(image.mode, image.size)
+
+
 class TimmRandAugment:
     """RandAugment of timm, whose random numbers follow torch's seed. An image (3, H, W) to uint8 (3, H, W).
 
@@ -84,9 +89,11 @@ class TimmRandAugment:
         try:
             self.augment = timm.rand_augment_transform(described, options)
         except (AssertionError, ValueError, KeyError) as error:
-            raise ValueError(
-                f"randaugment must be as timm writes it, such as rand-m9-mstd0.5-inc1, not {described!r}"
-            ) from error
+            said = f"randaugment must be as timm writes it, such as rand-m9-mstd0.5-inc1, not {described!r}"
+            raise ValueError(said) from error
+        for operation in self.augment.ops:
+            if operation.aug_fn is timm.posterize:
+                operation.aug_fn = posterized
 
     def __call__(self, image: Tensor) -> Tensor:
         states = random.getstate(), np.random.get_state()

@@ -88,6 +88,14 @@ def test_randaugment_is_timms_and_follows_torchs_seed(described, photo):
     assert len({each.numpy().tobytes() for each in results}) > 15
 
 
+def test_the_largest_magnitude_may_make_an_image_black(photo):
+    """Pillow refuses what timm asks of it then."""
+    augment, image = TimmRandAugment("rand-m10-n5-p1-inc1", IMAGENET[0], "bilinear"), v2.functional.pil_to_tensor(photo)
+    torch.manual_seed(0)
+    results = [augment(image) for _ in range(40)]
+    assert any(each.unique().numel() == 1 for each in results)
+
+
 def test_evaluation_frames_as_timm_does(tmp_path, photo):
     data = ImageFolder(str(write_folder(tmp_path, each=1, size=8)), image_size=96, interpolation="bicubic")
     theirs = create_transform(96, interpolation="bicubic", crop_pct=0.875, mean=IMAGENET[0], std=IMAGENET[1])
