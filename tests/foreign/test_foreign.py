@@ -63,7 +63,7 @@ def test_images_of_another_size_and_number_of_classes(tmp_path, capsys):
         (["model=timm", "model.name=swin_tinny_patch4_window7_224"], "such as swin_tiny_patch4_window7_224"),
         ([*TINY[:2], "model.arguments={checkpoint_path: x}"], "arguments.checkpoint_path is not passed to timm"),
         slow([*TINY, "task=causal_lm", *TEXT], "model: CausalLM trains GPT or HuggingFace, not Timm"),
-        ([*TINY, "backward=reversible"], "Timm has no reversible blocks; only autograd, checkpoint, checkpoint8, offload"),
+        ([*TINY, "backward=reversible"], "Timm has no reversible blocks; only autograd, checkpoint, compiled,"),
         slow([*TINY, "model.adapters=64"], "model.adapters: a int is no configuration of peft, such as peft.LoraConfig"),
         (["model=huggingface", "model.name=someone/something"], "model.download=true downloads one from the Hub"),
         slow(["model=huggingface", "model.name=vit", "task=causal_lm", *TEXT], "no AutoModelForCausalLM of type vit"),
