@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
+from holotrain.reversible.context import graph_is_retained
+
 Found = tuple[Tensor | None, tuple[Tensor | None, ...]]
 
 _compiled: WeakKeyDictionary[nn.Module, Callable[..., Found]] = WeakKeyDictionary()
@@ -106,6 +108,19 @@ def _called(module: nn.Module, trained: dict[str, Tensor], source: Tensor, *rest
     return found
 
 
+def reads_others(output: Tensor, known: list[Tensor]) -> bool:
+    """Whether a gradient of an output goes to a leaf other than through these tensors, such as to a parameter of a closure."""
+    leaves = {id(tensor) for tensor in known}
+    ends = {(tensor.grad_fn, tensor.output_nr) for tensor in known if tensor.grad_fn is not None}
+    edges = [] if output.grad_fn is None else [(output.grad_fn, output.output_nr)]
+    for node, _ in edges:  # which grows
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in leaves:
+            return True
+        edges += [edge for edge in node.next_functions if edge[0] is not None and edge not in ends and edge not in edges]
+    return False
+
+
 class CannotFuse(BaseException):
     """A branch is to run in the usual way. No Exception, because a branch may catch those."""
 
@@ -128,4 +143,11 @@ class Fused(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, None, *ctx.branch.gradients(gradients[0], ctx.supply)
+        branch, supply = ctx.branch, ctx.supply
+        if branch is None:
+            raise RuntimeError(
+                "trying to backward through a block a second time; call the first backward with retain_graph=True"
+            )
+        if not graph_is_retained():  # the loss holds this object, and so what is kept of the source
+            ctx.branch = ctx.supply = None
+        return None, None, *branch.gradients(gradients[0], supply)

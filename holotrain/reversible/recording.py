@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from holotrain.numeric import counted
 from holotrain.reversible.context import fake_mode_active, graph_is_retained, in_recomputation, in_trace
-from holotrain.reversible.fused import CannotFuse, Found, Fused, compiled_gradients, is_fused
+from holotrain.reversible.fused import CannotFuse, Found, Fused, compiled_gradients, is_fused, reads_others
 from holotrain.reversible.graph_generators import next_pair
 from holotrain.reversible.kept_results import Casts, KeptResults
 from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, require_unwrapped
@@ -134,7 +134,9 @@ class Recorded:
         self.saved: list[Tensor | None] = []
         self._forward, self._arguments = forward or module, Arguments(keywords)
         self._history = history = _histories.get(module) or _histories.setdefault(module, History(parts))
-        self._reads = Reads(parts, history.runs & (history.runs + 1) == 0)  # attributes take 20 us, so not in each run
+        fuses = is_fused(module) and forward is None and history.verified and history.fused
+        # Attributes take 20 us, so not in each run, but in a fused one nothing else tells that other parameters are read.
+        self._reads = Reads(parts, fuses or history.runs & (history.runs + 1) == 0)
         leaves = self._arguments.leaves
         python = None if history.verified else history.python_generators + python_generators_among(leaves)
         self._draws = Draws(call, history.generators + generators_among(leaves), python)
@@ -145,16 +147,15 @@ class Recorded:
         self._derived: list[tuple[int, int]] = []
         # Other leaves that were saved, and their versions.
         self._leaves: list[tuple[Tensor, int]] = []
-        self.fused = is_fused(module) and forward is None and self._may_be_fused()
+        self.fused = fuses and self._may_be_fused()
         self._trained: dict[str, Tensor] = {}
         self._gradient: Tensor | None = None  # of the output, for a replay that is fused with the gradients
         history.runs += 1
 
     def _may_be_fused(self) -> bool:
-        """Whether nothing in the branch but its compiled computation matters, as far as its runs have shown."""
-        known = self._history.verified and self._history.fused
+        """Whether nothing in the branch but its compiled computation matters in this run."""
         among = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._arguments.leaves)
-        return known and not among and not self._reads.hooked and not fake_mode_active()
+        return not among and not self._reads.hooked and not fake_mode_active()
 
     def run(self, source: Tensor, supply: Callable[[Self], None]) -> Any:
         """The forward: returns the module's output, with a graph whose saved tensors are discarded.
@@ -185,6 +186,9 @@ class Recorded:
         try:
             output = within(around, self._called, source, noted.pack, unpack)
             _require_unwritten(source, version)
+            if is_fused(self.module) and not self._history.verified and isinstance(output, Tensor):
+                arguments = [leaf for leaf in self._arguments.leaves if isinstance(leaf, Tensor)]
+                self._history.fused &= not reads_others(output, [source, *self._reads.tensors, *arguments])
             self._settle(source, noted)
         finally:
             noted.clear()  # which the graph holds

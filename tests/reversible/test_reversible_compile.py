@@ -1,6 +1,7 @@
 """torch.compile of the branches, of the blocks, and of a model around the sequence."""
 
 from copy import deepcopy
+from weakref import ref
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch._dynamo.utils import counters
 
 from holotrain.models.layers.blocks import transformer_branches
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, fused, recording
+from holotrain.reversible.block_inputs import WAYS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -234,3 +236,60 @@ def test_half_precision(fusions):
             found.append(torch.autograd.grad((y1 * y2).sum(), [x, *net.parameters()]))
         assert relative_error(*found) <= 1e-2
     assert fusions.calls == 4
+
+
+class Elsewhere(nn.Module):
+    """A branch whose factor is no parameter of its own, and whose layer can be chosen."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.layers, self.chosen = nn.ModuleList(nn.Linear(8, 8).double() for _ in range(2)), 0
+        self.factor = [factor]
+
+    def forward(self, x):
+        return self.layers[self.chosen](x).tanh() * self.factor[0]
+
+
+@pytest.mark.parametrize("of_leaf", [True, False])
+def test_a_branch_of_others_parameters_is_not_fused(of_leaf, fusions):
+    leaf = torch.ones(8, dtype=F64, requires_grad=True)
+    _, compiled = both([ReversibleBlock(Elsewhere(None), Elsewhere(None))], backward="checkpoint")
+    found = []
+    for _ in range(3):
+        for branch in (compiled.blocks[0].f, compiled.blocks[0].g):
+            branch.factor[0] = leaf if of_leaf else leaf.exp()
+        x = torch.linspace(-1, 1, 16, dtype=F64).view(2, 8)
+        found.append(torch.autograd.grad(sum(compiled(x, x + 1)).square().sum(), leaf, allow_unused=True)[0])
+    assert torch.equal(found[1], found[0]) and torch.equal(found[2], found[0]) and fusions.calls == 0
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_fused_branch_that_changes_before_the_backward_says_so(fusions):
+    _, compiled = both([ReversibleBlock(Elsewhere(2.0), Elsewhere(2.0))], backward="checkpoint")
+    x = torch.ones(2, 8, dtype=F64, requires_grad=True)
+    for _ in range(4):  # of the runs 1, 2 and 4 all branches are compared in any case
+        sum(compiled(x, x)).sum().backward()
+    loss = sum(compiled(x, x)).sum()
+    compiled.blocks[0].f.chosen = 1
+    with pytest.warns(UserWarning, match="Elsewhere.chosen was 0 before the forward and is 1 in the backward"):
+        loss.backward()
+    assert fusions.calls > 0
+
+
+def test_a_loss_keeps_nothing_of_fused_branches_after_its_backward(fusions, monkeypatch):
+    _, compiled = both(branches(), backward="checkpoint")
+    gradients_of(compiled)
+    kept = []
+
+    def keeps(x, way=WAYS["checkpoint"]):
+        found = way(x)
+        kept.append(ref(found))
+        return found
+
+    monkeypatch.setitem(WAYS, "checkpoint", keeps)
+    x = torch.randn(2, 5, 8, dtype=F64, requires_grad=True)
+    loss = sum(compiled(x, x)).square().sum()
+    loss.backward()
+    assert fusions.calls == 4 and len(kept) == 4 and not any(each() for each in kept)
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
