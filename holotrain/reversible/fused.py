@@ -99,7 +99,7 @@ def _called(module: nn.Module, trained: dict[str, Tensor], source: Tensor, *rest
     from torch._dynamo import config as compiler
 
     kind = type(module), (*trained,), source.shape, source.dtype, *rest[-2:]
-    if kind in _traced:  # a change of settings takes as long as a small branch
+    if kind in _traced and len(_traced) < compiler.recompile_limit:  # a change of settings takes as long as a small branch
         with suppress(errors.TorchDynamoException):  # for another reason it is to be compiled again
             return _compiled[module](module, trained, source, *rest)
     with compiler.patch(trace_autograd_ops=True, recompile_limit=VARIANTS):
