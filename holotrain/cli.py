@@ -227,7 +227,9 @@ class Launch:
         hydra = cast("DictConfig", HydraConfig.get())  # which HydraConf only describes
         # Unresolved: the name of a folder may look like an interpolation, and those of overrides mean other options.
         folder = relative_to_cwd(Path(to_plain(hydra.runtime)["output_dir"]))
-        job, swept = Job(hydra.job.get("num", 0), to_plain(hydra.overrides.task)), hydra.mode is RunMode.MULTIRUN
+        # That of its folder, which a sweep that was resumed with other values has numbered on.
+        number = int(folder.name) if folder.name.isdigit() else hydra.job.get("num", 0)
+        job, swept = Job(number, to_plain(hydra.overrides.task)), hydra.mode is RunMode.MULTIRUN
         if swept:
             job.write(folder)
         if swept and "json=-" not in job.overrides:

@@ -30,6 +30,7 @@ from holotrain.errors import printable
 from holotrain.models.quantised import parameter_count, quantised_counts
 from holotrain.numeric import counted, in_words
 from holotrain.reversible.graphs import StepGraphs
+from holotrain.schedules import COMPILED, kind_of
 
 plain = partial(Console, highlight=False, markup=False, emoji=False, force_jupyter=False)
 """A console that prints names of files and of options as they are, also those with ``[red]`` or ``:star:`` in them; to the
@@ -151,6 +152,8 @@ def show_start(
         cut = [f", {name}={getattr(backward, name)}" for name in ("tile", "chunk") if getattr(backward, name) is not None]
         cut += [", keys=host"] if backward.keys == "host" else []
         rows["backward"] = f"{backward.name}{blocks}{''.join(cut)}"
+    if config.compile or kind_of(backward.kind or "") in COMPILED:
+        rows["compile"] = "each block, in the first steps, which take long"
     if fits:
         rows["length"] = _length(config.trainer)
         rows["graphs"] = _graphs(config)

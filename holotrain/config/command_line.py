@@ -314,7 +314,8 @@ def register(resume: bool = False, fixed: Collection[str] = ()) -> None:
     # Cached like Hydra's ${now:}, because every use within one launch must give the same folder.
     resolver = partial(run_folder, resume=resume)
     OmegaConf.register_new_resolver("run_folder", resolver, replace=True, use_cache=True)
-    OmegaConf.register_new_resolver("job_folder", partial(job_folder, fixed=fixed), replace=True)
+    of_job = partial(job_folder, fixed=fixed) if resume else lambda sweep, number, overrides: str(number)
+    OmegaConf.register_new_resolver("job_folder", of_job, replace=True)
 
 
 @cache
@@ -535,16 +536,16 @@ def read_jobs(folder: Path, since: float) -> dict[Path, Job]:
 
 
 def job_folder(sweep: str, number: int, overrides: Iterable[str], fixed: Collection[str] = ()) -> str:
-    """The folder of a job in that of its sweep: its number, or, where a sweep that is resumed has had other jobs, the folder of
-    the job that varied the same options so, or a new one."""
+    """The folder of a job in that of a sweep that is resumed: its number, or, if the sweep has had another job of this number,
+    the folder of the job that had the same values of what is varied, or a new one."""
 
     def varied(words: Iterable[str]) -> list[str]:
         return sorted(word for word in words if key_of(word) not in fixed)
 
     jobs, here = read_jobs(Path(sweep), 0), varied(overrides)
     same = [folder.name for folder, job in jobs.items() if varied(job.overrides) == here]
-    if same:
-        return same[0]
+    if same:  # a sweeper may give the same values twice
+        return str(number) if str(number) in same else same[0]
     numbers = [int(folder.name) for folder in jobs if folder.name.isdigit()]
     return str(max(numbers) + 1 + number if number in numbers else number)
 

@@ -88,8 +88,8 @@ class ResumableBatchSampler(Sampler[list]):
         of = state.get("of", len(self))  # checkpoints of before have none
         if 0 < state["batches"] < of != len(self):
             raise UserError(
-                f"resume: the checkpoint is in the middle of an epoch of {counted(of, 'batch')}, and this one has {len(self)}; "
-                "continue with the same data, batches and processes, or from a checkpoint of the end of an epoch"
+                f"resume: the checkpoint is in the middle of an epoch of {of} batches, and this one has {len(self)}; continue "
+                "with the same data, data.batch_size, data.max_tokens and processes, or from the end of an epoch"
             )
         self.epoch, self.drawn = state["epoch"], state["batches"]
         self._restored = True

@@ -112,7 +112,7 @@ def reads_others(output: Tensor, known: list[Tensor]) -> bool:
     """Whether a gradient of an output goes to a leaf other than through these tensors, such as to a parameter of a closure."""
     leaves = {id(tensor) for tensor in known}
     ends = {(tensor.grad_fn, tensor.output_nr) for tensor in known if tensor.grad_fn is not None}
-    edges = [] if output.grad_fn is None else [(output.grad_fn, output.output_nr)]
+    edges: list[Any] = [] if output.grad_fn is None else [(output.grad_fn, output.output_nr)]
     for node, _ in edges:  # which grows
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in leaves:

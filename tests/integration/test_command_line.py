@@ -124,7 +124,7 @@ def test_a_resumed_sweep_with_other_values_finds_its_jobs_by_them(holotrain):
     os.utime("sweep/1/job.json", (0, 0))  # not of a second ago, which may be of this sweep by another machine's clock
     holotrain.done("fit", "optimizer.lr=5e-2,1e-3", "resume=true", *words)
     found = {row["optimizer.lr"]: row["val/loss"] for row in rows(Path("sweep/sweep.csv"))}
-    assert [*found] == ["0.05", "0.001"] and len({*found.values()}) == 2
+    assert {*found} == {"0.05", "0.001"} and len({*found.values()}) == 2
     assert float(found["0.001"]) == json.loads(before)["metrics"]["val/loss"]
     assert Path("sweep/0/summary.json").read_bytes() == before
     holotrain.done("fit", "optimizer.lr=1e-3,1e-4", "resume=true", *words, "trainer.max_steps=2")  # train on
