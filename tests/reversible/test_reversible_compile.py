@@ -141,6 +141,7 @@ def test_recomputations_and_gradients_are_one_graph(options, fusions):
     assert fusions.calls == 2 * branches_in_parts
 
 
+@pytest.mark.slow
 def test_what_has_no_gradient(fusions):
     """Frozen parameters, a frozen branch, and a first input that needs none."""
     blocks = branches()
@@ -152,6 +153,7 @@ def test_what_has_no_gradient(fusions):
     assert fusions.calls > 0
 
 
+@pytest.mark.slow
 def test_a_graph_is_differentiated_twice(fusions):
     _, compiled = both(branches())
     gradients_of(compiled)
@@ -161,6 +163,7 @@ def test_a_graph_is_differentiated_twice(fusions):
     assert torch.equal(first, second) and fusions.calls == 8
 
 
+@pytest.mark.slow
 def test_branches_that_draw_are_not_fused(fusions):
     plain, compiled = both(branches(dropout=0.3))
     for net in (plain, compiled):
@@ -212,6 +215,7 @@ def test_lengths_are_not_compiled_each(fusions):
     assert counters["stats"]["unique_graphs"] == first
 
 
+@pytest.mark.slow
 def test_changes_between_forward_and_backward_are_noticed(fusions):
     _, compiled = both(branches())
     gradients_of(compiled)
@@ -224,6 +228,7 @@ def test_changes_between_forward_and_backward_are_noticed(fusions):
     assert fusions.calls > 0
 
 
+@pytest.mark.slow
 def test_half_precision(fusions):
     """Autocast is that of the forward, also in the backward."""
     plain, compiled = (net.float() for net in both(branches()))
@@ -264,6 +269,7 @@ def test_a_branch_of_others_parameters_is_not_fused(of_leaf, fusions):
     assert torch.equal(found[1], found[0]) and torch.equal(found[2], found[0]) and fusions.calls == 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_a_fused_branch_that_changes_before_the_backward_says_so(fusions):
     _, compiled = both([ReversibleBlock(Elsewhere(2.0), Elsewhere(2.0))], backward="checkpoint")
@@ -277,6 +283,7 @@ def test_a_fused_branch_that_changes_before_the_backward_says_so(fusions):
     assert fusions.calls > 0
 
 
+@pytest.mark.slow
 def test_a_loss_keeps_nothing_of_fused_branches_after_its_backward(fusions, monkeypatch):
     _, compiled = both(branches(), backward="checkpoint")
     gradients_of(compiled)

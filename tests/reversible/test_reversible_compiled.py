@@ -120,6 +120,7 @@ def test_a_block_keeps_its_input_alone():
     assert kept["compiled"] == 5 * 3 * WIDTH < kept["compiled:0.3"] < kept["autograd"]
 
 
+@pytest.mark.slow
 def test_eight_bits_are_all_that_is_kept_of_an_input():
     """Its memory is free after the forward."""
     blocks, kept = mlps(3), {}
@@ -132,6 +133,7 @@ def test_eight_bits_are_all_that_is_kept_of_an_input():
     assert kept == {"compiled": [True, True], "compiled8": [False, False]}
 
 
+@pytest.mark.slow
 def test_three_lengths_are_compiled_twice(calls):
     """Once for the first, once for all."""
     blocks = mlps(2)
@@ -166,6 +168,7 @@ def test_bf16_is_near_what_it_is_without_the_compiler():
         assert (a - b).norm() <= 0.03 * b.norm() + 1e-6
 
 
+@pytest.mark.slow
 def test_branches_of_two_streams():
     def net(backward):
         torch.manual_seed(0)
@@ -223,6 +226,7 @@ def test_what_cannot_be_compiled_is_recomputed_without(calls):
     assert sum("without the compiler" in str(each.message) for each in said) == 1
 
 
+@pytest.mark.slow
 def test_each_class_has_a_limit_of_its_own():
     """Torch's is 8 for each function."""
     x = torch.ones(2, 3, requires_grad=True)
