@@ -210,14 +210,14 @@ def _configured(command: str, config: Any, model: Any = None, data: Any = None, 
     """The configuration of a command, with the objects that are given; a LightningModule is its own task."""
     if config is not None and type(config) is not COMMANDS[command]:
         raise UserError(f"config: {command} takes compose({command!r}, ...), not a {type(config).__name__}")
-    if not isinstance(model, nn.Module | None) or not isinstance(_module_of(data), pl.LightningDataModule | None):
+    data = _module_of(data)
+    if not isinstance(model, nn.Module | None) or not isinstance(data, pl.LightningDataModule | None):
         raise UserError("expected a Module as model= and a LightningDataModule or DataLoaders as data=")
     if (library := type(model).__module__.partition(".")[0]) in ("transformers", "peft"):
         raise UserError(
             f"model: {type(model).__name__} of {library} takes other arguments than a task of ours gives; name its folder as "
             "in overrides=['model=huggingface', 'model.name=FOLDER'], or give a LightningModule that calls it"
         )
-    data = _module_of(data)
     group = "task" if isinstance(model, pl.LightningModule) else "model"
     objects = {name: thing for name, thing in ((group, model), ("data", data)) if thing is not None}
     if config is not None:

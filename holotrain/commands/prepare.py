@@ -133,12 +133,12 @@ MOST_LEFT_OUT = 0.1
 def with_even_batches(config: Config, run: Run, data: pl.LightningDataModule) -> Config:
     """The configuration, with smaller batches where those that nobody has chosen leave out much of each epoch."""
     chosen = "experiment" in run.choices or any(key_of(word) == "data.batch_size" for word in run.overrides)
-    if chosen or config.batch_is_open or config.batch_option[0] != "data.batch_size" or not (left := left_out(data)):
+    if chosen or config.batch_is_open or config.batch_option[0] != "data.batch_size":
         return config
-    size = data.batch_size  # ty: ignore[missing-attribute]
-    share = len(data.train_dataloader()) * size + left
+    left, share = left_out(data)
     if left <= MOST_LEFT_OUT * share:
         return config
+    size = data.batch_size  # ty: ignore[missing-attribute]
     even = share // (share // size + 1)
     warnings.warn(
         f"data.batch_size: {even} in place of the default, {size}, which leaves {left} of {share} samples out of an epoch",

@@ -140,7 +140,7 @@ def show_start(
         rows["chats"] = data.chats or None
         rows["classes"] = _classes(data)
     unused = ""
-    if fits and sizes and data is not None and (left := left_out(data)):
+    if fits and sizes and data is not None and (left := left_out(data)[0]):
         unused = f" ({left} left out of each epoch)"
     rows["samples"] = ", ".join(f"{size} to {part}{unused * (part == 'train')}" for part, size in sizes.items()) or None
     splits = getattr(data, "_splits", {})

@@ -126,10 +126,10 @@ class ResumableLoader(OwnGenerator, StatefulDataLoader):
         self.batch_sampler.load_state_dict(state_dict)
 
 
-def left_out(data: pl.LightningDataModule) -> int:
-    """Training samples that an epoch leaves out in each process, since they fill no batch; 0 of data of others."""
+def left_out(data: pl.LightningDataModule) -> tuple[int, int]:
+    """Training samples that an epoch leaves out in each process, since they fill no batch, of how many; 0 of data of others."""
     sampler = getattr(data.train_dataloader(), "batch_sampler", None) if isinstance(data, LoadingModule) else None
-    return sampler.left_out if isinstance(sampler, EpochBatchSampler) else 0
+    return (sampler.left_out, sampler.share) if isinstance(sampler, EpochBatchSampler) else (0, 0)
 
 
 def usable_cores() -> int:
