@@ -1,5 +1,6 @@
 """Links of READMEs lead somewhere, Python blocks run, command lines are composed, and those of the first page are run."""
 
+import importlib
 import json
 import re
 import shlex
@@ -136,18 +137,37 @@ def test_promises_name_tests_that_are_there():
         assert f"def {name}(" in content if name.startswith("test_") else files[number].endswith(f"_{name}.py")
 
 
-def test_each_technique_names_what_computes_and_what_checks_it():
-    page = ROOT / "scripts/results/methods.md"
-    rows = [line.split(" | ") for line in page.read_text().splitlines() if line.startswith("| ") and "|---" not in line]
-    rows = [row for row in rows if row[0] != "| statement"]
+@pytest.fixture
+def break_statements(monkeypatch):
+    """The script that breaks the statements of methods.md; it also reads that page."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return importlib.import_module("break_statements")
+
+
+def test_each_technique_names_what_computes_and_what_checks_it(break_statements):
+    rows = break_statements.rows()
     assert len(rows) > 50
-    for statement, *cells in rows:
+    for statement, cells in rows.items():
         for kind, cell in zip(("where", "checked by"), cells, strict=True):
-            named = re.findall(r"\[(\w+)(?:\.py)?\]\((\S+)\)", cell)
+            named = break_statements.links(cell)
             assert named or cell.startswith("replaced by"), (statement, kind)
             for name, path in named:
-                content = (page.parent / path).read_text()
-                assert Path(path).stem == name or re.search(rf"(def|class) {name}\b", content), (statement, name)
+                assert path.stem == name or re.search(rf"(def|class) {name}\b", path.read_text()), (statement, name)
+
+
+WITHOUT_BREAKAGE = 60
+"""Statements that no breakage makes false yet."""
+
+
+def test_each_technique_has_a_breakage_that_can_be_applied(break_statements):
+    breakages = break_statements.breakages()
+    for breakage in breakages:
+        text = (ROOT / breakage["file"]).read_text()
+        assert break_statements.broken(breakage, text) != text
+    broken = set(map(break_statements.statement_of, breakages))
+    rows = break_statements.rows().items()
+    without = [row for row, (where, _) in rows if break_statements.links(where) and row not in broken]
+    assert len(without) <= WITHOUT_BREAKAGE, without
 
 
 PRINTED = re.compile(r"```\s+It prints (\d.*)")

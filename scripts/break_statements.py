@@ -1,0 +1,98 @@
+"""Does a test notice when a statement of ``results/methods.md`` becomes false?
+
+    python scripts/break_statements.py                   # all rows
+    python scripts/break_statements.py --only grid
+
+Each breakage of ``breakages.yaml`` makes one statement false in a copy of the repository. Then the tests that the row of the
+statement names run, and one of them should fail. As the code is, all must pass. What needs a GPU is skipped without one.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "scripts/results/methods.md"
+PYTEST = [sys.executable, "-m", "pytest", "-m", "", "-q", "-x", "-n", "0", "-p", "no:randomly", "-p", "no:cacheprovider"]
+
+
+def rows() -> dict[str, tuple[str, str]]:
+    """The statements of the page, each with the cells *where* and *checked by*."""
+    cells = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if re.match(r"\| (?!statement \|)", line)]
+    return {statement: (where, checked) for statement, where, checked in cells}
+
+
+def links(cell: str) -> list[tuple[str, Path]]:
+    """What a cell names, and the files."""
+    return [(name, (PAGE.parent / path).resolve()) for name, path in re.findall(r"\[(\w+)(?:\.py)?\]\((\S+)\)", cell)]
+
+
+def breakages() -> list[dict[str, str]]:
+    """Each with its ``row`` (a part of one statement), ``file``, ``old`` text and ``new`` text."""
+    return yaml.safe_load((ROOT / "scripts/breakages.yaml").read_text())
+
+
+def statement_of(breakage: dict[str, str]) -> str:
+    (found,) = [statement for statement in rows() if breakage["row"] in statement]
+    return found
+
+
+def broken(breakage: dict[str, str], text: str) -> str:
+    """The text of the file with the breakage."""
+    assert text.count(breakage["old"]) == 1, (
+        f"{breakage['file']} has this {text.count(breakage['old'])} times: {breakage['old']}"
+    )
+    return text.replace(breakage["old"], breakage["new"])
+
+
+def tests_of(statement: str) -> list[str]:
+    return [f"{path.relative_to(ROOT)}::{name}" for name, path in links(rows()[statement][1]) if name.startswith("test_")]
+
+
+def run(tests: list[str], copy: Path) -> tuple[int, str]:
+    """The exit status of pytest, and the line that says most."""
+    # No compiled files: a changed one may keep its size and time.
+    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    ran = subprocess.run([*PYTEST, *tests], cwd=copy, env=environment, capture_output=True, text=True)
+    lines = ran.stdout.strip().splitlines()
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return ran.returncode, (failed or lines or [ran.stderr])[-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="TEXT", help="rows whose statement contains this")
+    only = parser.parse_args().only
+    chosen = [each for each in breakages() if only in statement_of(each)]
+    unnoticed = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "holotrain")
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "runs", "*.png"))
+        status, line = run(sorted({test for each in chosen for test in tests_of(statement_of(each))}), copy)
+        if status:
+            sys.exit(f"the tests do not pass as the code is: {line}")
+        for breakage in chosen:
+            path = copy / breakage["file"]
+            text = path.read_text()
+            path.write_text(broken(breakage, text))
+            status, line = run(tests_of(statement_of(breakage)), copy)
+            path.write_text(text)
+            said = {0: "NOT NOTICED", 1: "noticed"}.get(status, "TESTS DID NOT RUN")
+            print(f"{said}: {statement_of(breakage)}\n    {line}", flush=True)
+            unnoticed += [breakage] if status != 1 else []
+    broken_rows = set(map(statement_of, breakages()))
+    for statement, (where, _) in rows().items():
+        if links(where) and statement not in broken_rows and only in statement:
+            print(f"no breakage: {statement}")
+    print(f"{len(chosen) - len(unnoticed)} of {len(chosen)} breakages were noticed")
+
+
+if __name__ == "__main__":
+    main()
