@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
 from small_trainings import quiet_trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # ty: ignore[missing-module-member]
 from torch import nn
 
 from holotrain.data import Digits
@@ -74,6 +75,12 @@ class Logged:
 
     def images(self, tag):
         return [(event.step, Image.open(io.BytesIO(event.encoded_image_string))) for event in self.events.Images(tag)]
+
+    def columns(self):
+        """Those of HParams: the options and the results."""
+        raw = self.events.summary_metadata["_hparams_/experiment"].plugin_data.content
+        experiment = HParamsPluginData.FromString(raw).experiment
+        return [each.name for each in experiment.hparam_infos], [each.name.tag for each in experiment.metric_infos]
 
     def texts(self, tag):
         found = self.events.Tensors(f"{tag}/text_summary")

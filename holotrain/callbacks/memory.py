@@ -34,12 +34,11 @@ class MemoryMonitor(Monitor):
         every_n_steps: optimizer steps per window; None: the trainer's ``log_every_n_steps``; 0: measures
             over the whole training and logs nothing.
 
-    Logs the maximum over ranks in bytes: ``memory/peak_bytes``, the highest so far; ``memory/step_peak_bytes``, see below;
-    ``memory/current_bytes``;
-    ``memory/reserved_bytes`` (only on a GPU); and the peaks of the window, ``memory/forward_backward_peak_bytes``,
-    ``memory/optimizer_peak_bytes`` and, after each validation, ``memory/validation_peak_bytes``. Also what is in use after the
-    last forward, backward, optimizer step and validation: ``memory/forward``, ``memory/backward``, ``memory/step`` and
-    ``memory/validation``.
+    Logs the maximum over ranks in MiB: ``memory/peak_MiB``, the highest so far; ``memory/step_peak_MiB``, see below;
+    ``memory/current_MiB``; ``memory/reserved_MiB`` (only on a GPU); and the peaks of the window,
+    ``memory/forward_backward_peak_MiB``, ``memory/optimizer_peak_MiB`` and, after each validation,
+    ``memory/validation_peak_MiB``. Also what is in use after the last forward, backward, optimizer step and validation:
+    ``memory/forward_MiB``, ``memory/backward_MiB``, ``memory/step_MiB`` and ``memory/validation_MiB``.
 
     Attributes:
         peak_bytes: the highest peak so far, of training and validation; None before the first window.
@@ -141,20 +140,21 @@ class MemoryMonitor(Monitor):
         self._probe.reset()
 
     def _log(self, trainer: pl.Trainer, device: torch.device) -> None:
-        peaks = {f"memory/{phase}_peak_bytes": self._peaks.get(phase, 0) for phase in PHASES}
-        found = peaks | {f"memory/{mark}": self._used.get(mark, 0) for mark in MARKS}
-        found |= {"memory/current_bytes": self._probe.current(), "memory/reserved_bytes": self._probe.reserved()}
+        peaks = {f"{phase}_peak": self._peaks.get(phase, 0) for phase in PHASES}
+        found = peaks | {mark: self._used.get(mark, 0) for mark in MARKS}
+        found |= {"current": self._probe.current(), "reserved": self._probe.reserved()}
         if has_peers():  # not by strategy.reduce, which has a barrier before it
             values = torch.tensor([*found.values()], device=device)
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
             found = dict(zip(found, values.tolist(), strict=True))
         self._peaks = {}
         self.peak_bytes = max(self.peak_bytes or 0, *(found[name] for name in peaks))
-        scalars = {"memory/peak_bytes": self.peak_bytes} | {name: value for name, value in found.items() if value}
+        sizes = {"peak": self.peak_bytes} | {name: size for name, size in found.items() if size}
         if device.type == "cuda":
-            of_steps = max(found["memory/forward_backward_peak_bytes"], found["memory/optimizer_peak_bytes"])
+            of_steps = max(found["forward_backward_peak"], found["optimizer_peak"])
             self.step_peak_bytes = max(self.step_peak_bytes or 0, of_steps)
         if self.step_peak_bytes is not None:
-            scalars["memory/step_peak_bytes"] = self.step_peak_bytes
+            sizes["step_peak"] = self.step_peak_bytes
         if self.period(trainer):
+            scalars = {f"memory/{name}_MiB": size / 2**20 for name, size in sizes.items()}
             log_scalars(trainer, scalars, trainer.global_step)

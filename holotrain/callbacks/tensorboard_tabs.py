@@ -15,9 +15,9 @@ CHARTS = {
     "Accuracy": {"Accuracy": ("val/accuracy", "val/accuracy_top5")},
     "Perplexity": {"Bits per byte": ("val/bits_per_byte",), "Perplexity": ("val/perplexity",)},
     "Memory": {
-        "Memory": ("memory/peak_bytes", "memory/current_bytes", "memory/reserved_bytes"),
-        "Peak of a step": ("memory/step_peak_bytes",),
-        "Peak memory by phase": tuple(f"memory/{phase}_peak_bytes" for phase in PHASES),
+        "Memory, MiB": ("memory/peak_MiB", "memory/current_MiB", "memory/reserved_MiB"),
+        "Peak of a step, MiB": ("memory/step_peak_MiB",),
+        "Peak memory by phase, MiB": tuple(f"memory/{phase}_peak_MiB" for phase in PHASES),
     },
     "Throughput": {
         "Throughput": ("throughput/samples_per_second",),
@@ -53,6 +53,7 @@ def log_options(
     options: Mapping[str, Any],
     choices: Mapping[str, str],
     first: Iterable[str],
+    alone: bool,
     validated: list[str],
     logged: Mapping[str, bool],
 ) -> None:
@@ -63,6 +64,7 @@ def log_options(
         options: the nested options.
         choices: the option of each group.
         first: the options and groups whose columns come first.
+        alone: whether TensorBoard shows no columns of others, as in a sweep, which has given all jobs the same.
         validated: the metrics of validation, the one that selects the best checkpoint first.
         logged: whether tags that begin with such a word are logged, beside those that every training logs.
     """
@@ -74,9 +76,10 @@ def log_options(
         logger.experiment.add_custom_scalars(_layout(validated, logged))
         # Lightning's log_hyperparams(options, results) would add a point to the curve of every metric.
         results = dict.fromkeys(_results(options["test"], validated), 0.0)
-        columns = _columns(flat | dict(choices))
-        experiment, session, _ = hparams(columns, results)
-        _show_first(experiment, {*first, "name", "tags"})
+        columns, marked = _columns(flat | dict(choices)), {*first, "name", "tags"}
+        _, session, _ = hparams(columns, {})
+        experiment, _, _ = hparams({name: columns[name] for name in columns if name in marked or not alone}, results)
+        _show_first(experiment, marked)
         for event in (experiment, session):
             logger.experiment._get_file_writer().add_summary(event)
         logger.experiment.flush()  # else a run that is killed in its first minutes would have none
@@ -109,11 +112,11 @@ def _layout(validated: list[str], logged: Mapping[str, bool]) -> dict[str, dict[
 
 def _results(tested: bool, validated: list[str]) -> list[str]:
     """The results, in the order of their importance."""
-    results = [*validated[:2], "memory/step_peak_bytes", "seconds", *validated[2:]]
+    results = [*validated[:2], "memory/step_peak_MiB", "memory/peak_MiB", "seconds", *validated[2:]]
     results += [f"best/{name}" for name in validated[:1]]
     if tested:
         results += [name.replace("val/", "test/") for name in validated]
-    return [*results, "memory/peak_bytes", "throughput/samples_per_second"]
+    return [*results, "throughput/samples_per_second"]
 
 
 def _columns(options: Mapping[str, Any]) -> dict[str, Any]:

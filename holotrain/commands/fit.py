@@ -180,7 +180,7 @@ def write_options(outcome: Outcome) -> None:
     logged = {"reversible": kind_of(config.backward.kind) not in PLAIN, "synthesis": config.synthesis is not None}
     logged["error_diffusion"] = is_a(config.task, ERROR_DIFFUSION)
     first = run.varied or [key_of(word) for word in run.overrides]
-    log_options(outcome.loggers, to_container(config), run.choices, first, validated, logged)
+    log_options(outcome.loggers, to_container(config), run.choices, first, bool(run.varied), validated, logged)
     log_text(outcome.loggers, "configuration", resolved, step=0)
 
 

@@ -30,7 +30,7 @@ from holotrain.errors import printable
 from holotrain.models.quantised import parameter_count, quantised_counts
 from holotrain.numeric import counted, in_words
 from holotrain.reversible.graphs import StepGraphs
-from holotrain.schedules import COMPILED, kind_of
+from holotrain.schedules import AUTO, COMPILED, kind_of
 
 plain = partial(Console, highlight=False, markup=False, emoji=False, force_jupyter=False)
 """A console that prints names of files and of options as they are, also those with ``[red]`` or ``:star:`` in them; to the
@@ -192,7 +192,8 @@ def _classes(data: TextDataModule) -> str | None:
 
 def _named(run: Run, group: str, config: ObjectConfig, *options: str) -> str:
     """The chosen option of a group, and those of its own options that are numbers other than 0, or words."""
-    words = [run.choices.get(group, config.name)]
+    chosen = run.choices.get(group, config.name)
+    words = [f"auto ({config.name})" if chosen == AUTO else chosen]
     for name in options:
         value = getattr(config, name, None)
         if type(value) in (int, float, str) and value:

@@ -42,7 +42,7 @@ def test_a_run_shows_and_leaves_what_it_should(holotrain):
     assert "_target_: holotrain.models.RevViT" in Logged(folder).texts("configuration")[-1][1]
     seen = scalars(folder)
     assert len(seen["train/loss"]) == 6 and len(seen["val/accuracy"]) == 2
-    for tag in ("memory/peak_bytes", "memory/current_bytes", "throughput/samples_per_second", "throughput/step_seconds"):
+    for tag in ("memory/peak_MiB", "memory/current_MiB", "throughput/samples_per_second", "throughput/step_seconds"):
         assert tag in seen
     assert "hp_metric" not in seen and seen["test/accuracy"] == [pytest.approx(left["metrics"]["test/accuracy"])]
 
@@ -102,7 +102,7 @@ def test_average_weights_are_what_is_tested_and_saved(holotrain):
 
 @pytest.mark.slow
 def test_a_sweep_ends_with_its_table(holotrain):
-    words = ["optimizer.lr=1e-3,1e-4", "data=digits", "model=rev_vit_tiny", *QUICK, "test=true", "trainer.max_epochs=1"]
+    words = ["optimizer.lr=1e-3,1e-4", "data=digits", "model=rev_vit_tiny", *SMALL, "trainer.max_epochs=1"]
     out = holotrain.done("fit", *words[:1], "-m", *words[1:])
     sweep = only(Path("runs/fit/sweeps"))
     table = rows(sweep / "sweep.csv")
@@ -113,6 +113,9 @@ def test_a_sweep_ends_with_its_table(holotrain):
     assert "sweep of 2 jobs" in out and str(sweep / "sweep.csv") in out.replace("\n", "")
     values = [float(row["best/val/accuracy"]) for row in table]
     assert f"best job: {values.index(max(values))}, val/accuracy" in out
+    options, results = Logged(sweep / "0").columns()  # TensorBoard compares what varies, and shows the first five results
+    assert options == ["optimizer.lr"]
+    assert results[:5] == ["val/accuracy", "val/loss", "memory/step_peak_MiB", "memory/peak_MiB", "seconds"]
 
 
 @pytest.mark.slow

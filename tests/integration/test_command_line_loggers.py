@@ -68,7 +68,9 @@ def test_a_run_shows_what_it_learns_and_every_option(holotrain):
     best = int(Path(left["checkpoint"]).stem.partition("step")[2])
     assert steps == {"val/loss": [3, 6], "best/val/accuracy": [3, 6], "test/loss": [best]}
     shown = options(folder)
-    assert {word.partition("=")[0] for word in words} | {"backward", "optimizer.lr"} <= {*shown}
+    assert (
+        {word.partition("=")[0] for word in words} | {"backward", "optimizer.lr"} <= {*shown} == {*Logged(folder).columns()[0]}
+    )
     texts = {"model": "rev_vit_tiny", "name": "a, base", "tags": "long, old", "trainer.deterministic": "True"}
     assert shown["model.dim"].number_value == 16 and {key: shown[key].string_value for key in texts} == texts
     assert {*tags["images"]} == {"val/predictions", "val/confusion_matrix", "test/confusion_matrix"}

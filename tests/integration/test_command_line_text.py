@@ -11,6 +11,7 @@ import torch
 from covering import slow
 from left_by_runs import only, rows, scalars, summary
 from made_once import made_once
+from shown_runs import Logged
 from small_run import fit_in
 
 import holotrain as package
@@ -86,6 +87,8 @@ def test_each_task_runs_and_leaves_what_it_should(holotrain, task, scalars_expec
     assert left["steps"] == 4 and left["tokens_per_second"] > 0 and "tokens_per_second" in out and task in out
     assert scalars_expected | {"throughput/tokens_per_second", "train/loss"} <= set(seen)
     assert Path(left["checkpoint"]).name.startswith("best-")
+    assert "auto (muon), lr" in out
+    assert ("val/confusion_matrix" in Logged(folder).tags["images"]) == (task == "sequence_classification")
 
 
 def generations(folder: str | Path) -> list[dict]:
