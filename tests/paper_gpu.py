@@ -74,12 +74,16 @@ class Event:
         self._machine, self.clock = machine, {}
 
     def synchronize(self) -> None:
-        self._machine.require_no_capture()
-        self._machine.host.learn(self.clock)
+        self._machine.events_waited_for += 1
+        self.query()
 
     def query(self) -> bool:
-        self.synchronize()
+        self._machine.require_no_capture()
+        self._machine.host.learn(self.clock)
         return True
+
+    def elapsed_time(self, later: Event) -> float:
+        return 0.0
 
 
 class Graph:
@@ -110,6 +114,7 @@ class Graph:
         pass
 
     def replay(self) -> None:
+        self._machine.replays += 1
         with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
             for function, args, kwargs, made, wanted, generator in self.calls:
                 self._machine.wanted = wanted
@@ -195,6 +200,8 @@ class Machine:
         self.sync_debug_mode: int | str = 0
         self.waits: list[str] = []
         """The operations for whose result the host waited."""
+        self.events_waited_for = self.replays = 0
+        """How often the host waited for an event, and replayed a graph."""
         self.made_on_host: list[str] = []
         """The operations that made a tensor on the host, in ordinary memory, other than a number or nothing."""
 

@@ -22,6 +22,7 @@ from small_models import FAMILIES, TRANSFORMERS, example
 from torch import Tensor, nn
 
 import holotrain.models
+from holotrain.clock import Clock
 from holotrain.error_diffusion import ErrorDiffusionNetwork
 from holotrain.optimizers import InBackward
 from holotrain.overlap import all_to_all_linear, column_parallel_linear, linear_all_to_all, row_parallel_linear, signals
@@ -66,6 +67,7 @@ def test_the_engine(on_paper, backward):
         found = engine(depth, backward, "cuda")
         assert on_paper.waits == ["aten._to_copy"] * len(found)  # of the gradients that are compared
         assert_close(found, engine(depth, backward, "cpu"))
+    assert on_paper.events_waited_for == 0
     assert any("side" in stream for _, stream in on_paper.log) == (
         isinstance(backward, tuple) or backward.startswith("pareprop")
     )
@@ -263,6 +265,13 @@ def synthesised(device, steps=4, **options):
     return [synthesis.measured.cpu(), *(parameter.detach().cpu() for parameter in model.parameters())]
 
 
+def test_a_clock_does_not_make_the_host_wait(on_paper):
+    clock = Clock(torch.device("cuda"))
+    marks = clock.mark(), clock.mark()
+    assert clock.seconds(*marks) == 0.0 and on_paper.events_waited_for == 0
+    assert clock.waited_seconds(*marks) == 0.0 and on_paper.events_waited_for == 1
+
+
 SYNTHESES = [
     {"mode": "associative"},
     {"mode": "associative", "cuda_graph": True},
@@ -276,6 +285,7 @@ def test_synthesis(on_paper, options):
     on_host = {name: value for name, value in options.items() if name != "cuda_graph"}
     found = synthesised("cuda", **options)
     assert on_paper.waits == ["aten._to_copy"] * len(found)  # of what is compared
+    assert on_paper.replays == (4 if "cuda_graph" in options else 0)
     assert_close(found, synthesised("cpu", **on_host))
 
 
@@ -284,6 +294,7 @@ def test_synthesis(on_paper, options):
 def test_synthesis_split_between_the_device_and_the_host(monkeypatch, options, late):
     with paper_gpu(monkeypatch, late) as machine:
         on_device = synthesised("cuda", split="cpu", **options)
+        assert machine.waits == ["aten._to_copy"] * (1 + len(on_device))  # when it is made, and of what is compared
         assert any("copy" in what and "side" in stream for what, stream in machine.log)
         assert_close(on_device, synthesised("cpu", split="cpu", **options))
 

@@ -1,11 +1,11 @@
-"""Models of images: streams, windows, pools, scales and first values, beside sizes, gradients and published weights."""
+"""Reversible models against their formulas: streams, fusion, pools. Beside sizes, gradients and published weights."""
 
+import pytest
 import torch
+from small_models import FAMILIES, example
 from torch import nn
 
-from holotrain.models import RevMViT
-
-POOLED = {"image_size": 32, "channels": 3, "classes": 7, "dim": 8, "heads": 2}
+from holotrain import models
 
 
 def scattered(model):
@@ -16,16 +16,50 @@ def scattered(model):
     return model.double().eval()
 
 
-def test_streams_start_as_one_and_end_as_their_average():
-    model = scattered(RevMViT(**POOLED, depths=(1, 2)))
-    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    x = model.embedding(images)
+def coupled(x, blocks, exchange=False):
+    """Both streams, which start as x, after some blocks."""
+    y1 = y2 = x
+    for block in blocks.blocks:
+        y1 = y1 + block.f(y2)
+        y2 = y2 + block.g(y1)
+        y1, y2 = (y2, y1) if exchange else (y1, y2)
+    return y1, y2
+
+
+def fused(y1, y2, norm):
+    """Concatenated, normalised over 2C channels, and averaged over tokens."""
+    both = torch.cat((y1, y2), -1).flatten(1, -2)
+    return nn.functional.layer_norm(both, both.shape[-1:], norm.weight, norm.bias, norm.eps).mean(1)
+
+
+def vit(model, x):
+    return fused(*coupled(model.embedding(x), model.blocks), model.fusion.norm)
+
+
+def swin(model, x):
+    x, (first, last) = model.embedding(x), model.stages
+    y1, y2 = coupled(x, first.blocks)
+    x = last.merging(torch.cat((y1, y2), -1) @ first.fusion.project.weight.T + first.fusion.project.bias)
+    return fused(*coupled(x, last.blocks), last.fusion.norm)
+
+
+def mvit(model, x):
+    x = model.embedding(x)
     for stage in model.stages:
-        x = stage.transition(x)
-        y1 = x + stage.blocks.blocks[0].f(x)
-        y2 = x + stage.blocks.blocks[0].g(y1)
-        x = (y1 + y2) / 2
-    torch.testing.assert_close(model(images), model.head(model.norm(x).mean(dim=(1, 2))))
+        x = sum(coupled(stage.transition(x), stage.blocks)) / 2
+    return model.norm(x).mean(dim=(1, 2))
+
+
+def roberta(model, x):
+    return model.norm(sum(coupled(model.embedding(x), model.blocks, exchange=True)) / 2)
+
+
+@pytest.mark.parametrize(("formula", "name"), [(vit, "RevViT"), (swin, "RevSwin"), (mvit, "RevMViT"), (roberta, "RevRoBERTa")])
+def test_streams_start_as_one_and_end_as_published(formula, name):
+    model = scattered(getattr(models, name)(**FAMILIES[name.removeprefix("Rev")]))
+    x = example(name, dtype=torch.float64)
+    states, words = formula(model, x), [model.embedding.word.weight] if name == "RevRoBERTa" else []
+    torch.testing.assert_close(model(x), model.head(states, *words))
 
 
 def as_published(model, images):
@@ -83,7 +117,7 @@ def as_published(model, images):
 
 def test_outputs_of_the_published_design_are_those_of_its_formulas():
     sizes = {"image_size": 64, "classes": 5, "dim": 8, "depths": (1, 2, 3, 2), "kv_stride": 4}
-    model = scattered(RevMViT(**sizes, design="rev_mvit"))
+    model = scattered(models.RevMViT(**sizes, design="rev_mvit"))
     images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
     with torch.no_grad():
         ours, expected = model(images), as_published(model, images)

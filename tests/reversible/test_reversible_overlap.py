@@ -94,8 +94,11 @@ def test_each_half_is_recomputed_beside_the_gradients_of_the_half_behind_it(mach
 
 
 def test_a_schedule_a_block_says_what_runs_ahead(machine):
-    gradients(net_on(machine, 3, ["reversible", "pareprop", "reversible"]), rows(3))
+    """And what does not run again."""
+    gradients(net_on(machine, 4, ["reversible", "pareprop", "reversible", "autograd"]), rows(3))
     assert ahead(machine) == {"1.f", "1.g"}
+    again = [what for what, _ in log_of(machine) if what.startswith("recompute")]
+    assert sorted(again) == [f"recompute {block}.{letter}" for block in range(3) for letter in "fg"]
 
 
 def test_a_recomputation_that_finds_no_memory_is_put_off(machine, monkeypatch):

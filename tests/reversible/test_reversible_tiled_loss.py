@@ -134,14 +134,16 @@ def test_evaluation_and_calls_without_labels_are_as_before():
 
 
 class Largest(TorchDispatchMode):
-    """The size of the largest tensor that is made with a number for each word."""
+    """The size of the largest tensor that is made with a number for each word, or with so many in its last dimension."""
 
-    size = 0
+    def __init__(self, width=WORDS):
+        super().__init__()
+        self.size, self.width = 0, width
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for each in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(each, torch.Tensor) and each.shape[-1:] == (WORDS,):
+            if isinstance(each, torch.Tensor) and each.shape[-1:] == (self.width,):
                 self.size = max(self.size, each.numel())
         return result
 
@@ -456,6 +458,9 @@ def vit() -> nn.Module:
 def test_gradients_of_recomputed_blocks_in_tiles_are_those_of_the_whole(make):
     expected, model = gradients(make()), recompute(make(), tile=16)
     assert_near(gradients(model), expected)
+    with Largest(width=4 * 32) as hidden:
+        gradients(model)
+    assert hidden.size <= 2 * (2 * 16) * 4 * 32  # of an MLP: two tiles, which are compared, and not all 40 or 50 tokens
     assert tiled_modules(model) and (TiledLoss.of(model) is not None) == (make is gpt2)
     undo(model)
     assert not tiled_modules(model) and "forward" not in vars(model)

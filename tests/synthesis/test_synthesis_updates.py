@@ -110,15 +110,19 @@ class Reference:
         ({"block_length": 64}, 64),
         ({"block_length": 16, "transform": "hadamard"}, 16),
         ({"block_length": 4, "key_ema": 0.5}, 4),
+        ({"block_length": 16, "dtype": "fp16"}, 16),
+        ({"block_length": 16, "dtype": "bf16"}, 16),
     ],
 )
 def test_associative_equals_the_reference(options, block):
+    """A hologram in half precision has the error of its rounding, and a quarter of the bytes of one in float64."""
+    error = {"fp16": 2**-10, "bf16": 2**-7}.get(options.get("dtype"), 1e-10)
     model = network()
     inputs = {}
     for name, module in model.named_children():
         module.register_forward_hook(lambda module, args, out, name=name: inputs.update({name: args[0].detach().numpy()}))
     synthesis = HolographicSynthesis(model, **options)
-    reference = Reference(block, **{name: value for name, value in options.items() if name != "block_length"})
+    reference = Reference(block, **{name: value for name, value in options.items() if name not in ("block_length", "dtype")})
     for x in batches(5):
         differentiate(model, x)
         expected = []
@@ -128,7 +132,9 @@ def test_associative_equals_the_reference(options, block):
                 expected.append(reference.update(name, gradient, inputs[name]))
         synthesis.step()
         expected = np.concatenate(expected)
-        assert np.abs(flat(model).numpy() - expected).max() <= 1e-10 * np.abs(expected).max()
+        assert np.abs(flat(model).numpy() - expected).max() <= error * np.abs(expected).max()
+    memory = next(tensor for name, tensor in synthesis.state_dict()["tensors"].items() if name.endswith("memory"))
+    assert memory.element_size() == (16 if "dtype" not in options else 2) // (2 if "transform" in options else 1)
 
 
 def decayed(gradients, *decays):
@@ -159,6 +165,8 @@ def test_with_one_key_an_update_is_what_its_options_say_of_gradients(options, ex
     for scale in (1.0, -0.5, 2.0):
         gradient, update = stepped(synthesis, model, x, scale)
         gradients.append(gradient)
+    if options.get("block_length") == 0:  # layers of 240, 80 and 123 entries
+        assert {name.partition(".")[0] for name in synthesis.state_dict()["tensors"]} == {"256", "128", "keys"}
     wanted = expected(*gradients)
     assert_close(update, wanted, rtol=1e-9, atol=1e-9 * wanted.abs().max().item())
 
@@ -296,10 +304,14 @@ def test_blocks_of_any_length_are_made_of_a_subsample(mode, monkeypatch):
 
 
 def test_chunks_make_no_difference(monkeypatch):
+    """And what is kept stays in its memory."""
     for options in ({}, {"mode": "shared", "superpose": 2}):
         options |= {"block_length": 16, "cosine_floor": 0.1, "ema": 0.5}
         whole = updates(4, **options)[2]
         with monkeypatch.context() as patch:
             patch.setitem(MOST, "cpu", 64)
-            parts = updates(4, **options)[2]
+            model, synthesis, parts = updates(4, **options)
+            places = [tensor.data_ptr() for tensor in synthesis.state_tensors]
+            stepped(synthesis, model, batches(1)[0])
+        assert [tensor.data_ptr() for tensor in synthesis.state_tensors] == places
         assert_close([update for _, update in parts], [update for _, update in whole], rtol=1e-12)

@@ -103,14 +103,14 @@ def test_an_option_that_a_callback_has_changed_stays_so_in_a_resumed_training(tm
     assert task.trainer.optimizers[0].param_groups[0]["weight_decay"] == 2 * BATCHES
 
 
-def composed_schedule(*words):
-    config = holotrain.compose("fit", [f"scheduler.{word}" for word in words]).scheduler
+def composed_schedule(*words, of="cosine"):
+    config = holotrain.compose("fit", [f"scheduler={of}", *(f"scheduler.{word}" for word in words)]).scheduler
     return lambda optimizer, steps: make_scheduler(config, 3, optimizer, steps)
 
 
 def test_a_schedule_by_epoch():
     of_torch = "_target_=torch.optim.lr_scheduler."
-    steps = rates_of(composed_schedule(f"{of_torch}StepLR", "step_size=1", "gamma=0.5", "interval=epoch"), 3)
+    steps = rates_of(composed_schedule("milestones=[1,2]", "gamma=0.5", of="multistep"), 3)
     assert steps == [rate for rate in (1.0, 0.5, 0.25) for _ in range(BATCHES)]
     halved = rates_of(composed_schedule(f"{of_torch}ReduceLROnPlateau", "patience=0", "factor=0.5"), 3)
     assert halved == [rate for rate in (1.0, 1.0, 0.5) for _ in range(BATCHES)]
