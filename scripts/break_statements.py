@@ -3,9 +3,8 @@
     python scripts/break_statements.py                   # all rows
     python scripts/break_statements.py --only grid
 
-Each breakage of ``breakages.yaml`` makes one statement false in a copy of the repository. Then the tests that the row of the
-statement names run, and one of them should fail. As the code is, all must pass. Long tests are left out, and, without a GPU,
-those that need one.
+Each breakage of ``breakages.yaml`` makes one statement false in a copy of the repository. Then the tests that its row names
+run, and one of them should fail. As the code is, all must pass. Long tests are left out; those of a GPU are skipped without one.
 """
 
 import argparse
@@ -63,8 +62,7 @@ def tests_of(statement: str) -> list[str]:
 
 def run(tests: list[str], copy: Path) -> tuple[int, str]:
     """The exit status of pytest, and the line that says most."""
-    # No compiled files: a changed one may keep its size and time.
-    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}  # old bytecode would run
     ran = subprocess.run([*PYTEST, *tests], cwd=copy, env=environment, capture_output=True, text=True)
     lines = ran.stdout.strip().splitlines()
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
@@ -72,7 +70,7 @@ def run(tests: list[str], copy: Path) -> tuple[int, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose statement contains this")
     only = parser.parse_args().only
     chosen = [each for each in breakages() if only in statement_of(each)]
@@ -85,13 +83,12 @@ def main() -> None:
             sys.exit(f"the tests do not pass as the code is: {line}")
         for breakage in chosen:
             path = copy / breakage["file"]
-            text = path.read_text()
-            path.write_text(broken(breakage, text))
+            path.write_text(broken(breakage, text := path.read_text()))
             status, line = run(tests_of(statement_of(breakage)), copy)
             path.write_text(text)
+            noticed += status == 1
             said = {0: "NOT NOTICED", 1: "noticed"}.get(status, "TESTS DID NOT RUN")
             print(f"{said}: {statement_of(breakage)}\n    {line}", flush=True)
-            noticed += status == 1
     for statement, (where, _) in rows().items():
         if links(where) and only in statement and statement not in map(statement_of, chosen):
             print(f"no breakage: {statement}")
