@@ -4,7 +4,7 @@
     python scripts/break_statements.py --only grid
 
 Each breakage of ``breakages.yaml`` makes one statement false in a copy of the repository. Then the tests that its row names
-run, and one of them should fail. As the code is, all must pass. Long tests are left out; those of a GPU are skipped without one.
+run, and one of them should fail. As the code is, all must pass. Long tests are left out; those for a GPU skip without one.
 """
 
 import argparse
