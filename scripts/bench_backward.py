@@ -171,7 +171,8 @@ def minrev(branches, checkout: str) -> Run:
 
 
 class Staggered(torch.autograd.Function):
-    """The backward of minREV (``fast_rev.py``): recovers a block on one stream beside the gradients of the block behind it."""
+    """Our own rewriting of minREV's backward (``fast_rev.py``), not its authors' program: recovers a block on one stream
+    beside the gradients of the block behind it."""
 
     @staticmethod
     def forward(ctx, x: Tensor, branches: list) -> Tensor:

@@ -381,6 +381,7 @@ NAMES = {
     "checkpoint": "activation checkpointing",
     "selective checkpoint": "selective checkpointing",
     "offload": "offloading to the CPU",
+    "minREV-like": "minREV-like (our rewriting)",
     "keep attention": "reversible, keep=attention",
     "keep matmul": "reversible, keep=matmul",
     "store half": "reversible, store=half",
@@ -406,11 +407,10 @@ def draw(result: dict, path: Path) -> None:
     device = host["gpu"] or f"{host['threads']} cores of {host['cpu']}"
 
     blue, grey = "#1668b8", "#555555"
-    canvas, axes = pyplot.subplots(figsize=(8.6, 4.8))
+    canvas, axes = pyplot.subplots(figsize=(8.6, 6.0))
     right = 1.22 * max(peak for peak, _ in places.values())
-    low = min(speed for _, speed in places.values())
     axes.axvspan(0, floor, color="#eeeeee", zorder=0)
-    axes.text(floor / 2, low + 6, f"weights and gradients\n{floor:.0f} MiB", color=grey, ha="center", fontsize=10)
+    axes.text(floor / 2, 30, f"weights and gradients\n{floor:.0f} MiB", color=grey, ha="center", fontsize=10)
     axes.plot(*zip(*autos, strict=True), "o-", color=blue, linewidth=2.5, markersize=6, zorder=3)
     peak, speed = autos[len(autos) // 2]
     axes.annotate(
@@ -423,14 +423,14 @@ def draw(result: dict, path: Path) -> None:
         color = blue if name in OURS else grey
         axes.plot(peak, speed, "o" if name in OURS else "s", color=color, markersize=8, zorder=4)
         left = name in ("reversible", "revlib", "memcnn")  # the least memory, where the line begins
-        below = 10 * (name in ("revlib", "keep attention", "keep matmul"))  # beside another point
+        below = 10 * (name in ("revlib", "keep attention", "keep matmul", "store half"))  # beside another point
         axes.annotate(
             NAMES.get(name, name), (peak, speed), (-9 if left else 9, -4 - below), textcoords="offset points",
             color=color, fontsize=10, ha="right" if left else "left",
         )  # fmt: skip
     axes.set(
         xlim=(0, right),
-        ylim=(low - 3, 106),
+        ylim=(0, 106),
         xlabel="peak memory of a training step, MiB  (less is better)",
         ylabel="throughput, % of plain PyTorch",
         title=f"{options.model}, batch {options.batch}, {device}",

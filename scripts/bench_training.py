@@ -1,11 +1,11 @@
 """Test scores with holographic synthesis (none, bind, associative, shared) and SGD, SGD with momentum and AdamW.
 
     python scripts/bench_training.py                                       # all tasks; about 45 minutes on two cores
-    python scripts/bench_training.py --tasks mlp --json scripts/results/training.json --picture training.png
+    python scripts/bench_training.py --tasks mlp --json scripts/results/training.json
 
 Tasks: ``mlp`` and ``rev_vit`` classify scikit-learn's digits (a 64-256-256-10 network; the tiny reversible vision transformer);
 ``bytes`` models the source of Python's standard library byte by byte with a small causal transformer. ``mlp`` and ``rev_vit``
-need torch and scikit-learn, and --picture needs matplotlib.
+need torch and scikit-learn.
 
 All pairs of optimizer and synthesis are treated equally: the learning rate is chosen from grids of equal size by the
 validation score of ``--tuning-seeds``. Then it trains with ``--seeds`` other seeds; the test score is reported as mean and
@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from bench_common import arguments, begin, draw_to, plotter, save
+from bench_common import arguments, begin, save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -280,48 +280,12 @@ def show(row: dict) -> None:
     )
 
 
-def draw(rows: list[dict], states: list[dict], path: Path) -> None:
-    pyplot = plotter()
-
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    figure, axes = pyplot.subplots(2, len(tasks), figsize=(4.6 * len(tasks), 7.5), squeeze=False)
-    for column, task in enumerate(tasks):
-        above, below = axes[0][column], axes[1][column]
-        for number, mode in enumerate(mode for mode in MODES if mode != "bind"):  # do not show scores at chance level
-            mine = [row for row in rows if (row["task"], row["mode"]) == (task, mode)]
-            at = [list(OPTIMIZERS).index(row["optimizer"]) + 0.18 * (number - 1.5) for row in mine]
-            above.errorbar(
-                at, [r["mean"] for r in mine], [r["deviation"] for r in mine], fmt="os^D"[number], capsize=3, label=mode
-            )
-        above.set_xticks(range(len(OPTIMIZERS)), list(OPTIMIZERS))
-        above.set(title=task, ylabel=f"test {task_of(task).unit}")
-        above.grid(alpha=0.3)
-        mine = [row for row in states if row["task"] == task]
-        if not mine:
-            below.axis("off")
-            continue
-        sizes = [row["state"] for row in mine]
-        below.errorbar(
-            sizes, [row["mean"] for row in mine], [row["deviation"] for row in mine], fmt="o-", capsize=3, label="shared, SGD"
-        )
-        for optimizer, style in (("sgd", ":"), ("momentum", "--")):
-            line = next(r for r in rows if (r["task"], r["optimizer"], r["mode"]) == (task, optimizer, "none"))
-            below.axhline(line["mean"], linestyle=style, color="grey", label=f"{optimizer}, no synthesis")
-        below.set_xscale("log", base=2)
-        below.set(xlabel="state over momentum's", ylabel=f"test {task_of(task).unit}")
-        below.grid(alpha=0.3)
-        below.legend(fontsize=8)
-    axes[0][0].legend(fontsize=8, title="bind left out: at chance")
-    draw_to(path, figure, dpi=100)
-
-
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tuning-seeds", type=int, default=1, help="number of seeds for the choice of the learning rate")
     parser.add_argument("--workers", type=int, default=2, help="number of processes, with one thread each")
-    parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     begun = begin(options)
     print(f"{'task':<9}{'optimizer':<10}{'synthesis':<28}{'rate':<9}{'test':<18}{'cosine':>9}{'state':>8}")
@@ -337,8 +301,6 @@ def main() -> None:
                 states += compared(shared, [RATES["sgd"]] * len(shared), options.seeds, options.tuning_seeds, pool)
                 states.sort(key=lambda row: (row["task"], row["state"]))
             save(begun | {"rows": rows, "states": states}, options.json)
-    if options.picture:
-        draw(rows, states, options.picture)
 
 
 if __name__ == "__main__":
