@@ -9,7 +9,8 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -140,6 +141,19 @@ def is_defined_in(target: str, packages: Iterable[str]) -> bool:
 def first_line(error: BaseException) -> str:
     """What an error says, in one line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextmanager
+def blaming(what: str) -> Generator[None]:
+    """Turns whatever a library raises inside into a ValueError, in one line that begins with ``what``: libraries raise many
+    kinds of errors for files that somebody has crafted, and those in Rust panic, which is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # such as a signal
+        reason = f"there is no {error}" if isinstance(error, KeyError) else first_line(error)
+        raise ValueError(f"{what}: {reason}") from error
 
 
 class ShowsInherited:

@@ -37,13 +37,14 @@ from holotrain.data.tokenizers import tokenizer_text, with_template_of
 from holotrain.errors import UserError, as_user_error
 from holotrain.models import checkpoint_files, saved
 from holotrain.models.adapters import merge_peft
+from holotrain.models.external import allocated
 from holotrain.models.generation import WITHOUT_PLANS
 from holotrain.models.huggingface_files import folder_of, tokenizer_of
 from holotrain.models.quantised import bits_of, dequantise, quantise
 from holotrain.numeric import bits_in, counted
 from holotrain.parallel.processes import FOREVER
 from holotrain.parallel.rank import ProcessRank
-from holotrain.targets import TARGET, first_line, is_defined_in, is_of, targets
+from holotrain.targets import TARGET, blaming, first_line, is_defined_in, is_of, targets
 from holotrain.tasks.task import model_of
 
 
@@ -297,15 +298,13 @@ def described_model(
     prefix, weights = "" if trained is None else "model.", checkpointed.weights(path)
     weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
     if model is None:
-        try:
+        with as_user_error("ckpt_path"), blaming(f"{path} describes no model that can be built"):
             model = saved.build(description["target"], description["arguments"], trust or (), vouched, weights)
             options = trained or {}
             quantised, adapters = options.get("quantised"), options.get("adapters", 0)
             frozen = (options.get("trained", "all"), options.get("freeze", ())) if quantised else ("all", ())
-            with saved.allocated():
+            with allocated():
                 train_part(model, frozen[0], adapters, quantised, frozen[1])
-        except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-            raise UserError(f"ckpt_path: {path} describes no model that can be built: {first_line(error)}") from error
     with _of_the_same_model(path):
         checkpoint_files.load_weights(model, weights, path)
     return model, description

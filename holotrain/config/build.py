@@ -42,10 +42,9 @@ from holotrain.folders import LAST_CHECKPOINT
 from holotrain.models.adapters import PEFT, add_peft, freeze, train_head_alone
 from holotrain.models.block_schedules import compile_blocks, schedule_blocks, set_backward, set_tile
 from holotrain.models.checkpoint_files import read_weights
-from holotrain.models.external import ExternalModel
+from holotrain.models.external import ExternalModel, allocated
 from holotrain.models.pretrained import load_pretrained
 from holotrain.models.quantised import quantise
-from holotrain.models.saved import allocated
 from holotrain.numeric import bits_in, counted
 from holotrain.optimizers.stepping import InBackward, require_steps_alone
 from holotrain.overlap.tuner import Tuner

@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from yaml import YAMLError
 
 from holotrain.config.command_line import config_folder, stored, structured, to_container
@@ -37,6 +38,9 @@ COMMAND_LINE_ONLY = (
     *("trainer.profiler", "trainer.plugins", "trainer.model_registry"),
 )
 """Options that decide what is run, what is written, and where: a file does not set them."""
+
+MOST_VALUES = 50_000
+"""Of options in a checkpoint. The names of the classes of an ImageNet, there and back, are 43,000 in the largest."""
 
 ADAPTERS = "peft.LoraConfig"
 """The one class of adapters that a file may name."""
@@ -145,6 +149,8 @@ def is_exported(path: Path) -> bool:
 def _checked(config: dict[str, Any], choices: dict[str, str], description: dict[str, Any], to_build: bool) -> dict[str, Any]:
     """What :func:`run_metadata` returned, less what a file must not decide. Raises an error of any kind if it is not that."""
     json.dumps([config, description["arguments"]])  # a TypeError of what is no plain value
+    if len(tree_leaves(config)) > MOST_VALUES:  # OmegaConf takes milliseconds for each
+        raise ValueError(f"it has more than {MOST_VALUES} options")
     if to_build:
         options, model = signature("holotrain.config.option_groups.model_options").options, config["model"] or {}
         given = {name: value for name, value in model.items() if name in options}

@@ -5,9 +5,10 @@ The library runs no code that comes with a data set: it has no loading scripts s
 
 import codecs
 import io
+import json
 import re
 import sys
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from glob import escape, glob
@@ -105,6 +106,7 @@ def read_files(
     """
     from datasets import load_dataset_builder
     from datasets.packaged_modules.json.json import JsonConfig
+    from pyarrow.parquet import read_schema
 
     paths = [*chain(*files.values())]
     others = f" or one of {len(paths) - 1} other files" if len(paths) > 1 else ""
@@ -113,6 +115,8 @@ def read_files(
             require_uncompressed(path)
             if kind == "json":
                 require_shallow(path)
+            if kind == "parquet":
+                require_narrow(path, read_schema(path).names)
         if kind in ("csv", "tsv"):
             options |= csv_options(paths, {"encoding": encoding_of(paths[0]), "sep": separator_of(paths[0], kind)} | options)
         if kind == "json" and hasattr(JsonConfig, "parse_agent_traces"):
@@ -128,16 +132,27 @@ def read_files(
         return builder.as_dataset()
 
 
+WIDEST = 1000
+"""Columns of a table. The library needs a minute for ten times as many."""
+
 DEEPEST = 1000
 """Objects and lists within each other in a row of JSON. Arrow calls itself for each, and some 10,000 end the process."""
 
 
 def require_shallow(path: Path) -> None:
-    """Raises a UserError if a row of a file of JSON is nested more deeply than :data:`DEEPEST`."""
+    """Raises a UserError if a row of a file of JSON is nested more deeply than :data:`DEEPEST`, or has too many columns."""
     with open_regular(path) as file:
         for number, line in enumerate(iter(partial(file.readline, 2**24), b""), 1):
             if line.count(b"[") + line.count(b"{") > DEEPEST and depth_of(line) > DEEPEST:
                 raise UserError(f"data: {path}, line {number}: more than {DEEPEST} lists and objects within each other")
+            if line.count(b":") > WIDEST and isinstance(row := json.loads(line), dict):
+                require_narrow(path, row)
+
+
+def require_narrow(path: Path, names: Collection[str]) -> None:
+    """Raises a UserError if there are more columns than :data:`WIDEST`."""
+    if len(names) > WIDEST:
+        raise UserError(f"data: {path} has {len(names)} columns; at most {WIDEST} are read")
 
 
 def depth_of(text: bytes) -> int:
@@ -174,6 +189,7 @@ def csv_options(paths: Sequence[Path], options: dict[str, Any]) -> dict[str, Any
 
     columns = [{*pandas.read_csv(path, nrows=0, **options).columns} for path in paths]
     for path, names in zip(paths, columns, strict=True):
+        require_narrow(path, names)
         if names != columns[0]:
             raise UserError(f"data: {path} has other columns than {paths[0]}")
     texts = Features({name: Value("string") for name in sorted(columns[0])})

@@ -4,7 +4,8 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -14,9 +15,10 @@ import numpy as np
 from tokenizers import ByteLevelBPETokenizer
 from tokenizers import Tokenizer as Encoder
 
-from holotrain.errors import UserError, check_choice
+from holotrain.errors import UserError, as_user_error, check_choice
 from holotrain.files import from_json, read_text
 from holotrain.numeric import require_at_least
+from holotrain.targets import blaming
 
 NAMES = {
     "pad": ("<pad>", "[PAD]", "<|pad|>", "<|padding|>"),
@@ -138,6 +140,10 @@ class ByteTokenizer(Tokenizer):
         return json.dumps({"type": "bytes", "specials": self.specials})
 
 
+MOST_IDS = 32
+"""Ids that a text gives at most for each of its bytes, of which NFKC makes 11."""
+
+
 # Unless this is set, the library warns in every forked process; with "true" it waits there for threads that a fork does not
 # copy. So it has threads here and none in a forked process, whatever the user has set.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -164,10 +170,11 @@ class SubwordTokenizer(Tokenizer):
         text, self._settings = plain_json(text, where)
         self.chat = self._settings if self._settings and self._settings["template"] else None
         self._where = where
-        try:
+        with self._blamed("is not a tokenizer.json"):
             self._encoder = Encoder.from_str(text)
-        except Exception as error:  # the library raises Exception itself
-            raise UserError(f"data.tokenizer: {where} is not a tokenizer.json ({error})") from error
+            last = max(self._encoder.get_vocab(with_added_tokens=True).values(), default=0)
+            if last > len(text):  # embeddings and tables have as many rows
+                raise ValueError(f"an id is {last}, and it has {len(text)} characters")
         self._encoder.no_padding()
         self._encoder.no_truncation()
         self._encoder.encode_special_tokens = True
@@ -175,6 +182,11 @@ class SubwordTokenizer(Tokenizer):
         for role in ("pad", "start", "end"):
             self._add(role)
         self.vocab_size = 1 + max(self._encoder.get_vocab(with_added_tokens=True).values())  # shared ones have gaps
+
+    @contextmanager
+    def _blamed(self, said: str) -> Generator[None]:
+        with as_user_error("data.tokenizer"), blaming(f"{self._where} {said}"):
+            yield
 
     def add_mask(self) -> None:
         """Adds a mask token, if there is none."""
@@ -198,17 +210,23 @@ class SubwordTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> tuple[np.ndarray, np.ndarray]:
         plain = [utf8(text).decode("utf-8", errors="replace") for text in texts]
-        encoded = [found.ids for found in self._encoder.encode_batch_fast(plain, add_special_tokens=False)]
-        lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
+        with self._blamed("cannot encode a text"):
+            encoded = [found.ids for found in self._encoder.encode_batch_fast(plain, add_special_tokens=False)]
+            lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
+            size = sum(len(utf8(text)) for text in texts)
+            if lengths.sum() > MOST_IDS * (size + len(texts)):
+                raise ValueError(f"it makes {lengths.sum()} tokens of {size} bytes")
         return np.fromiter(chain.from_iterable(encoded), dtype=self.dtype, count=int(lengths.sum())), lengths
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         ids = np.asarray(ids, dtype=np.int64)
         ordinary = ids[~np.isin(ids, list(self.specials.values()))]
-        return self._encoder.decode(ordinary.tolist(), skip_special_tokens=True)
+        with self._blamed("cannot decode tokens"):
+            return self._encoder.decode(ordinary.tolist(), skip_special_tokens=True)
 
     def spelled(self, ids: Sequence[int] | np.ndarray) -> str:
-        return self._encoder.decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=False)
+        with self._blamed("cannot decode tokens"):
+            return self._encoder.decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=False)
 
     @cached_property
     def byte_lengths(self) -> np.ndarray:

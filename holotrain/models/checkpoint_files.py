@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import KeyPath, tree_leaves, tree_leaves_with_path, tree_map_with_path
 
-from holotrain.files import is_inside, read_json, require_inside, require_shallow
+from holotrain.files import LARGEST, is_inside, open_regular, read_json, require_inside, require_shallow
 from holotrain.targets import first_line
 
 CHECKPOINT = "checkpoint.pt"
@@ -32,6 +32,12 @@ IN_A_FOLDER = (WEIGHTS, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.jso
 CONFIG = "config.json"
 WITHIN = ("state_dict", "model", "model_state")
 """Keys of the weights in checkpoints that hold more: Lightning and ours; DeiT, Swin; SlowFast."""
+
+MOST_RECORDS = 100_000
+"""Of a checkpoint: a tensor is one."""
+
+MOST_HEADER = 2**24
+"""Bytes that a safetensors file has of names, which some 150,000 tensors need."""
 
 
 def is_folder(path: str | Path) -> bool:
@@ -71,6 +77,7 @@ def load(path: str | Path) -> Any:
             raise ValueError(f"{path} needs the folder {str(name)!r} of its tensors, which is missing")
         for part in (path / name).iterdir():  # DCP would wait for a pipe
             require_inside(path / name, part)
+            _require_header(part)
     return checkpoint
 
 
@@ -78,6 +85,9 @@ def load(path: str | Path) -> Any:
 def _check_records(file: Path, changed: int) -> None:
     """Compares the checksums of a zip, which torch.load (2.15) does not. A file is read once for each time it was changed."""
     with zipfile.ZipFile(file) as container:
+        records = container.infolist()
+        if len(records) > MOST_RECORDS or any(each.file_size > LARGEST for each in records if each.filename.endswith(".pkl")):
+            raise ValueError(f"it has more than {MOST_RECORDS} tensors, or more than {LARGEST} bytes of other things")
         if container.testzip() is not None:
             raise ValueError("the checksum of a record differs")
 
@@ -204,10 +214,18 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError  # here, so that models need torch alone
     from safetensors.torch import load_file
 
+    _require_header(path)
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a readable safetensors file; it is damaged, truncated or of another kind") from error
+
+
+def _require_header(path: Path) -> None:
+    """Raises a ValueError if a safetensors file names more tensors than any model has, which would take minutes."""
+    with open_regular(path) as file:
+        if int.from_bytes(file.read(8), "little") > MOST_HEADER and path.suffix == ".safetensors":
+            raise ValueError(f"{path} is no readable safetensors file: it has more than {MOST_HEADER} bytes of names")
 
 
 def save_tensors(weights: dict[str, Tensor], path: Path, to: Path | None = None, metadata: dict | None = None) -> None:

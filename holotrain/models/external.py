@@ -1,7 +1,8 @@
 """Models of other libraries, with the inputs and outputs that the tasks expect, and image classifiers of timm."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from holotrain.files import write_json
 from holotrain.models.checkpoint_files import CONFIG, WEIGHTS, read_weights, require_same, save_tensors
 from holotrain.models.pretrained import require_whole, take_over
-from holotrain.targets import first_line, needed
+from holotrain.targets import blaming, first_line, needed
 
 CHECKPOINT_PREFIX = "model.model."
 """Before the names of the weights in a checkpoint of holotrain: the task's model, and the adapter's."""
@@ -31,6 +32,21 @@ PUBLISHED_KEYS = (
     *("first_conv", "classifier", "pool_size", "fixed_input_size"),
 )
 """What the configuration of timm's published weights says that holds for trained ones too."""
+
+
+@contextmanager
+def allocated() -> Generator[None]:
+    """
+    Raises:
+        ValueError: an allocation within it failed on the CPU.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(words in str(error) for words in ("can't allocate memory", "size calculation overflowed")):
+            raise
+        refused = str(error).strip().splitlines()[-1]
+        raise ValueError(f"its weights do not fit into memory; holotrain plan shows their size ({refused})") from error
 
 
 class ExternalModel(nn.Module):
@@ -143,12 +159,13 @@ class Timm(ExternalModel):
         self.model = self._made(timm)
 
     def _made(self, timm: ModuleType) -> nn.Module:
-        try:
-            model = timm.create_model(self.name, img_size=self.image_size, **self.arguments)
-        except (TypeError, AssertionError, RuntimeError) as error:  # an assertion is how timm refuses a size
-            if not isinstance(error, TypeError) or "img_size" not in str(error):
-                raise ValueError(f"timm: {first_line(error)}") from error
-            return timm.create_model(self.name, **self.arguments)  # convolutions take images of any size
+        with blaming("timm"), allocated():
+            try:
+                model = timm.create_model(self.name, img_size=self.image_size, **self.arguments)
+            except TypeError as error:
+                if "img_size" not in str(error):
+                    raise
+                return timm.create_model(self.name, **self.arguments)  # convolutions take images of any size
         self.arguments["img_size"] = self.image_size
         return model
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from holotrain.files import write_json
 from holotrain.models.checkpoint_files import CONFIG, read_weights
-from holotrain.models.external import ExternalModel, external_weights
+from holotrain.models.external import ExternalModel, allocated, external_weights
 from holotrain.models.huggingface_files import (
     TRANSFORMERS,
     folder_of,
@@ -25,7 +25,7 @@ from holotrain.models.layers.patches import resized_positions
 from holotrain.models.pretrained import require_floats, take_over
 from holotrain.reversible.chunks import ChunkedForward
 from holotrain.reversible.tiled_loss import loss_in_tiles
-from holotrain.targets import first_line, needed
+from holotrain.targets import blaming, needed
 
 HEADS = {
     "causal_lm": "AutoModelForCausalLM",
@@ -101,15 +101,14 @@ class HuggingFace(ExternalModel):
         auto = getattr(transformers, HEADS[head])
         if transformers.CONFIG_MAPPING[kind] not in auto._model_mapping:
             raise ValueError(f"transformers has no {HEADS[head]} of type {kind}; choose another task or model")
-        try:
-            with quiet_and_offline(transformers):
-                network = transformers.AutoConfig.for_model(kind, **plain)
-        except Exception as error:  # of many kinds
-            raise ValueError(f"config: {first_line(error)}") from error
+        with blaming("config"), quiet_and_offline(transformers):
+            network = transformers.AutoConfig.for_model(kind, **plain)
         self.vocab_size = getattr(network, "vocab_size", None)
+        if isinstance(self.vocab_size, int) and self.vocab_size < 1:
+            raise ValueError(f"config: vocab_size must be at least 1, not {self.vocab_size}")
         _fit_to_data(network, head, classes, vocab, {"image_size": image_size, "num_channels": channels}, pad_id)
         self.context, self.longest = _context(network, context), _context(network, None)
-        with quiet_and_offline(transformers):
+        with blaming(f"the network of {name} cannot be built"), allocated(), quiet_and_offline(transformers):
             # The Trainer's precision decides, not that of the weights.
             model = auto.from_config(network, trust_remote_code=False, dtype=torch.float32)
         self._architecture: Any = type(model)
@@ -193,18 +192,15 @@ class HuggingFace(ExternalModel):
         prefix = f"{self.model.base_model_prefix}."
         named, own = ({name.removeprefix(prefix): x for name, x in each.items()} for each in (weights, self.model.state_dict()))
         require_floats(named, own, source)  # transformers would convert other numbers
-        with quiet_and_offline(needed(*TRANSFORMERS)):
-            try:
-                model, report = self._architecture.from_pretrained(
-                    None,
-                    config=config,
-                    state_dict=weights,
-                    dtype=torch.float32,
-                    ignore_mismatched_sizes=True,
-                    output_loading_info=True,
-                )
-            except (OSError, RuntimeError, ValueError) as error:
-                raise ValueError(f"{source}: {first_line(error)}") from error
+        with blaming(source), quiet_and_offline(needed(*TRANSFORMERS)):
+            model, report = self._architecture.from_pretrained(
+                None,
+                config=config,
+                state_dict=weights,
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
             if (rows := getattr(self.model.config, "vocab_size", None)) != getattr(config, "vocab_size", None):
                 model.resize_token_embeddings(rows, mean_resizing=False)
         return model, report

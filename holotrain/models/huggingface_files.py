@@ -14,7 +14,7 @@ from typing import Any
 from holotrain.files import read_json, read_text
 from holotrain.models.checkpoint_files import CONFIG, IN_A_FOLDER
 from holotrain.models.external import LOADING_ARGUMENTS
-from holotrain.targets import first_line, needed, targets
+from holotrain.targets import blaming, first_line, needed, targets
 
 TRANSFORMERS = ("transformers", "this model needs transformers", "huggingface")
 
@@ -208,9 +208,6 @@ def tokenizer_of(name: str, download: bool = False) -> str | None:
     if not any((folder / name).is_file() for name in ("vocab.txt", "vocab.json", "tokenizer.model", "tokenizer_config.json")):
         return None
     _require_own_tokenizer(folder)
-    try:
-        with quiet_and_offline(transformers):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    with blaming(f"{folder} has a tokenizer that cannot be read"), quiet_and_offline(transformers):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         return tokenizer.backend_tokenizer.to_str()
-    except Exception as error:  # tokenizers raise many kinds
-        raise ValueError(f"{folder} has a tokenizer that cannot be read ({first_line(error)})") from error

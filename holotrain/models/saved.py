@@ -8,8 +8,8 @@ model of text. A model of another library is in that library's files, and ``holo
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 from holotrain.files import read_json, replacing, write_json
 from holotrain.models.adapters import has_peft
 from holotrain.models.checkpoint_files import CONFIG, WEIGHTS, read_weights, require_same, save_tensors
-from holotrain.models.external import ExternalModel
+from holotrain.models.external import ExternalModel, allocated
 from holotrain.models.quantised import bits_of, quantise
-from holotrain.targets import TARGET, first_line, instantiate, is_defined_in, missing_package, targets
+from holotrain.targets import TARGET, blaming, instantiate, is_defined_in, missing_package, targets
 
 FORMAT = 3
 PARTS = {"target": str, "arguments": dict, "quantised": int | None}
@@ -34,21 +34,6 @@ TOKENIZER = "tokenizer.json"
 
 GONE = ("reversible", "blocks", "norm")
 """Arguments of models in files of older versions. Where they mattered, the weights have other names."""
-
-
-@contextmanager
-def allocated() -> Generator[None]:
-    """
-    Raises:
-        ValueError: an allocation within it failed on the CPU.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not any(words in str(error) for words in ("can't allocate memory", "size calculation overflowed")):
-            raise
-        refused = str(error).strip().splitlines()[-1]
-        raise ValueError(f"its weights do not fit into memory; holotrain plan shows their size ({refused})") from error
 
 
 def build(
@@ -191,10 +176,8 @@ def load(folder: str | Path, trust: Collection[str] = (), vouched: Collection[tu
     folder = Path(folder)
     config, path = read_config(folder), config_path(folder)
     weights = read_weights(folder if path.name == BESIDE else folder / WEIGHTS)
-    try:
+    with blaming(f"{path} describes no model that can be built"):
         model = build(config["target"], config["arguments"], trust, vouched, weights)
-    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-        raise ValueError(f"{path} describes no model that can be built: {first_line(error)}") from error
     try:
         if path.name == BESIDE:
             _require_external(model).load_saved(weights)

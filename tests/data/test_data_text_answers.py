@@ -302,7 +302,7 @@ def test_a_row_without_an_answer_is_refused_by_file_and_row_or_left_out(tmp_path
 def test_what_a_template_refuses_is_named(tmp_path, folder):
     path = with_template(folder, INSTRUCT)
     files = written(tmp_path, [{"messages": CHAT}, {"messages": [{"role": "system", "content": "short"}, *CHAT]}])
-    with pytest.raises(UserError, match=r"row 2 of \S*chat\.jsonl cannot be written with the .* chat template \(no such"):
+    with pytest.raises(UserError, match=r"row 2 of \S*chat\.jsonl cannot be written with the .* chat template: no such"):
         module(tmp_path, files, messages="messages", tokenizer=path)
     for template, said_so in ((CHATML, "does not write the tool_calls of message 2"), (ENDLESS, "2 is not found in one piece")):
         path, files = with_template(folder, template), written(tmp_path, [{"messages": TOOLS}], "tools.jsonl")

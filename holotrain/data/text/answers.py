@@ -17,7 +17,7 @@ from holotrain.data.text.tokenise import Batch, Corpus, DocumentRules, Row, held
 from holotrain.data.tokenizers import Tokenizer
 from holotrain.errors import UserError
 from holotrain.numeric import counted
-from holotrain.targets import first_line
+from holotrain.targets import blaming
 
 AUTO = "auto"
 
@@ -111,12 +111,12 @@ class AnswerRules(DocumentRules):
             if (self.part or held_out_document(written, *self.fractions)) != part:
                 continue
             try:
-                found.append(of_template(chat, writer) if chat and writer else of_pieces(pieces, tokenizer))
-            except Exception as error:  # a template raises many kinds
-                reason = f"row {number} of {self.source} cannot be written with the tokenizer's chat template"
+                with blaming(f"row {number} of {self.source} cannot be written with the tokenizer's chat template"):
+                    found.append(of_template(chat, writer) if chat and writer else of_pieces(pieces, tokenizer))
+            except ValueError as error:
                 if not self.skip:
-                    raise UserError(f"data: {reason} ({first_line(error)})") from error
-                warnings.warn(f"data: left out: {reason} ({first_line(error)})", stacklevel=2)
+                    raise UserError(f"data: {error}") from error
+                warnings.warn(f"data: left out: {error}", stacklevel=2)
                 continue
             empty.append(chat.empty if chat else 0)
             unused.append(", ".join(map(repr, unused_in(chat, writer))) if chat else "")

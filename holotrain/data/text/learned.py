@@ -14,14 +14,17 @@ import numpy as np
 
 from holotrain.data.text.chat_forms import ASSISTANT, NOT_WRITTEN, THOUGHTS, Chat, Message, with_texts_as_arguments
 from holotrain.data.tokenizers import Tokenizer, plain_json
-from holotrain.errors import UserError
-from holotrain.targets import first_line, needed
+from holotrain.errors import as_user_error
+from holotrain.targets import blaming, needed
 
 MARKED = re.compile(r"\{%-?\s*generation\b")
 """What a template has that says itself where answers are."""
 
 MARK = "\ue000\uf8ff"
 """Characters that no text has."""
+
+LONGEST = 2**20
+"""Characters that a template may write, beside 16 for each of the messages and tools."""
 
 Piece = tuple[str, bool, bool]
 """A text, whether it is learned, and whether the end token follows, which is learned with it."""
@@ -79,19 +82,19 @@ def chat_to_answer(messages: Sequence[Message], tokenizer: Tokenizer, writer: An
     answered = Chat([*messages, {"role": ASSISTANT, "content": "Hello"}], [len(messages)])
     if writer is None:
         return of_pieces(plainly(answered)[:-1], tokenizer)[0], tokenizer.end_id
-    try:
+    with as_user_error("generate"), blaming("the chat template of the tokenizer cannot write the messages"):
         text = written_by(writer, answered)[1](messages, add_generation_prompt=True)
         ids, learned = of_template(answered, writer)
-    except Exception as error:  # a template raises many kinds
-        raise UserError(f"the chat template of the tokenizer cannot write the messages ({first_line(error)})") from error
+        start = np.array(writer(text, add_special_tokens=False)["input_ids"])
     added = writer.added_tokens_decoder
     special = [each for each in ids[learned].tolist() if each in added and added[each].special]
-    return np.array(writer(text, add_special_tokens=False)["input_ids"]), special[-1] if special else tokenizer.end_id
+    return start, special[-1] if special else tokenizer.end_id
 
 
 def chat_writer(tokenizer: Tokenizer) -> Any:
     """The tokenizer of transformers with the same chat template; None: there is no template."""
-    return None if tokenizer.chat is None else _of_transformers(tokenizer.to_json())
+    with as_user_error("data.tokenizer"), blaming("its chat template cannot be read"):
+        return None if tokenizer.chat is None else _of_transformers(tokenizer.to_json())
 
 
 @lru_cache(maxsize=4)
@@ -162,7 +165,10 @@ def _write(tokenizer: Any, tools: list[Any] | None, way: Way, messages: Sequence
         messages = with_texts_as_arguments(messages)
     if way.content_in_parts:
         messages = [each | {"content": [{"type": "text", "text": each["content"]}]} for each in messages]
-    return tokenizer.apply_chat_template(list(messages), tools=tools, **{"tokenize": False, **options})
+    written = tokenizer.apply_chat_template(list(messages), tools=tools, **{"tokenize": False, **options})
+    if isinstance(written, str) and len(written) > LONGEST + 16 * len(str([messages, tools])):  # before it is tokenised
+        raise ValueError(f"it makes {len(written)} characters of them")
+    return written
 
 
 def _require_written(whole: str, chat: Chat, write: Callable[..., str]) -> None:
