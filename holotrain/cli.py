@@ -41,7 +41,7 @@ from holotrain.config.command_line import (
     register,
 )
 from holotrain.config.signatures import explaining, to_plain
-from holotrain.errors import UserError, files_named
+from holotrain.errors import UserError, files_named, printable, readable
 from holotrain.folders import LAST_CHECKPOINT, as_word, relative_to_cwd
 from holotrain.parallel.rank import ProcessRank, rank_from_environment
 from holotrain.targets import find_here, first_line, named_packages
@@ -198,7 +198,7 @@ class Launch:
             if (explained or isinstance(error, OSError)) and not read_jobs(folder, began):
                 raise
             cause = cast("Exception", error.__context__) if explained else error
-            print(f"holotrain: the sweep ended: {first_line(cause)}", file=sys.stderr)
+            print(f"holotrain: the sweep ended: {printable(first_line(cause))}", file=sys.stderr)
             self.statuses.append(2 if explained else 1)
         finally:
             jobs = read_jobs(folder, began)
@@ -300,5 +300,5 @@ class Launch:
         with explaining():
             config = composed(arguments.primary, arguments.overrides, arguments.config_dir)
             config = command_line.completed(arguments, config, arguments.overrides)
-            print(OmegaConf.to_yaml(config, resolve="--resolve" in arguments.flags), end="")
+            print(readable(OmegaConf.to_yaml(config, resolve="--resolve" in arguments.flags)), end="")
         return 0

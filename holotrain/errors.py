@@ -12,6 +12,15 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Of a terminal and of the direction of text, without tabs and line feeds."""
+
+
+def readable(text: str) -> str:
+    """A text of several lines, or names that are to stay as they are, with only what controls a terminal escaped."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 class UserError(Exception):
     """A mistake of the user.
 

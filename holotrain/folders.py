@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from holotrain.errors import UserError
+from holotrain.errors import UserError, readable
 from holotrain.files import read_json, replacing
 from holotrain.numeric import counted
 
@@ -114,21 +114,30 @@ def as_word(folder: Path | str) -> str:
 
 
 def write_table(path: Path, columns: Sequence[object], rows: Iterable[Sequence[object]]) -> None:
-    """Writes a CSV file. Text that a spreadsheet would take for a formula is written after an apostrophe, as one would type it.
-    Raises a UserError if the file cannot be written."""
+    """Writes a CSV file. Text that a spreadsheet would take for a formula is written after an apostrophe, as one would type it,
+    and what controls a terminal is escaped. Raises a UserError if the file cannot be written."""
     text = io.StringIO()
     csv.writer(text).writerows([_not_run(cell) for cell in row] for row in (columns, *rows))
     write_whole(path, text.getvalue())
 
 
 def _not_run(cell: object) -> object:
-    if not isinstance(cell, str) or not cell.startswith(("=", "+", "-", "@", "\t", "\r", "\n")):
+    if not isinstance(cell, str):
+        return cell
+    cell = readable(cell)
+    if not cell.startswith(("=", "+", "-", "@", "\t", "\n")):
         return cell
     try:
         float(cell)
     except ValueError:
         return f"'{cell}"
     return cell
+
+
+def require_no_device(option: str, path: Path) -> None:
+    """Raises a UserError, before anything is written, if what is to be written is there, and is no regular file."""
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):  # /dev/stdout is a link
+        raise UserError(f"{option}: {path} is no regular file, and is not replaced")
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from holotrain.error_diffusion import ErrorDiffusionNetwork
 from holotrain.error_diffusion.cells import alignment, dead_cells, sign_violations
 from holotrain.error_diffusion.rules import BACKPROPAGATION
+from holotrain.errors import readable
 from holotrain.numeric import require_at_least
 from holotrain.optimizers import InBackward
 from holotrain.reversible.graphs import StepGraphs
@@ -67,6 +68,7 @@ def log_figure(loggers: Iterable[Logger], tag: str, figure: Figure, step: int) -
 
 def log_text(loggers: Iterable[Logger], tag: str, text: str, step: int) -> None:
     """The same, with ``log_text``. TensorBoard reads Markdown, which leaves indented lines as they are."""
+    text = readable(text)
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.experiment.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), step)

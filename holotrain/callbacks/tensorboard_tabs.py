@@ -8,6 +8,8 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # ty: ignore[missing-module-member]
 from torch.utils.tensorboard.summary import hparams
 
+from holotrain.errors import readable
+
 PHASES = ("forward_backward", "optimizer", "validation")
 
 CHARTS = {
@@ -126,7 +128,7 @@ def _columns(options: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if name.split(".")[0] not in NOT_COMPARED:
             columns[name] = value if type(value) in (int, float) else str(value)
-    return columns
+    return {name: readable(value) if isinstance(value, str) else value for name, value in columns.items()}
 
 
 def _show_first(experiment: Any, names: set[str]) -> None:

@@ -11,8 +11,10 @@ from holotrain.config.command_options import ExportConfig
 from holotrain.data.tokenizers import CHAT, SETTINGS, TEMPLATE, plain_json, tokenizer_from_json
 from holotrain.errors import UserError, as_user_error
 from holotrain.files import write_json
+from holotrain.folders import refuse_links, require_no_device
 from holotrain.models import saved
 from holotrain.models.external import ExternalModel
+from holotrain.models.huggingface import SAVED
 from holotrain.models.quantised import storage_bytes
 
 
@@ -21,7 +23,11 @@ def run(config: ExportConfig, run: Run) -> int:
 
     A model of another library is written as that library reads it, with holotrain.json beside it.
     """
-    path = config.checkpoint
+    path, folder = config.checkpoint, Path(config.to) if config.to else run.folder / "export"
+    if folder.is_dir():  # a library writes through links
+        refuse_links(folder, [each.name for each in folder.iterdir() if each.name.startswith((*SAVED, saved.BESIDE))])
+    else:
+        require_no_device("to", folder)
     model, described = described_model(path)
     model.eval()
     if config.quantised and isinstance(model, ExternalModel):
@@ -30,7 +36,6 @@ def run(config: ExportConfig, run: Run) -> int:
             f"quantised: a {kind} is written for its own library, which quantises in its own way; use quantised=null"
         )
     as_exported(model, config.quantised)
-    folder = Path(config.to) if config.to else run.folder / "export"
     described = dict(described)
     target, arguments, tokenizer = (described.pop(key, None) for key in ("target", "arguments", "tokenizer"))
     chat = None

@@ -17,7 +17,7 @@ from holotrain.config.command_options import GenerateConfig
 from holotrain.data.text.chat_forms import Message, messages_in
 from holotrain.data.text.learned import chat_to_answer, chat_writer
 from holotrain.data.tokenizers import Tokenizer, tokenizer_from_json
-from holotrain.errors import UserError, as_user_error
+from holotrain.errors import UserError, as_user_error, readable
 from holotrain.files import from_json, read_text
 from holotrain.folders import write_whole
 from holotrain.models import generate
@@ -53,7 +53,7 @@ def run(config: GenerateConfig, run: Run) -> int:
     if shown is not None:
         shown.add()
     else:
-        print("".join(f"{each.shown}{answer}\n\n" for each, answer in zip(asked, answers, strict=True)), end="")
+        print(readable("".join(f"{each.shown}{answer}\n\n" for each, answer in zip(asked, answers, strict=True))), end="")
     rows = [each.row | {"text": answer} for each, answer in zip(asked, answers, strict=True)]
     write_whole(run.folder / GENERATIONS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
@@ -74,14 +74,14 @@ class Shown:
         self.tokenizer = tokenizer
         self.ids: list[int] = []
         self.shown = ""
-        print(prompt, end="", flush=True)
+        print(readable(prompt), end="", flush=True)
 
     def add(self, *tokens: int) -> None:
         """Without tokens the text ends."""
         self.ids += tokens
         text = self.tokenizer.decode(self.ids)
         if not tokens or not text.endswith("\ufffd"):  # an incomplete character
-            print(text[len(self.shown) :], end="" if tokens else "\n", flush=True)
+            print(readable(text[len(self.shown) :]), end="" if tokens else "\n", flush=True)
             self.shown = text
 
 

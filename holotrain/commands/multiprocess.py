@@ -23,7 +23,7 @@ from holotrain.config.command_line import structured, to_container
 from holotrain.config.command_options import FitConfig, RunConfig
 from holotrain.config.option_groups import ObjectConfig
 from holotrain.data.sampler import set_data_shard
-from holotrain.errors import UserError, files_named
+from holotrain.errors import UserError, files_named, printable
 from holotrain.numeric import counted
 from holotrain.parallel.processes import GRACE, Processes, destroy_group, group_options, run_processes
 from holotrain.parallel.rank import ProcessRank
@@ -122,7 +122,7 @@ def follow(process: ProcessRank) -> int:
     destroy_group()  # so that the others, whose collectives fail then, do not wait
     if message:
         time.sleep(4 * GRACE if status == 2 else GRACE)  # a mistake is said by the main process, after which this one is ended
-        print(message, file=sys.stderr)
+        print(printable(message), file=sys.stderr)
     return status
 
 

@@ -19,7 +19,7 @@ from holotrain.commands.screen import console, plain
 from holotrain.config.command_options import PlanConfig
 from holotrain.config.signatures import read_fields
 from holotrain.errors import UserError
-from holotrain.folders import write_whole
+from holotrain.folders import require_no_device, write_whole
 from holotrain.numeric import in_words, unit_of
 from holotrain.planning.fake_tensors import Unplannable
 from holotrain.planning.memory_plan import Plan, make_plan
@@ -34,6 +34,8 @@ SHOWN = ("parameters", "gradients", "optimizer", "activations", "head", "tempora
 def run(config: PlanConfig, run: Run) -> int:
     """Writes plan.json. Returns 0, even if the run does not fit."""
     quiet = config.json == "-"
+    if config.json and not quiet:
+        require_no_device("json", Path(config.json))
     with redirect_stdout(sys.stderr if quiet else sys.stdout):
         if not quiet:
             console.print("planning ...")

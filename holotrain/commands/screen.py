@@ -10,11 +10,13 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import nn
 
 from holotrain.callbacks.shown import FIGURES
@@ -26,13 +28,21 @@ from holotrain.config.option_groups import ObjectConfig, loads_weights
 from holotrain.data.images import ImageDataModule
 from holotrain.data.loader import left_out
 from holotrain.data.text.module import TextDataModule
-from holotrain.errors import printable
+from holotrain.errors import printable, readable
 from holotrain.models.quantised import parameter_count, quantised_counts
 from holotrain.numeric import counted, in_words
 from holotrain.reversible.graphs import StepGraphs
 from holotrain.schedules import AUTO, COMPILED, kind_of
 
-plain = partial(Console, highlight=False, markup=False, emoji=False, force_jupyter=False)
+
+class _Readable(Console):
+    """A console that lets no text control the terminal: not one that is printed, nor one in a table."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(readable(text), **options)
+
+
+plain = partial(_Readable, highlight=False, markup=False, emoji=False, force_jupyter=False)
 """A console that prints names of files and of options as they are, also those with ``[red]`` or ``:star:`` in them; to the
 standard output also in a notebook."""
 
@@ -104,9 +114,12 @@ def show(title: str, rows: Mapping[str, object], stderr: bool = False) -> None:
 
 
 def short(name: str, value: object) -> str:
-    """A value for the eye: four digits of a number, bytes with their unit; of a text nothing that controls a terminal."""
+    """A value for the eye: four digits of a number, bytes with their unit; of a text nothing that controls a terminal. A list
+    in lines."""
     if name.endswith("_bytes") and isinstance(value, int):
         return in_words(value)
+    if isinstance(value, list):
+        return "\n".join(map(printable, value))
     return f"{value:{FIGURES}}" if isinstance(value, float) else printable(str(value))
 
 
@@ -262,7 +275,7 @@ def show_end(
     if summary.step_peak_bytes is None:
         rows["peak_memory_bytes"] = summary.peak_memory_bytes
     rows["graphs"] = graphs and str(graphs)
-    rows["most expensive"] = "\n".join(expensive) or None
+    rows["most expensive"] = [*expensive] or None
     show(summary.status, rows | files | {"written to": folder / SUMMARY})
 
 

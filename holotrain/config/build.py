@@ -37,7 +37,7 @@ from holotrain.config.option_groups import BackwardConfig, ObjectConfig, default
 from holotrain.config.signatures import REQUIRED, Option, signature
 from holotrain.data.text.module import TextDataModule
 from holotrain.data.tokenizers import tokenizer_from_json
-from holotrain.errors import UserError, as_user_error, check_choice
+from holotrain.errors import UserError, as_user_error, check_choice, readable
 from holotrain.folders import LAST_CHECKPOINT
 from holotrain.models.adapters import PEFT, add_peft, freeze, train_head_alone
 from holotrain.models.block_schedules import compile_blocks, schedule_blocks, set_backward, set_tile
@@ -242,7 +242,7 @@ def prepare_weights(model: nn.Module, config: ObjectConfig, read: bool) -> None:
         with as_user_error("model.pretrained"):
             report = load_pretrained(model, read_weights(config.pretrained)) if read and config.pretrained else None
     if report:
-        print(report, file=sys.stderr)
+        print(readable(str(report)), file=sys.stderr)
     with as_user_error("model", schema_of("model").own), allocated():
         train_part(model, config.trained, config.adapters, config.quantised, config.freeze)
 

@@ -180,6 +180,7 @@ NETWORKS = {
     "an architecture of the Hub": {"model_type": "timm_wrapper", "architecture": "hf_hub:nobody/nothing"},
     "a backbone": {"model_type": "dpt", "backbone": "nobody/nothing", "use_pretrained_backbone": True},
     "kernels": VIT | {"attn_implementation": "kernels-community/nothing"},
+    "no heads": VIT | {"num_attention_heads": 0},
 }  # fmt: skip
 """What a config.json may hold."""
 
@@ -190,10 +191,12 @@ def write_network(folder: Path, network: dict) -> None:
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
-def test_no_configuration_of_a_network_leads_elsewhere(holotrain, kind):
+def test_no_configuration_of_a_network_leads_elsewhere_or_to_a_traceback(holotrain, kind):
     write_network(Path("network"), NETWORKS[kind])
     err = holotrain.refused("fit", *NETWORK, *QUICK)
-    assert re.search("elsewhere, which is not opened|is not one of eager|has no AutoModelForImageClassification", err), err
+    assert re.search(
+        "elsewhere, which is not opened|is not one of eager|has no AutoModelForImageClassification|cannot be built", err
+    ), err
 
 
 def write_weights(folder: Path) -> None:

@@ -2,10 +2,15 @@
 
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.loggers import TensorBoardLogger
 from small_run import SMALL
+
+from holotrain.callbacks.monitors import log_text
+from holotrain.commands import screen
 
 pytestmark = pytest.mark.usefixtures("contacts_nobody")
 
@@ -65,6 +70,22 @@ def test_names_that_control_a_terminal_are_escaped_on_the_screen(holotrain, imag
     assert status == 0 and "\\x1b[2J" in out and "\x1b[2J" not in out + err
 
 
+def test_texts_that_control_a_terminal_are_escaped_wherever_they_are_read(tmp_path, capsys):
+    """On the console, in tables, warnings and texts of TensorBoard; tabs and lines stay."""
+    text, escaped = "a\tb\nc\x1b[2J\u202e", "c\\x1b[2J\\u202e"
+    screen.plain(width=80).print(text)
+    screen.show(text, {text: "", "choice": text, "lines": [text, text]})
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "\u202e" not in out and out.count(escaped) == 6 and "b\nc" in out
+    with screen.quietly():
+        assert warnings.formatwarning(text, UserWarning, "", 0) == f"warning: a\\tb\\n{escaped}\n"
+    logger = TensorBoardLogger(tmp_path)
+    log_text([logger], "text", text, step=0)
+    logger.experiment.flush()
+    (event,) = Path(logger.log_dir).glob("events*")
+    assert escaped.encode() in event.read_bytes() and b"\x1b[2J" not in event.read_bytes()
+
+
 def test_links_in_the_place_of_files_that_are_replaced_are_replaced(crafted):
     typed = crafted("config.yaml", "outside/file")
     before = outside()
@@ -83,3 +104,22 @@ def test_what_a_killed_process_has_left_beside_a_checkpoint_goes(holotrain, tmp_
         temporary.write_text("whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ckpt", "outside"]
     assert Path("a.ckpt").read_text() == "whole" and Path("outside").read_text() == "precious"
+
+
+@pytest.mark.parametrize("place", ["pipe", "stdout"])
+@pytest.mark.parametrize(
+    "words", [["plan", *SMALL, "json="], ["export", "ckpt_path=image.ckpt", "to="]], ids=lambda words: words[0]
+)
+def test_no_pipe_and_no_device_is_written_or_replaced(holotrain, image_run, words, place):
+    shutil.copy(image_run / "checkpoints/last.ckpt", "image.ckpt")
+    os.mkfifo("pipe")
+    Path("stdout").symlink_to("/proc/self/fd/1")  # as /dev/stdout
+    assert f"{words[-1][:-1]}: {place} is no regular file" in holotrain.refused(*words[:-1], words[-1] + place)
+    assert Path("pipe").is_fifo() and Path("stdout").is_symlink() and not [*Path("runs").rglob("*.json")]
+
+
+def test_an_export_is_not_written_through_links(holotrain, image_run):
+    Path("out").mkdir()
+    Path("out/config.json").symlink_to(Path("precious").absolute())
+    assert "out/config.json is a link" in holotrain.refused("export", f"ckpt_path={image_run}", "to=out")
+    assert not Path("precious").exists()

@@ -84,6 +84,7 @@ CHANGES = {
     "a resolver as a class": (option("model", "_target_", RESOLVER), "model._target_: there is no package"),
     # The description of the model.
     "another model than was trained": (described("target", "holotrain.models.ViT"), "holotrain.models.ViT', and its config"),
+    "more tags than anybody reads": (option("tags", ["a"] * 100_000), "it has more than 50000 options"),
     # The rest of the file.
     "a pickle": (put("extra", lambda _: Payload()), "is not a readable checkpoint"),
 }

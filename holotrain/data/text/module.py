@@ -27,7 +27,7 @@ from holotrain.data.text.batches import (
 )
 from holotrain.data.text.tokenise import PARTS, Batch, Corpus, DocumentRules, OnCPU, Rows, as_it_is
 from holotrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer, tokenizer_from_json, tokenizer_named
-from holotrain.errors import UserError
+from holotrain.errors import UserError, readable
 from holotrain.numeric import counted, require_at_least, require_one_of, require_within
 
 MOST_HELD_OUT = 0.5
@@ -260,7 +260,7 @@ class TextDataModule(LoadingModule):
             if corpus.answers is not None:
                 learned = corpus.answers[first:last].astype(bool)
             cuts = [0, *(np.flatnonzero(np.diff(learned)) + 1).tolist(), len(ids)]
-            texts = [(self.tokenizer.spelled(ids[start:end]), learned[start]) for start, end in pairwise(cuts)]
+            texts = [(readable(self.tokenizer.spelled(ids[start:end])), learned[start]) for start, end in pairwise(cuts)]
             rows.append("".join(f"{before}{text}{after}" if is_learned else text for text, is_learned in texts))
         return rows
 
