@@ -214,8 +214,8 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError  # here, so that models need torch alone
     from safetensors.torch import load_file
 
-    _require_header(path)
     try:
+        _require_header(path)
         return load_file(path)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a readable safetensors file; it is damaged, truncated or of another kind") from error
