@@ -28,6 +28,14 @@ def pytest_configure(config):
     config.option.randomly_reset_seed = False  # pytest-randomly shuffles the tests; `seeded` seeds them
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of a long case of a slow test ``long`` counts."""
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.own_markers = [marker for marker in item.own_markers if marker.name != "slow"]
+
+
 def pytest_unconfigure():
     gc.unfreeze()  # else libraries report leaks when Python ends
 

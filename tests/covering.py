@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import combinations, product
+from itertools import combinations, cycle, product
 
 import pytest
 
@@ -44,6 +44,9 @@ def _new_pairs(place: tuple[int, int], case: dict[int, int], missing: dict) -> i
 
 
 def chosen(matrix: Sequence[tuple], default: Callable[[int, tuple], bool]) -> list:
-    """The cases for which ``default(number, case)`` holds; of the others every second is marked slow, and the rest long."""
-    marks = [pytest.param if default(number, case) else (slow, long)[number % 2] for number, case in enumerate(matrix)]
-    return [mark(*case) for mark, case in zip(marks, matrix, strict=True)]
+    """The cases for which ``default(number, case)`` holds; of the others every third is marked slow, and the rest long."""
+    marked, others = [], cycle((slow, long, long))
+    for number, case in enumerate(matrix):
+        mark = pytest.param if default(number, case) else next(others)
+        marked.append(mark(*case))
+    return marked

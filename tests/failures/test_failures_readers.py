@@ -134,7 +134,7 @@ def test_a_reader_returns_or_names_the_file(name, tmp_path):
             return dumps(value)
         return b""
 
-    @settings(max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
+    @settings(max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
     @given(st.one_of(changed_bytes(honest), changed_values(loads(honest)).map(written)))
     def check(content):
         path.write_bytes(content)

@@ -156,6 +156,7 @@ def assert_close(found: list[float], expected: list[float], way: str) -> None:
 
 
 PARTS = ["whole", "lora", "4-bit"]
+FEW = [("lora", "tile"), ("4-bit", "chunks")]
 OFTEN = pairwise(KINDS, PARTS, list(WAYS))
 MATRIX = [(slow if case in OFTEN else long)(*case) for case in product(KINDS, PARTS, WAYS)]
 
@@ -275,8 +276,9 @@ def test_a_loss_of_trl_stays_its_own_and_that_is_said(folder, way, before):
     assert logged(trainer) == pytest.approx(plain_figures("SFT", "whole", folder)[:3], rel=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("part", "way"), product(PARTS, ["tile", "chunks"]))
+@pytest.mark.parametrize(
+    ("part", "way"), [(slow if (part, way) in FEW else long)(part, way) for part, way in product(PARTS, ["tile", "chunks"])]
+)
 def test_a_trainer_of_trl_with_the_loss_of_the_model(folder, part, way):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*not taken in")

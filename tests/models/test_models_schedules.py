@@ -60,7 +60,7 @@ def test_equal_blocks_in_a_list_are_checkpointed_and_switched_back():
 CASES = [(name, {}) for name in TRANSFORMERS if name.startswith("Rev") and name != "RevSwin"]
 CASES += [("GPT", {}), ("RoBERTa", {}), ("RevSwin", {"backward": "pareprop"})]
 QUICK = [("RevViT", {}), ("RoBERTa", {})]
-MODELS = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
+MODELS = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.long) for case in CASES]
 
 
 @pytest.mark.parametrize(("name", "options"), MODELS, ids=str)

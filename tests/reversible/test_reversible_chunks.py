@@ -7,7 +7,7 @@ from weakref import ref
 import pytest
 import torch
 import transformers as hf
-from covering import slow
+from covering import long, slow
 from happens_before import Race
 from paper_gpu import Machine, Stream, paper_gpu
 from peft import LoraConfig, get_peft_model
@@ -381,7 +381,7 @@ def on_paper(name: str, tokens: int, machine: Machine) -> tuple[list[Tensor], in
     return [parameter.grad.cpu() for parameter in model.parameters()], peak - 2 * 8 * tokens
 
 
-@pytest.mark.parametrize("name", ["Llama", slow("Mistral")])
+@pytest.mark.parametrize("name", ["Llama", long("Mistral")])
 def test_the_memory_of_a_gpu_on_paper_does_not_grow(name, monkeypatch):
     """Keys come ahead of their turn, on a stream of their own, and the host waits for nothing."""
     model = made(name, torch.float32)

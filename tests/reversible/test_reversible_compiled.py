@@ -18,7 +18,7 @@ from holotrain.reversible.in_place import RecomputedForward
 from holotrain.schedules import kind_of
 
 
-@pytest.fixture(params=["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.slow)], autouse=True)
+@pytest.fixture(params=["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.long)], autouse=True)
 def calls(request, monkeypatch):
     """The compiled calls of each class. The first backend divides forward and backward as inductor does, without C++."""
     if request.param == "inductor" and not any(map(shutil.which, ("g++", "clang++"))):
@@ -161,6 +161,7 @@ def test_modes_and_frozen_weights_may_change():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("calls", ["inductor"], indirect=True)
 def test_bf16_is_near_what_it_is_without_the_compiler():
     net, x = without_dropout().float(), inputs(torch.float32)
     plain, found = gradients(net, x, autocast=True), gradients(recomputed(net, "compiled"), x, autocast=True)
@@ -234,7 +235,7 @@ def test_each_class_has_a_limit_of_its_own():
         checkpointed(type(f"Kind{number}", (nn.Tanh,), {})(), x, backward="compiled")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_many_compilations_are_said_once_and_end(calls):
     nets = [Model(Differing, 10).double().eval() for _ in range(2)]
     for net in nets:

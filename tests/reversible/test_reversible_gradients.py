@@ -66,9 +66,7 @@ def random_case(seed):
     return engine, any_branch, case["network"], case["keywords"], case["use"], case["dropout"], depth
 
 
-@pytest.mark.parametrize(
-    "first", [0, slow(20), *(slow(first) if first < 200 else long(first) for first in range(100, 2000, 100))]
-)
+@pytest.mark.parametrize("first", [0, slow(20), *map(long, range(100, 2000, 100))])
 def test_random_cases(first):
     for seed in range(first, first + (20 if first < 100 else 100)):
         assert_as_plain(*random_case(seed), seed=seed)

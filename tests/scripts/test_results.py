@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from covering import long, slow
 from torch.utils._pytree import tree_leaves
 
 RESULTS = Path(__file__).parents[2] / "scripts/results"
@@ -32,13 +33,12 @@ def test_a_script_starts(script, monkeypatch, capsys):
         runpy.run_path(str(script), run_name="not_main")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "given"),
     [
-        ("checkpoint in tiles", "tile=512"),
-        ("checkpoint8 in tiles", 'backward="checkpoint8", tile=512'),
-        ("checkpoint8 in tiles and heads", 'backward="checkpoint8", tile=512, heads=1'),
+        slow("checkpoint in tiles", "tile=512"),
+        slow("checkpoint8 in tiles", 'backward="checkpoint8", tile=512'),
+        long("checkpoint8 in tiles and heads", 'backward="checkpoint8", tile=512, heads=1'),
     ],
 )
 def test_the_table_of_whole_steps_is_the_plan(method, given, monkeypatch):

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from compared import assert_equal
-from covering import slow
+from covering import long, slow
 from foreign_models import write_network
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -133,8 +133,17 @@ def test_a_training_is_the_same_to_the_bit(name):
     assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("name", ["accumulated", slow("two streams, clipped, averaged")])
-@pytest.mark.parametrize(("before", "after"), [(True, False), slow(False, True), slow(True, True)])
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("accumulated", True, False),
+        long("accumulated", False, True),
+        slow("accumulated", True, True),
+        long("two streams, clipped, averaged", True, False),
+        slow("two streams, clipped, averaged", False, True),
+        long("two streams, clipped, averaged", True, True),
+    ],
+)
 def test_a_resumed_training_is_the_same_with_graphs_before_or_after(name, before, after, tmp_path):
     expected, _ = trained(name, False)
     trained(name, before, tmp_path)
@@ -155,7 +164,7 @@ class Waits(pl.Callback):
         self.found += self.machine.waits
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", slow("sgd"), slow("muon"), slow("adafactor")])
+@pytest.mark.parametrize("optimizer", ["adamw", long("sgd"), slow("muon"), long("adafactor")])
 def test_no_step_waits(optimizer, on_paper):
     """With clipping, the optimizer, its schedule and the average."""
     waits = Waits(on_paper)
@@ -200,7 +209,7 @@ def dropped(name: str, machine, folder, **options) -> tuple[list[torch.Tensor], 
     return [each.cpu() for each in task.state_dict().values()], task
 
 
-@pytest.mark.parametrize("name", ["in int8", *map(slow, ("in blocks", "in chunks"))])
+@pytest.mark.parametrize("name", ["in int8", slow("in blocks"), long("in chunks")])
 def test_dropout_is_the_same_whenever_a_step_is_captured_and_after_a_resume(name, on_paper, tmp_path, monkeypatch):
     monkeypatch.setattr(gpt, "linear_cross_entropy", whole_loss)  # tiles ask torch itself for the device
     found, task = dropped(name, on_paper, tmp_path)
