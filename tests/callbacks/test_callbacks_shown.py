@@ -9,6 +9,7 @@ from small_trainings import Memo
 
 from holotrain.callbacks import ConfusionMatrix, OptimizationMonitor, Predictions, Samples
 from holotrain.data import TextFiles
+from holotrain.errors import readable
 from holotrain.models import GPT, generate
 from holotrain.models.generation import Sampling
 from holotrain.tasks import CausalLM
@@ -104,7 +105,7 @@ def test_texts_are_what_the_model_writes_after_the_prompts(text, tmp_path):
     generator = torch.Generator().manual_seed(0)
     rows = torch.stack([*generate(task.model.eval(), starts, 16, Sampling(), tokenizer.end_id, generator)], 1).tolist()
     texts = [tokenizer.decode([token for token in row if token != tokenizer.end_id]) for row in rows]
-    lines = "\n\n".join(f"{prompt} | {text}" for prompt, text in zip(prompts, texts, strict=True)).splitlines()
+    lines = readable("\n\n".join(f"{prompt} | {text}" for prompt, text in zip(prompts, texts, strict=True))).splitlines()
     assert logged[-1][1].splitlines() == [f"    {line}" for line in lines]
 
 

@@ -48,8 +48,8 @@ def test_nothing_that_is_missing_is_taken_from_the_working_directory(tmp_path):
     stranger.mkdir()
     for name in planted:
         (stranger / f"{name}.py").write_text(f"open({str(tmp_path / 'RAN')!r}, 'a').write({name!r})")
-    run("-m", "holotrain", *commands[0], folder=stranger)
-    run("-c", LOOKS, json.dumps(commands[1:]), folder=stranger)
+    for command in commands:
+        run("-m", "holotrain", *command, folder=stranger)
     assert not (tmp_path / "RAN").exists(), (tmp_path / "RAN").read_text()
 
 
