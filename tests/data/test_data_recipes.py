@@ -63,6 +63,32 @@ def test_recipes_have_the_published_values(published):
     assert "adamw" in optimizer.target and (tuple(optimizer.betas), optimizer.eps) == ((0.9, 0.999), 1e-8)
 
 
+LARGER = ["data.image_size=384", "optimizer.lr=5e-6", "optimizer.weight_decay=1e-8", "scheduler.final=1.0", "trainer.max_epochs=30"]
+"""What README_deit.md of DeiT gives for 384 pixels, 32 images on each of 16 GPUs; a minimum equal to the rate keeps it."""
+
+
+@pytest.mark.parametrize("first", ["imagenet_deit_small", "imagenet_rev_vit_small"])
+def test_larger_images_change_what_deit_changes(first):
+    second = ["data.batch_size=64", "trainer.accumulate_grad_batches=8", f"scheduler.warmup={5 / 30:.7f}"]
+    both, given = (["data.root=x", "trainer.accelerator=cpu"] for _ in range(2))
+    both, given = [*both, f"experiment=[{first},high_resolution]"], [*given, f"experiment={first}", *LARGER, *second]
+    assert holotrain.compose("fit", both) == holotrain.compose("fit", given)
+
+
+@pytest.mark.slow
+def test_a_training_goes_on_with_larger_and_larger_images(tmp_path):
+    write_folder(tmp_path / "photos", size=64)
+    small = ["model=rev_vit_tiny", "model.depth=2", "data=imagefolder", f"data.root={tmp_path / 'photos'}", "data.batch_size=2"]
+    small += ["trainer.accelerator=cpu", "trainer.max_epochs=1", "trainer.accumulate_grad_batches=1", "model.patch_size=8"]
+    run = holotrain.fit(overrides=[*small, "data.image_size=32", f"output_dir={tmp_path / '32'}"])
+    for pixels in (48, 64):
+        more = [f"data.image_size={pixels}", f"model.pretrained={run.folder}", f"output_dir={tmp_path / str(pixels)}"]
+        before, run = holotrain.load(run.folder), holotrain.fit(overrides=["experiment=high_resolution", *small, *more])
+        after = holotrain.load(run.folder)
+        assert after.embedding.position.shape[1] == (pixels // 8) ** 2
+        torch.testing.assert_close(after.head.weight, before.head.weight, rtol=0, atol=1e-3)  # kept, and trained at 5e-6
+
+
 @pytest.fixture
 def photo():
     noise = np.random.default_rng(0).integers(0, 255, (12, 16, 3), dtype=np.uint8)
