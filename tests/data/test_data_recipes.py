@@ -89,6 +89,14 @@ def test_a_training_goes_on_with_larger_and_larger_images(tmp_path):
         torch.testing.assert_close(after.head.weight, before.head.weight, rtol=0, atol=1e-3)  # kept, and trained at 5e-6
 
 
+def test_the_recipe_of_revswin_has_the_values_of_its_authors():
+    config = holotrain.compose("fit", ["experiment=cifar10_rev_swin", "trainer.accelerator=cpu"])
+    data, optimizer, model = config.data, config.optimizer, config.model.arguments
+    assert (data.batch_size, config.trainer.max_epochs, config.backward.kind) == (128, 100, "pareprop")
+    assert (optimizer.lr, optimizer.weight_decay, config.scheduler.warmup, config.scheduler.final) == (1e-3, 0, 0, 0)
+    assert [model[name] for name in ("dim", "depths", "heads", "patch_size", "window")] == [128, [3, 3], [8, 16], 4, 4]
+
+
 @pytest.fixture
 def photo():
     noise = np.random.default_rng(0).integers(0, 255, (12, 16, 3), dtype=np.uint8)
