@@ -406,7 +406,7 @@ def command_help(arguments: Arguments) -> str:
         for name, value in values.items():
             shown = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
             option = f"{where}.{name}=".lstrip(".") + ("..." if shown == MISSING else shown)
-            meaning = options[name].meaning.split(". ")[0].replace("``", "").rstrip(".") if name in options else ""
+            meaning = options[name].meaning.split(". ")[0].rstrip(".") if name in options else ""
             lines.append(f"  {option:<45} {meaning}".rstrip())
     return "\n".join(lines)
 

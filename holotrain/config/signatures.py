@@ -85,9 +85,14 @@ def signature(target: str) -> Signature:
     return Signature(options, tuple(lineage), others)
 
 
+def _on_the_command_line(text: str) -> str:
+    """What a docstring says of an argument, without markup, and with the command line's word for None."""
+    return re.sub(r"\bNone\b", "null", re.sub(r"(?::[a-z:]+:)?`+~?([^`]*)`+", r"\1", text))
+
+
 def _parameters(function: griffe.Function, *docstrings: griffe.Docstring | None) -> tuple[dict[str, Option], bool]:
     lines = {name: text for docstring in docstrings if docstring for name, text in descriptions(docstring.value).items()}
-    meanings = {name: " ".join(text.partition(":")[2].split()) for name, text in lines.items()}
+    meanings = {name: _on_the_command_line(" ".join(text.partition(":")[2].split())) for name, text in lines.items()}
     options, others = {}, False
     for parameter in function.parameters:
         if parameter.kind is griffe.ParameterKind.var_keyword:
