@@ -131,6 +131,11 @@ def runs_of(blocks: Sequence[str]) -> str:
 PARTS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
 """The parts of the data that a command reads while this screen is shown."""
 
+AUGMENTATION = ("randaugment", "randaugment_ops", "color_jitter", "random_erasing", "repeated_augmentation")
+AUGMENTATION += ("mixup_alpha", "cutmix_alpha")
+NEUTRAL = {"layer_decay": 1, "repeated_augmentation": 1}
+"""Values of options that change nothing; those of others are 0."""
+
 NAMED = 10
 """So many classes are named."""
 
@@ -168,10 +173,12 @@ def show_start(
     if config.compile or kind_of(backward.kind or "") in COMPILED:
         rows["compile"] = "each block, in the first steps, which take long"
     if fits:
+        rows["augment"] = ", ".join(_given(config.data, *AUGMENTATION)) or None
         rows["length"] = _length(config.trainer)
         rows["graphs"] = _graphs(config)
         rows["synthesis"] = config.synthesis and _named(run, "synthesis", config.synthesis, "dtype", "split")
-        rows["optimizer"] = config.optimizer and _named(run, "optimizer", config.optimizer, "lr")
+        rows["optimizer"] = config.optimizer and _named(run, "optimizer", config.optimizer, "lr", "layer_decay")
+        rows["average"] = config.average and "of the weights, which is validated, tested and saved"
         rows["schedule"] = config.scheduler and _named(run, "scheduler", config.scheduler, *config.scheduler.arguments)
     products = config.trainer.float32_matmul_precision
     rows["precision"] = config.trainer.precision + (
@@ -206,12 +213,16 @@ def _classes(data: TextDataModule) -> str | None:
 def _named(run: Run, group: str, config: ObjectConfig, *options: str) -> str:
     """The chosen option of a group, and those of its own options that are numbers other than 0, or words."""
     chosen = run.choices.get(group, config.name)
-    words = [f"auto ({config.name})" if chosen == AUTO else chosen]
+    return ", ".join([f"auto ({config.name})" if chosen == AUTO else chosen, *_given(config, *options)])
+
+
+def _given(config: ObjectConfig, *options: str) -> list[str]:
+    words = []
     for name in options:
         value = getattr(config, name, None)
-        if type(value) in (int, float, str) and value:
+        if type(value) in (int, float, str) and value not in ("", NEUTRAL.get(name, 0)):
             words.append(f"{name} {value:g}" if not isinstance(value, str) else f"{name} {value}")
-    return ", ".join(words)
+    return words
 
 
 def _model(config: RunConfig, run: Run, model: nn.Module) -> str:

@@ -63,7 +63,13 @@ def test_recipes_have_the_published_values(published):
     assert "adamw" in optimizer.target and (tuple(optimizer.betas), optimizer.eps) == ((0.9, 0.999), 1e-8)
 
 
-LARGER = ["data.image_size=384", "optimizer.lr=5e-6", "optimizer.weight_decay=1e-8", "scheduler.final=1.0", "trainer.max_epochs=30"]
+LARGER = [
+    "data.image_size=384",
+    "optimizer.lr=5e-6",
+    "optimizer.weight_decay=1e-8",
+    "scheduler.final=1.0",
+    "trainer.max_epochs=30",
+]
 """What README_deit.md of DeiT gives for 384 pixels, 32 images on each of 16 GPUs; a minimum equal to the rate keeps it."""
 
 

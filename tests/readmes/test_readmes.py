@@ -18,7 +18,7 @@ import pytest
 import torch
 import yaml
 from covering import slow
-from data_files import write_cifar
+from data_files import write_cifar, write_folder
 from foreign_models import write_tokenizer
 from made_once import made_once
 from markdown_it import MarkdownIt
@@ -219,6 +219,7 @@ def laid_out(tmp_path, tmp_path_factory, small_library, image_run, monkeypatch):
         Path(name).mkdir()
         Path(name, "config.json").write_text(json.dumps(LLAMA))
     chats = [[{"role": "user", "content": f"which {n}?"}, {"role": "assistant", "content": "fig"}] for n in range(40)]
+    write_folder(Path("photos"), parts=("",))
     Path("chat.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     words = ["task=causal_lm", *SMALL, "data.context=32", "trainer.max_steps=2", "test=false", "hydra.run.dir=run"]
 
@@ -257,7 +258,13 @@ def made_small(words: list[str]) -> list[str]:
     """What comes last counts."""
     if words[0] == "init":
         return words
-    sizes = {"huggingface": TEXTS, "fake": ["data.image_size=32", "data.train_size=16", "data.batch_size=4"], "plan": []}
+    timm = ["model.name=test_vit", "model.pretrained=null", "data.image_size=160", "data.batch_size=4", "data.val_fraction=0.5"]
+    sizes = {
+        "huggingface": TEXTS,
+        "timm": timm,
+        "fake": ["data.image_size=32", "data.train_size=16", "data.batch_size=4"],
+        "plan": [],
+    }
     named = [each for name, each in sizes.items() if any(name in word for word in words)]
     small = [word for word in SMALL if words[0] == "fit" or ("limit" not in word and "epochs" not in word)]
     if named or any(word.startswith(("resume", "ckpt_path")) for word in words):
