@@ -1,7 +1,6 @@
 """Does a test notice when a statement of ``results/methods.md`` becomes false?
 
-    python scripts/break_statements.py                   # all rows
-    python scripts/break_statements.py --only grid
+    python scripts/break_statements.py [--only TEXT]
 
 Each breakage of ``breakages.yaml`` makes one statement false in a copy of the repository. Then the tests that its row names
 run, and one of them should fail. As the code is, all must pass. Long tests are left out; those for a GPU skip without one.
@@ -73,8 +72,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose statement contains this")
     only = parser.parse_args().only
-    chosen = [each for each in breakages() if only in statement_of(each)]
-    noticed = 0
+    chosen, noticed = [each for each in breakages() if only in statement_of(each)], 0
+    if not chosen:
+        parser.error(f"--only: no breakage is of a statement with {only!r}")
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "holotrain")
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "runs", "*.png"))
