@@ -1,4 +1,4 @@
-"""What processes compare: tensors of all ranks, and the order of products and collectives."""
+"""What processes compare: tensors of all ranks, and the order of products, collectives and waits."""
 
 from collections.abc import Callable, Iterable
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from holotrain.overlap.groups import Columns
+from holotrain.overlap.groups import COLLECTIVES, Collectives, Columns, Work
 
 INPUTS = 6
 
@@ -53,10 +53,11 @@ KINDS = dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), "product")
 KINDS |= {"allreduce_": "all-reduce", "_reduce_scatter_base_": "reduce-scatter"}
 KINDS |= dict.fromkeys(("_allgather_base_", "allgather_"), "all-gather")
 KINDS |= dict.fromkeys(("alltoall_", "alltoall_base_"), "all-to-all")
+KINDS |= dict.fromkeys(("clone", "copy_", "cat"), "copy") | {"wait": "wait"}
 
 
 class Log(TorchDispatchMode):
-    """Names of operations in launch order; ``order``: products and collectives alone."""
+    """Names of operations in launch order; ``order``: products, collectives, copies and waits alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,16 +72,41 @@ class Log(TorchDispatchMode):
         return [KINDS[name] for name in self.names if name in KINDS]
 
 
+class Noted:
+    """A collective that notes in a log when it is waited for."""
+
+    def __init__(self, work: Work, log: Log) -> None:
+        self.work, self.log = work, log
+
+    def wait(self) -> None:
+        self.log.names.append("wait")
+        self.work.wait()
+
+
+def collectives_noted_in(log: Log) -> Collectives:
+    """Those of all processes."""
+
+    def noted(launch: Callable[..., Work]) -> Callable[..., Noted]:
+        return lambda *given: Noted(launch(*given), log)
+
+    link = Collectives(dist.group.WORLD)
+    for name in COLLECTIVES:
+        setattr(link, name, noted(getattr(link, name)))
+    return link
+
+
 def order_of(run: Callable[..., Tensor], **options) -> dict[str, list[str]]:
     """Of the forward, of the backward, and of the backward where a single gradient is needed."""
     tensors = {"x": random(9, INPUTS), "weight": random(9, INPUTS), "bias": random(9)}
     orders = {}
     for needed in ("x", "weight", "bias", "backward"):
         given = {name: leaf(tensor) if needed in (name, "backward") else tensor for name, tensor in tensors.items()}
-        with Log() as forward:
-            y = run(**given, group=dist.group.WORLD, **options)
-        with Log() as backward:
+        log = Log()
+        with log:
+            y = run(**given, group=collectives_noted_in(log), **options)
+        forward, log.names = log.order, []
+        with log:
             y.backward(torch.ones_like(y))
         assert all(tensor.grad is None or tensor.grad.shape == tensor.shape for tensor in given.values())
-        orders |= {"forward": forward.order, needed: backward.order}
+        orders |= {"forward": forward, needed: log.order}
     return orders

@@ -310,6 +310,7 @@ class Nccl:
 
     def __init__(self, device):
         self._stream = torch.cuda.Stream(priority=-1) if device == "cuda" else None
+        self.reduced = []  # addresses, and whether they are in one piece
 
     def get_world_size(self, group):
         return 2
@@ -331,9 +332,11 @@ class Nccl:
         return SimpleNamespace(wait=lambda: torch.cuda.current_stream().wait_event(done))
 
     def all_reduce(self, tensor, group, async_op):
+        self.reduced.append((tensor.data_ptr(), tensor.is_contiguous()))
         return self._launched(lambda: tensor.mul_(2))
 
     def reduce_scatter_tensor(self, share, parts, group, async_op):
+        self.reduced.append((parts.data_ptr(), parts.is_contiguous()))
         return self._launched(lambda: share.copy_(parts[: len(share)]).mul_(2))
 
     def all_gather_into_tensor(self, parts, share, group, async_op):
@@ -350,12 +353,16 @@ class SignallingProduct:
     """Stands for the kernel and for the driver's wait: it counts the tiles of each group, and notes what was done by then."""
 
     def __init__(self, machine, monkeypatch):
-        self._machine, self.counted = machine, {}
+        self._machine, self.counted, self.results = machine, {}, []
         monkeypatch.setitem(sys.modules, "holotrain.overlap.kernel", self)
+        for side in ("TILE_ROWS", "TILE_COLUMNS"):  # several tiles of each group
+            monkeypatch.setattr(signals, side, 4)
         monkeypatch.setattr(signals, "supported", lambda x: x.is_cuda)
         monkeypatch.setattr(signals, "_wait_for_count", lambda: self.wait_value)
 
     def launch(self, x, matrix, bias, out, tiles, counts, programs):
+        assert programs == torch.cuda.get_device_properties(x.device).multi_processor_count - 2  # for the collective
+        self.results.append(range(out.data_ptr(), out.data_ptr() + out.nbytes))
         for read, written, height, column, group in self._machine.read_by_a_kernel(tiles):
             columns = slice(column, column + signals.TILE_COLUMNS)
             here = x[read : read + height] @ matrix[:, columns]
@@ -389,7 +396,7 @@ LAYERS = {
 
 def overlapped(monkeypatch, device, layer, groups, signalling):
     with monkeypatch.context() as patch:
-        patch.setattr(in_groups, "dist", Nccl(device))
+        patch.setattr(in_groups, "dist", nccl := Nccl(device))
         group = Collectives(None)
         inputs = 12 if layer == "from all, features" else 6
         x = torch.linspace(-1, 1, 22 * 6, dtype=torch.float64).view(22, 6).to(device).requires_grad_()
@@ -399,7 +406,7 @@ def overlapped(monkeypatch, device, layer, groups, signalling):
         for _ in range(2):  # the second meets memory of the first
             y = LAYERS[layer](x, weight, bias, group=group, groups=groups, signals=signalling)
             made = [y, *torch.autograd.grad(y.square().sum(), (x, weight, bias))]
-        return [tensor.detach().cpu() for tensor in made]
+        return [tensor.detach().cpu() for tensor in made], nccl.reduced
 
 
 @pytest.mark.parametrize("signalling", [False, True], ids=["products", "signals"])
@@ -407,11 +414,13 @@ def overlapped(monkeypatch, device, layer, groups, signalling):
 @pytest.mark.parametrize("layer", LAYERS)
 def test_overlap(on_paper, monkeypatch, layer, groups, signalling):
     kernel = SignallingProduct(on_paper, monkeypatch)
-    made = overlapped(monkeypatch, "cuda", layer, groups, signalling)
-    assert_close(made, overlapped(monkeypatch, "cpu", layer, groups, False))
+    made, reduced = overlapped(monkeypatch, "cuda", layer, groups, signalling)
+    assert_close(made, overlapped(monkeypatch, "cpu", layer, groups, False)[0])
     assert any("side" in stream for _, stream in on_paper.log)
     shares_of_columns = isinstance(groups, Columns) and layer in ("row, sequence", "column, sequence")
     assert bool(kernel.counted) == (signalling and not shares_of_columns)
+    if kernel.counted:  # what is summed lies in one piece where the kernel has written it
+        assert all(whole and any(at in result for result in kernel.results) for at, whole in reduced)
 
 
 def nothing(*args):

@@ -31,6 +31,7 @@ from holotrain.data.text.module import TextDataModule
 from holotrain.errors import UserError, as_user_error
 from holotrain.folders import run_folder
 from holotrain.optimizers import InBackward
+from holotrain.overlap.tuner import Tuner
 from holotrain.parallel.processes import group_options
 from holotrain.parallel.rank import ProcessRank
 from holotrain.targets import targets
@@ -416,6 +417,21 @@ def test_nccl_takes_the_sms_and_the_priority_that_it_is_given():
     options = group_options(given.trainer, process, "cpu")["pg_options"]
     assert (options.config.min_ctas, options.config.max_ctas, options.is_high_priority_stream) == (1, 2, True)
     assert options._timeout.total_seconds() == 60
+
+
+def test_tensor_parallel_layers_overlap_in_groups_that_are_measured_or_given():
+    configured = [configuration(f"trainer=tp {words}").trainer for words in ("", "trainer.overlap=4", "trainer.overlap=null")]
+    measured, given_four, none = (build.build_strategy(trainer, ProcessRank(0, 2, 0, 2)).styles for trainer in configured)
+    assert {type(style.groups) for style in measured} == {Tuner} and {style.groups for style in given_four} == {4}
+    assert none is None
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16), ("32-true", torch.float32)]
+)
+def test_a_product_outside_of_a_trainer_has_the_dtype_of_the_precision(precision, dtype):
+    with build.autocast_of(configuration(f"trainer.accelerator=cpu trainer.precision={precision}").trainer):
+        assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype == dtype
 
 
 @given(st.text("\\'${}a \"\\n"))

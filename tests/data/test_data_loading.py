@@ -72,6 +72,8 @@ def test_seeds_and_epochs_change_what_is_seen(ready):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_evaluation_is_the_same_with_workers_and_leaves_the_global_random_state_alone(ready, workers):
     data, state = ready(num_workers=workers), torch.get_rng_state()
+    loader = ready(num_workers=workers, pin_memory=True).train_dataloader()
+    assert (loader.num_workers, loader.persistent_workers, loader.pin_memory) == (workers, workers > 0, True)
     evaluated, *_ = [list(loader) for loader in (data.val_dataloader(), data.train_dataloader(), data.test_dataloader())]
     assert_equal(torch.get_rng_state(), state)
     assert same(evaluated, list(ready().val_dataloader()))

@@ -42,15 +42,18 @@ def test_cached_generation_is_the_uncached_one(model_class, positions, lengths, 
     """24 greedy tokens in float64, several prompts at once. Those of one length need no mask."""
     model = model_of(model_class, positions=positions).double()
     prompts = [torch.randint(50, (length,)) for length in lengths]
-    masks, attention = [], F.scaled_dot_product_attention
+    masks, buffers, attention = [], set(), F.scaled_dot_product_attention
+
+    def noted(*given, **options):
+        masks.append(options["attn_mask"])
+        buffers.add(given[1].untyped_storage().data_ptr())
+        return attention(*given, **options)
+
     with monkeypatch.context() as patched:
-        patched.setattr(
-            F,
-            "scaled_dot_product_attention",
-            lambda *args, **options: masks.append(options["attn_mask"]) or attention(*args, **options),
-        )
+        patched.setattr(F, "scaled_dot_product_attention", noted)
         together = continued(model, prompts, 24)
     assert together.shape == (len(lengths), 24) and len(together.unique()) >= 4
+    assert len(buffers) == 1  # the keys of all layers and tokens, allocated once
     assert len(masks) == 3 * 24 and any(mask is not None for mask in masks) == (len({*lengths}) > 1)
     for row, prompt in zip(together, prompts, strict=True):
         assert_equal(row, uncached(model, prompt, 24))

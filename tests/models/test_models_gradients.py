@@ -9,6 +9,7 @@ from covering import chosen
 from small_models import FAMILIES, ODD_WINDOWS, example, text_batch
 
 from holotrain import models
+from holotrain.models.layers.blocks import ResidualBlock
 from holotrain.schedules import OF_REVERSIBLE
 
 VIT = {"classes": 7, "dim": 24, "depth": 5, "heads": 3, "attention_dropout": 0.1, "drop_path": 0.2}
@@ -101,11 +102,16 @@ def test_gradients_of_every_schedule_are_equal(name, engine, exact):
     ("family", "options"), [*((family, {}) for family in FAMILIES), ("MViT", {"design": "rev_mvit"})], ids=str
 )
 def test_plain_checkpointing_changes_nothing(family, options):
-    grads = []
+    """But that each block runs again."""
+    grads, counts = [], []
     for backward in ("autograd", "checkpoint"):
         torch.manual_seed(0)
         options = options | {"dropout": 0.2, "drop_path": 0.3, "backward": backward}
-        model = getattr(models, family)(**FAMILIES[family] | options)
+        model, runs = getattr(models, family)(**FAMILIES[family] | options), []
+        for block in filter(lambda part: isinstance(part, ResidualBlock), model.modules()):
+            block.f.norm.register_forward_hook(lambda *given, runs=runs: runs.append(given))
         model(example(family, 4)).logsumexp(-1).sum().backward()
         grads.append([p.grad for p in model.parameters() if p.grad is not None])
+        counts.append(len(runs))
     assert_equal(*grads)
+    assert counts[1] == 2 * counts[0] > 0

@@ -13,7 +13,7 @@ from torch import nn
 
 from holotrain.models import RevGPT, RevRoBERTa, RevSwin, ViT
 from holotrain.models.adapters import add_peft, merge_peft
-from holotrain.models.quantised import bits_of, dequantise, parameter_count, quantise, quantised_counts
+from holotrain.models.quantised import Quantised, bits_of, dequantise, parameter_count, quantise, quantised_counts
 
 TEXT = small_models.TEXT | {"context": 40, "dim": 32}
 IMAGE = small_models.IMAGE | {"dim": 32}
@@ -44,6 +44,7 @@ def test_outputs_hardly_change(model_class, arguments, bits):
     outputs = model(inputs)
     assert 0 < (outputs - expected).norm() / expected.norm() <= ERRORS[bits]
     assert bits_of(model) == bits and parameter_count(model) == count
+    assert {part.numbers.itemsize for part in model.modules() if isinstance(part, Quantised)} == {1}
     dequantise(model)
     assert_equal(model(inputs), outputs)
     assert bits_of(model) is None and sum(each.numel() for each in model.parameters()) == count

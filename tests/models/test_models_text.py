@@ -105,6 +105,11 @@ def test_gpt_is_causal_and_knows_positions(positions):
     swapped = tokens.clone()
     swapped[0, [2, 5]] = tokens[0, [5, 2]]
     assert not torch.allclose(model(swapped)[0, -1], one[0, -1])
+    kept: list[torch.Size] = []
+    model.blocks.backward = "autograd"
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape) or tensor, lambda tensor: tensor):
+        model(tokens)
+    assert kept and (12, 12) not in [shape[-2:] for shape in kept]  # attention's weights are never all there
 
 
 def test_what_a_model_cannot_read_is_refused():

@@ -86,6 +86,7 @@ def train(net, optimizer, steps=range(4), half=False, schedule=None):
             loss = nn.functional.cross_entropy(net(batches[number]).flatten(0, 1).float(), batches[number + 1].flatten())
         optimizer.zero_grad()
         loss.backward()
+        assert not isinstance(optimizer, InBackward) or all(parameter.grad is None for parameter in net.parameters())
         optimizer.step()
         if schedule is not None:
             schedule.step()
@@ -212,6 +213,7 @@ def test_a_training_is_resumed_to_the_bit_from_plain_tensors(name, dtype):
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
     held = torch.load(file, weights_only=True)
+    assert sum(leaf.nbytes for leaf in tree_leaves(held["state"]) if torch.is_tensor(leaf)) < 20_000  # of 6,533 parameters
     assert {type(leaf) for leaf in tree_leaves(held)} <= {torch.Tensor, int, float, bool, str}
     assert held["state"][0]["exp_avg"]["codes"].itemsize == 1
     resumed = low_bit(name, model.parameters(), lr=0.01)

@@ -2,14 +2,17 @@
 
 import heapq
 import itertools
+import math
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from holotrain.overlap import predictor
 from holotrain.overlap.groups import Columns, Job, group_sizes
-from holotrain.overlap.predictor import Link, Predictor, makespan
+from holotrain.overlap.predictor import Link, MeasuredLink, Predictor, makespan
 from holotrain.overlap.signals import Overlap
 
 CPU = torch.device("cpu")
@@ -84,6 +87,30 @@ def test_the_best_is_the_best_of_everything(collective, kind, bandwidth):
     assert tried(chosen) == pytest.approx(seconds)
     assert least <= seconds * (1 + 1e-12) <= 1.00501 * least
     assert len(chosen) == min(len(sizes) for sizes in everything if tried(sizes) <= 1.005 * least)
+
+
+@pytest.mark.parametrize("rows", [8000, 16896, 33792])
+def test_groups_of_a_gpu_are_whole_waves_which_take_longer_beside_a_collective(rows, monkeypatch):
+    """132 SMs and tiles of 128 x 128: a wave of 1,408 outputs is 12 rows of 11 tiles. Two SMs go to the collective."""
+    monkeypatch.setattr(predictor, "sms_of", lambda device: 132)
+    of, link = Job(rows, 4, 1408, "all_reduce", 2, torch.float32, CPU), Link(1e8, 1e-5)
+    sizes, seconds = Predictor(saturating, link).best(of)
+    assert len(sizes) > 1 and all(size % (12 * 128) == 0 for size in sizes[:-1])
+
+    def computed(size: int, sms: int) -> float:
+        tiles = math.ceil(size / 128) * 11
+        return saturating(of, size) * math.ceil(tiles / sms) / math.ceil(tiles / 132)
+
+    first = [computed(size, 130 if number else 132) for number, size in enumerate(sizes)]
+    assert seconds == pytest.approx(simulated(first, [link.seconds("all_reduce", 4 * 1408 * size, 2) for size in sizes]))
+    assert sum(first) > 1.001 * sum(saturating(of, size) for size in sizes)
+
+
+@pytest.mark.parametrize("size", [1, 8, 100, 480, 700, 960])
+def test_a_measured_link_is_linear_between_its_measurements(size):
+    times = {8: 1e-6, 480: 2e-4, 960: 3e-4}
+    found = MeasuredLink({"all_reduce": times}).seconds("all_reduce", size, 2)
+    assert found == pytest.approx(np.interp(size, [*times], [*times.values()]))
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,14 @@ def test_each_shape_is_measured_once_and_confirmed(measured, emulated, tmp_path)
     assert measured == []
 
 
+def test_one_group_is_taken_where_the_predicted_groups_are_slower(measured, emulated, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "job_seconds", lambda job, sizes, collectives: float(len(sizes)))
+    tuner = Tuner(tmp_path)
+    assert tuner(JOB, emulated) == [20]
+    (tuned,) = tuner.tuned.values()
+    assert tuned.confirmed == tuned.in_one == 1.0
+
+
 def test_a_choice_is_kept_in_a_file_of_its_own(measured, emulated, tmp_path):
     first = Tuner(tmp_path, LINK)
     sizes = first(JOB, emulated)

@@ -73,11 +73,12 @@ def step(name: str, schedule: str) -> dict[str, float]:
     for parameter in stage.tied:
         dist.all_reduce(parameter.grad, group=ends)
     grads, expected = grads_of(task), grads_of(alone)
+    held = sum(not parameter.is_meta for parameter in task.parameters())
     together = collected(dict(grads), dist.group.WORLD, torch.device("cpu"))
     with torch.no_grad():
         whole, evaluated = alone.eval().loss(*inputs), task.eval().loss(*inputs)
     found = {"loss": (inside - loss).abs().item(), "evaluated": (evaluated - whole).abs().item()}
-    found |= {"missing": len(expected.keys() ^ together.keys()) if stage.first else 0, "own": len(grads) / len(expected)}
+    found |= {"missing": len(expected.keys() ^ together.keys()) if stage.first else 0, "own": held / len(expected)}
     found["grad"] = difference(grads, expected)
     norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.01)
     trained = [parameter for parameter in task.parameters() if parameter.grad is not None]

@@ -60,7 +60,7 @@ def warned_rounds(monkeypatch, curve, rounds, noise=0.0):
 
 
 @pytest.mark.parametrize(
-    ("every", "rate", "noise", "before"), [(1, 8, 0, 16), (5, 8, 5, 64), (2, 1, 5, 512), (1, 0.2, 5, 2048)]
+    ("every", "rate", "noise", "before"), [(1, 8, 0, 16), (2, 8, 0, 16), (5, 8, 5, 64), (2, 1, 5, 512), (1, 0.2, 5, 2048)]
 )
 def test_a_leak_is_told_once_the_later_the_slower_it_is(monkeypatch, every, rate, noise, before):
     found, tracker = warned_rounds(monkeypatch, lambda number: number // every * rate * every, 4000, noise)
