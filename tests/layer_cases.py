@@ -79,8 +79,9 @@ class Noted:
         self.work, self.log = work, log
 
     def wait(self) -> None:
-        self.log.names.append("wait")
+        names = [*self.log.names, "wait"]
         self.work.wait()
+        self.log.names = names  # without what gloo copies here
 
 
 def collectives_noted_in(log: Log) -> Collectives:
