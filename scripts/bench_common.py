@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -192,7 +193,16 @@ def draw_to(path: Path, figure: Any, dpi: int) -> None:
 
 
 def save(result: dict, path: Path | None) -> None:
-    """Writes the results and the date as JSON, if a path is given, and never half of them."""
+    """Writes the results, the date and the commit as JSON, if a path is given, and never half of them."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, result | {"date": date.today().isoformat()})
+        write_json(path, result | {"date": date.today().isoformat(), "commit": commit()})
+
+
+def commit() -> str | None:
+    """That of the checkout, with ``-dirty`` if files differ from it; None where git or its folder is missing."""
+    try:
+        words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+        return subprocess.run(words, capture_output=True, text=True).stdout.strip() or None
+    except OSError:
+        return None

@@ -1,5 +1,6 @@
 """What the bench scripts have saved."""
 
+import itertools
 import json
 import re
 import runpy
@@ -11,6 +12,12 @@ from covering import long, slow
 from torch.utils._pytree import tree_leaves
 
 RESULTS = Path(__file__).parents[2] / "scripts/results"
+ROOT = RESULTS.parents[1]
+PAGES = [ROOT / "README.md", ROOT / "conf/README.md", *sorted((ROOT / "holotrain").rglob("README.md")), RESULTS / "README.md"]
+DAY = r"20\d\d-\d\d-\d\d"
+CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+SIZES = {"50,257"} | {f"{2**power:,}" for power in range(10, 20)} | {"2.14", "2.15", "3.13"}
+"""Numbers that stand in many places and are no results: sizes, and versions of torch and Python."""
 
 
 def test_results_name_no_path_of_a_machine():
@@ -18,6 +25,53 @@ def test_results_name_no_path_of_a_machine():
     words = [(path.name, leaf) for path in files for leaf in tree_leaves(json.loads(path.read_text())) if isinstance(leaf, str)]
     assert {name for name, _ in words} == {path.name for path in files} != set()
     assert not [(name, word) for name, word in words if Path(word).is_absolute()]
+
+
+def test_results_are_named_with_their_dates():
+    """Each file in a README, with the day when it was measured behind it; those of one session on a GPU as their folder."""
+    files = {path.relative_to(RESULTS): json.loads(path.read_text())["date"] for path in RESULTS.rglob("*.json")}
+    dated = {(name.name if len(name.parts) == 1 else f"{name.parent}/", day) for name, day in files.items()}
+    groups = [found for page in PAGES for found in re.findall(rf"((?:`[\w/]+(?:\.json|/)`,\s)+)({DAY})", page.read_text())]
+    said = {(name, day) for names, day in groups for name in re.findall(r"`(.*?)`", names)}
+    assert said == dated
+    assert not set(re.findall(r"\w+\.json(?=`)", (RESULTS / "README.md").read_text())) - {name.name for name in files}
+
+
+def sections(page: Path) -> dict[str, tuple[str, str]]:
+    """The text of each section by its anchor: its own, and with that of the sections within it."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    _, *parts = re.split(r"^(#+) (.*)\n", text, flags=re.MULTILINE)
+    found = {}
+    for place in range(0, len(parts), 3):
+        level, title, own = parts[place : place + 3]
+        deeper = itertools.takewhile(lambda other: len(parts[other]) > len(level), range(place + 3, len(parts), 3))
+        anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        found[anchor] = own, own + "".join(parts[other + 2] for other in deeper)
+    return found
+
+
+def figures(text: str) -> set[str]:
+    """Numbers of three digits or more that look measured: 1.31, 1,604 and 229 MiB."""
+    numbers = re.findall(r"(?<![\w.,^-])(\d[\d,]*\.\d+|\d[\d,]*,\d{3}|\d+ (?:MiB|ms))(?![\d.,]*\d)", CODE.sub("", text))
+    return {number for number in numbers if len(re.sub(r"\D", "", number).lstrip("0")) > 2} - SIZES
+
+
+def test_a_readme_says_of_when_its_figures_are():
+    """A section that repeats figures of the results has a date, or links to sections with these figures and a date."""
+    known = figures((RESULTS / "README.md").read_text())
+    undated = {}
+    for page in PAGES:
+        for anchor, (own, _) in sections(page).items():
+            repeated = figures(own) & known
+            if len(repeated) < 3 or re.search(DAY, CODE.sub("", own)):  # one or two may be equal by chance
+                continue
+            for path, linked in re.findall(r"\]\(([\w./]*README\.md)#([\w-]+)\)", own):
+                text = sections((page.parent / path).resolve()).get(linked, ("", ""))[1]
+                repeated -= figures(text) if re.search(DAY, text) else set()
+            if repeated:
+                undated[f"{page.relative_to(ROOT)}#{anchor}"] = repeated
+    assert len(known) > 500
+    assert not undated
 
 
 @pytest.mark.slow
