@@ -1,6 +1,5 @@
 """What the bench scripts have saved."""
 
-import itertools
 import json
 import re
 import runpy
@@ -41,12 +40,12 @@ def sections(page: Path) -> dict[str, tuple[str, str]]:
     """The text of each section by its anchor: its own, and with that of the sections within it."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     _, *parts = re.split(r"^(#+) (.*)\n", text, flags=re.MULTILINE)
+    levels, titles, bodies = ([*map(len, parts[0::3])], parts[1::3], parts[2::3])
     found = {}
-    for place in range(0, len(parts), 3):
-        level, title, own = parts[place : place + 3]
-        deeper = itertools.takewhile(lambda other: len(parts[other]) > len(level), range(place + 3, len(parts), 3))
-        anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-        found[anchor] = own, own + "".join(parts[other + 2] for other in deeper)
+    for place, level in enumerate(levels):
+        end = next((other for other in range(place + 1, len(levels)) if levels[other] <= level), len(levels))
+        anchor = re.sub(r"[^\w\- ]", "", titles[place].lower()).replace(" ", "-")
+        found[anchor] = bodies[place], "".join(bodies[place:end])
     return found
 
 
