@@ -30,8 +30,9 @@ from holotrain.commands.prepare import described_model
 from holotrain.commands.run import Run, read_summary
 from holotrain.commands.screen import quietly
 from holotrain.config import checkpointed
-from holotrain.config.command_line import compose, key_of
+from holotrain.config.command_line import compose
 from holotrain.config.command_options import COMMANDS, ExportConfig, RunConfig
+from holotrain.config.composition import key_of
 from holotrain.config.option_groups import PYTHON_OBJECT, full_name
 from holotrain.errors import UserError, as_user_error
 from holotrain.folders import as_word, checkpoint_path, relative_to_cwd, run_folder

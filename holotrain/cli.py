@@ -25,21 +25,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from holotrain.config import command_line
-from holotrain.config.command_line import (
-    HELP,
-    Arguments,
-    Job,
-    command_help,
-    composed,
-    config_folder,
-    key_of,
-    overview,
-    parse,
-    prepare_sweep,
-    quoted,
-    read_jobs,
-    register,
-)
+from holotrain.config.command_line import HELP, Arguments, command_help, overview, parse, prepare_sweep, quoted
+from holotrain.config.composition import Job, composed, config_folder, key_of, read_jobs, register
 from holotrain.config.signatures import explaining, to_plain
 from holotrain.errors import UserError, files_named, printable, readable
 from holotrain.folders import LAST_CHECKPOINT, as_word, relative_to_cwd

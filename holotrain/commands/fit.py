@@ -26,9 +26,10 @@ from holotrain.commands.run import SUMMARY, Run, write_summary
 from holotrain.commands.sweep import check_direction, objective_of
 from holotrain.config.build import build_callbacks, build_loggers, build_task, build_trainer, description, device_name
 from holotrain.config.checkpointed import KEY, run_metadata
-from holotrain.config.command_line import key_of, to_container
 from holotrain.config.command_options import FitConfig
+from holotrain.config.composition import key_of
 from holotrain.config.option_groups import ERROR_DIFFUSION, is_a
+from holotrain.config.structured import to_container
 from holotrain.errors import UserError
 from holotrain.folders import write_whole
 from holotrain.planning.devices import OutOfMemory, as_out_of_memory

@@ -19,9 +19,9 @@ from torch.distributed import is_nccl_available
 from holotrain.commands.run import Run, continued, ended, matmul_precision, run_folder_made
 from holotrain.commands.screen import console, quieten
 from holotrain.config.build import check_device, device_kind, model_parallel_size
-from holotrain.config.command_line import structured, to_container
 from holotrain.config.command_options import FitConfig, RunConfig
 from holotrain.config.option_groups import ObjectConfig
+from holotrain.config.structured import structured, to_container
 from holotrain.data.sampler import set_data_shard
 from holotrain.errors import UserError, files_named, printable
 from holotrain.numeric import counted

@@ -27,9 +27,10 @@ from holotrain.commands.memory import smallest_batch
 from holotrain.commands.run import Run
 from holotrain.config import checkpointed
 from holotrain.config.build import build_data, build_task, check_device, check_division, class_names, train_part, why_no_graphs
-from holotrain.config.command_line import key_of, to_container
 from holotrain.config.command_options import Config, FitConfig, RunConfig
+from holotrain.config.composition import key_of
 from holotrain.config.option_groups import HUGGING_FACE, PYTHON_OBJECT, TEXT, is_a
+from holotrain.config.structured import to_container
 from holotrain.data.images import ImageDataModule
 from holotrain.data.loader import LoadingModule, left_out
 from holotrain.data.text.module import TextDataModule

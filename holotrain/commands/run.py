@@ -21,8 +21,9 @@ from torch import nn
 
 from holotrain.config.build import device_name
 from holotrain.config.checkpointed import COMMAND_LINE_ONLY
-from holotrain.config.command_line import LOCAL_LOGGERS, LOG, key_of
+from holotrain.config.command_line import LOCAL_LOGGERS
 from holotrain.config.command_options import FitConfig, RunConfig
+from holotrain.config.composition import LOG, key_of
 from holotrain.config.option_groups import EARLY_STOPPING, PYTHON_OBJECT, is_a
 from holotrain.config.signatures import read_fields
 from holotrain.errors import UserError

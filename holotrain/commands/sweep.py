@@ -14,8 +14,8 @@ from holotrain.callbacks.measured import FIGURES
 from holotrain.commands import plan
 from holotrain.commands.run import read_summary
 from holotrain.commands.screen import console, plain, short
-from holotrain.config.command_line import Job
 from holotrain.config.command_options import FitConfig
+from holotrain.config.composition import Job
 from holotrain.config.option_groups import TEXT, is_a
 from holotrain.errors import UserError, check_choice
 from holotrain.folders import write_table

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from yaml import YAMLError
 
-from holotrain.config.command_line import config_folder, stored, structured, to_container
 from holotrain.config.command_options import RunConfig
+from holotrain.config.composition import config_folder, stored
 from holotrain.config.option_groups import GROUPS, PYTHON_OBJECT
 from holotrain.config.signatures import signature, typed_fields
+from holotrain.config.structured import structured, to_container
 from holotrain.errors import UserError, as_user_error, did_you_mean
 from holotrain.models import checkpoint_files
 from holotrain.models.saved import read_config

@@ -20,8 +20,7 @@ from omegaconf import OmegaConf
 import holotrain
 from holotrain.callbacks import BestCheckpoint, ThroughputMonitor
 from holotrain.commands import screen
-from holotrain.config import build, command_options
-from holotrain.config import command_line as composition
+from holotrain.config import build, command_line, command_options, composition, structured
 from holotrain.config.build import build_callbacks, build_data, build_task, build_trainer, check_device, validation_and_logging
 from holotrain.config.command_line import quoted
 from holotrain.config.option_groups import COMPATIBLE, SEQUENCE_CLASSIFIER, ObjectConfig, is_a
@@ -77,8 +76,8 @@ def configuration(words="", command="fit"):
     config = copy.deepcopy(chosen(command, *choices))
     for override in OverridesParser.create().parse_overrides([word for word in words if word not in choices]):
         OmegaConf.update(config, override.key_or_group, override.value(), force_add=True)
-    plain = composition.without_replaced_options(OmegaConf.to_container(config, resolve=True), words)
-    return composition.structured(command, plain)
+    plain = structured.without_replaced_options(OmegaConf.to_container(config, resolve=True), words)
+    return structured.structured(command, plain)
 
 
 def built(config, folder):
@@ -441,7 +440,7 @@ def test_an_override_is_read_as_the_text_that_was_quoted(text):
 
 
 def test_a_budget_stands_in_the_name_of_a_schedule():
-    assert composition.compose("fit", ["data=digits", "backward=compiled:0.3"]).backward.kind == "compiled:0.3"
+    assert command_line.compose("fit", ["data=digits", "backward=compiled:0.3"]).backward.kind == "compiled:0.3"
     for option, message in {
         "backward=compiled:1.5": "such as compiled:1",
         "backward=checkpoint:0.3": "not checkpoint",
@@ -449,7 +448,7 @@ def test_a_budget_stands_in_the_name_of_a_schedule():
         "backward=compiled backward.tile=16": "use backward=checkpoint",
     }.items():
         with pytest.raises(UserError, match=message):
-            composition.compose("fit", ["data=digits", *option.split()])
+            command_line.compose("fit", ["data=digits", *option.split()])
 
 
 FILES = [path for group in ("data", "task") for path in Path(composition.config_folder(), group).glob("*.yaml")]
@@ -517,7 +516,7 @@ def test_values_are_taken_as_they_are_meant(target, option, given, taken):
 )
 def test_a_training_is_validated_and_logged_before_it_ends(options, batches, expected):
     plain = {"_target_": "lightning.pytorch.Trainer", "max_epochs": 16, **options}
-    trainer = ObjectConfig(plain["_target_"], to_plain(OmegaConf.merge(composition.group_config("trainer", plain), plain)))
+    trainer = ObjectConfig(plain["_target_"], to_plain(OmegaConf.merge(structured.group_config("trainer", plain), plain)))
     found = validation_and_logging(trainer, batches)
     asked = (found["val_check_interval"], found["check_val_every_n_epoch"])
     found = {"log_every_n_steps": trainer.log_every_n_steps} | found
