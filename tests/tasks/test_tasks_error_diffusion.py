@@ -64,6 +64,15 @@ def test_a_step_is_the_rules_update(options, parts):
         assert (parameter >= start).all() and (parameter > start).any()
 
 
+@pytest.mark.parametrize(("rule", "lr"), [("kaneko", 0.3), ("article", 0.3), ("backpropagation", 0.1)])
+def test_each_rule_learns_three_pictures_with_noise(rule, lr):
+    task, labels = task_of(rule=rule, lr=lr, depth=1), torch.arange(96) % 3
+    torch.manual_seed(1)
+    images = torch.rand(3, 1, 4, 4)[labels] + 0.3 * torch.randn(96, 1, 4, 4)
+    fit(task, DataLoader(TensorDataset(images, labels), batch_size=8), max_epochs=2)
+    assert (task.probabilities(task(images)).argmax(1) == labels).float().mean() > 0.95
+
+
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2}])
 def test_the_monitor_logs_signs_dead_cells_and_alignment(options):
     memo = fit(task_of(), batches(count=64), ErrorDiffusionMonitor(every_n_steps=2), **options)
