@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import statistics
 import sys
 from pathlib import Path
 
@@ -34,6 +35,17 @@ def test_results_are_named_with_their_dates():
     said = {(name, day) for names, day in groups for name in re.findall(r"`(.*?)`", names)}
     assert said == dated
     assert not set(re.findall(r"\w+\.json(?=`)", (RESULTS / "README.md").read_text())) - {name.name for name in files}
+
+
+def test_what_is_saved_has_its_day_and_commit(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(RESULTS.parent)
+    import bench_common
+
+    bench_common.save({"found": 1}, tmp_path / "new.json")
+    saved = json.loads((tmp_path / "new.json").read_text())
+    assert saved.keys() == {"found", "date", "commit"}
+    assert re.fullmatch(DAY, saved["date"])
+    assert re.fullmatch(r"[0-9a-f]{7,}(-dirty)?|None", str(saved["commit"]))  # none where there is no git
 
 
 def sections(page: Path) -> dict[str, tuple[str, str]]:
@@ -71,6 +83,43 @@ def test_a_readme_says_of_when_its_figures_are():
                 undated[f"{page.relative_to(ROOT)}#{anchor}"] = repeated
     assert len(known) > 500
     assert not undated
+
+
+WAYS = ("plain", "checkpoint", "checkpoint, loss in tiles", "checkpoint in tiles", "offload in tiles", "checkpoint8 in tiles")
+WAYS += ("checkpoint8 in tiles and heads",)
+
+
+@pytest.mark.parametrize(
+    ("page", "section", "left_out", "digits"),
+    [
+        ("README.md", "holotrain", ("checkpoint, loss in tiles", "offload in tiles"), 0),
+        ("holotrain/reversible/README.md", "the-head-the-loss-and-mlps-tile", (), 1),
+        ("scripts/results/README.md", "whole-steps", (), 1),
+    ],
+)
+def test_the_tables_of_whole_steps_are_the_file(page, section, left_out, digits):
+    plans = json.loads((RESULTS / "whole_step_cpu.json").read_text())
+    each = {way: [plans[shape][way]["KiB a token"] for shape in ("gpt2", "qwen3")] for way in WAYS if way not in left_out}
+    text = sections(ROOT / page)[section][0]
+    rows = re.findall(r"^ *\|[^|]*\| ([\d,.]+) (?:\| [\d,]+ )?\| ([\d,.]+) \|", text, re.MULTILINE)
+    assert rows[: len(each)] == [tuple(f"{plan:,.{digits}f}" for plan in both) for both in each.values()]
+
+
+FIRST_PAGE = ("plan_cpu", "backward_cpu_12", "recompute_compiled_cpu", "recompute_compiled_vit_cpu")
+
+
+def test_the_first_page_repeats_the_files():
+    page = (ROOT / "README.md").read_text()
+    plans, blocks, *runs = (json.loads((RESULTS / f"{name}.json").read_text()) for name in FIRST_PAGE)
+    errors = [abs(row["error"]) for row in plans["plans"]]
+    assert f"Over {len(errors)} steps" in page
+    assert f"the median error was {statistics.median(errors):.2%} and the largest {max(errors):.1%}" in page
+    plain, ours = (blocks["points"][0]["engines"][name] for name in ("autograd", "reversible"))
+    needs = [f"{each['peak']['above_weights'] / 2**20:.0f} MiB" for each in (plain, ours)]
+    assert f"plain autograd need {needs[0]} above weights and gradients. Reversible blocks need {needs[1]}" in page
+    assert f"takes {ours['over_autograd']:.2f} times as long" in page
+    compiled, again = (sorted(run["results"][way]["time_over_autograd"] for run in runs) for way in ("compiled", "recompute"))
+    assert "{:.2f} to {:.2f} of the time of plain blocks, instead of {:.2f} to {:.2f}".format(*compiled, *again) in page
 
 
 @pytest.mark.slow
