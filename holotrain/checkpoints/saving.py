@@ -145,13 +145,14 @@ class WeightAverage(EMAWeightAveraging):
     Args:
         decay: weight of the previous average in each update, in [0, 1)
         update_every_n_steps: update the average every n optimizer steps
+        warmup: begin with less: after n updates (1 + n) / (10 + n), so that a short training is not mostly its first weights
     """
 
-    def __init__(self, decay: float = 0.999, update_every_n_steps: int = 1) -> None:
+    def __init__(self, decay: float = 0.999, update_every_n_steps: int = 1, warmup: bool = True) -> None:
         require_within(0, 1, decay=decay)
         require_at_least(1, update_every_n_steps=update_every_n_steps)
         super().__init__(decay=decay, update_every_n_steps=update_every_n_steps)
-        self.decay = decay
+        self.decay, self.warmup = decay, warmup
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -171,16 +172,18 @@ class WeightAverage(EMAWeightAveraging):
         """What AveragedModel does with a dozen operators a tensor, in one for all tensors of a dtype, and without a wait."""
         average = self._average_model
         assert average is not None
+        count = int(average.n_averaged)
+        decay = min(self.decay, (1 + count) / (10 + count)) if self.warmup else self.decay
         groups: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
         for pair in _pairs(average.module, pl_module):
             groups.setdefault(pair[0].dtype, []).append(pair)
         for dtype, pairs in groups.items():
             old, new = zip(*pairs, strict=True)
             # Integers, such as weights in few bits, are copied: their average would be rounded at each update.
-            if average.n_averaged == 0 or not dtype.is_floating_point:
+            if count == 0 or not dtype.is_floating_point:
                 torch._foreach_copy_(old, new)
             else:
-                torch._foreach_lerp_(old, new, 1 - self.decay)
+                torch._foreach_lerp_(old, new, 1 - decay)
         average.n_averaged += 1
 
 

@@ -163,7 +163,7 @@ def show_start(
     rows["samples"] = ", ".join(f"{size} to {part}{unused * (part == 'train')}" for part, size in sizes.items()) or None
     splits = getattr(data, "_splits", {})
     if splits.get("test") is splits.get("val", ""):
-        rows["test"] = "no part of its own, val is used"
+        rows["test"] = "there is no test part; val is tested"
     backward = config.backward
     if (backward.kind, backward.tile, backward.chunk) != (None, None, None):
         blocks = f": {runs_of(backward.blocks)}" if backward.blocks else ""
@@ -178,7 +178,9 @@ def show_start(
         rows["graphs"] = _graphs(config)
         rows["synthesis"] = config.synthesis and _named(run, "synthesis", config.synthesis, "dtype", "split")
         rows["optimizer"] = config.optimizer and _named(run, "optimizer", config.optimizer, "lr", "layer_decay")
-        rows["average"] = config.average and "of the weights, which is validated, tested and saved"
+        if config.average:
+            decay = ", ".join(["exponential", *_given(config.callbacks[config.average], "decay")])
+            rows["average"] = f"{decay}; averaged weights are validated, tested and saved"
         rows["schedule"] = config.scheduler and _named(run, "scheduler", config.scheduler, *config.scheduler.arguments)
     products = config.trainer.float32_matmul_precision
     rows["precision"] = config.trainer.precision + (

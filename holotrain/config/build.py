@@ -186,6 +186,7 @@ def description(config: RunConfig, data: pl.LightningDataModule) -> dict[str, An
         found["tokenizer"] = data.tokenizer.to_json()
     if statistics := getattr(data, "statistics", None):  # mean and deviation of the channels of images
         found["statistics"] = [list(numbers) for numbers in statistics]
+    found |= {name: getattr(data, name) for name in ("interpolation", "crop_pct") if hasattr(data, name)}
     classes = class_names(config, data)
     return found if classes is None else found | {"class_names": classes}
 
@@ -236,7 +237,7 @@ def prepare_weights(model: nn.Module, config: ObjectConfig, read: bool) -> None:
     """Loads pretrained weights (unless ``read`` is False, since a checkpoint is loaded instead), adds adapters and freezes
     parameters, in place. Reports which weights were used."""
     if read and isinstance(model, ExternalModel):
-        with as_user_error("model"):
+        with as_user_error("model.pretrained" if config.pretrained else "model"):
             report = model.start_from(config.pretrained)
     else:
         with as_user_error("model.pretrained"):

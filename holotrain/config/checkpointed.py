@@ -49,6 +49,7 @@ ADAPTERS = "peft.LoraConfig"
 DESCRIPTION = {
     **{"target": "str", "arguments": "dict", "facts": "dict[str, int | float | str | None]"},
     **{"tokenizer": "str", "statistics": "tuple[list[float], list[float]]", "class_names": "list[str]"},
+    **{"interpolation": "str", "crop_pct": "float"},
 }
 """The types of what a description may hold, as annotations."""
 

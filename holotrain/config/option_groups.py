@@ -202,6 +202,13 @@ def optimizer_for(optimizer: dict[str, Any], model: Mapping[str, Any] | None) ->
     return optimizer
 
 
+def data_for(data: dict[str, Any], model: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options of data: images for weights of timm are normalised as its model says, unless ``processor`` is given."""
+    if loads_weights(model) and model and is_a(model[TARGET], TIMM) and "processor" in signature(data[TARGET]).options:
+        return {"processor": model.get("name"), **data}
+    return data
+
+
 def optimizer_options(in_backward: bool = False, layer_decay: float = 1.0) -> None:
     """Options of every optimizer.
 

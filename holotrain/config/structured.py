@@ -36,9 +36,10 @@ def with_defaults(command: str, config: DictConfig) -> DictConfig:
     schema, values = structured_config(options_of(COMMANDS[command])), {}
     for group in groups.OBJECT_GROUPS:
         chosen = plain.get(group) or {}
-        if group == "optimizer" and chosen:
+        if group in ("optimizer", "data") and chosen:
             named = {name: OmegaConf.select(config, f"model.{name}") for name in ("name", "pretrained")}
-            chosen = groups.optimizer_for(chosen, plain.get("model") and plain["model"] | named)
+            depends = groups.optimizer_for if group == "optimizer" else groups.data_for
+            chosen = depends(chosen, plain.get("model") and plain["model"] | named)
         unused = group in ("model", "optimizer", "scheduler") and not groups.takes(schema.task[TARGET], group)
         chosen = None if unused or (group == "synthesis" and not chosen) else chosen
         schema[group], values[group] = chosen if chosen is None else group_config(group, chosen), chosen

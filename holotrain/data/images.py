@@ -23,6 +23,7 @@ from holotrain.data.loader import (
 )
 from holotrain.errors import UserError, as_user_error, check_choice
 from holotrain.files import read_json
+from holotrain.models.external import not_of_timm
 from holotrain.numeric import require_at_least, require_one_of, require_within
 from holotrain.targets import needed
 
@@ -59,10 +60,14 @@ def cropped_at_random(
     return [crop, v2.RandomHorizontalFlip()] if flip else [crop]
 
 
+def crop_pct(image_size: int) -> float:
+    """``image_size`` over the shorter side of which evaluation cuts the centre, as timm calls it."""
+    return 1.0 if image_size <= SMALL else 0.875
+
+
 def resized(channels: int, image_size: int, interpolation: str = "bilinear") -> list[v2.Transform]:
-    """Any image to ``channels`` and ``image_size``: resizes the shorter side to 8/7 of it (small images: to it) and crops."""
-    side = image_size if image_size <= SMALL else image_size * 8 // 7
-    resize = v2.Resize(side, INTERPOLATIONS[interpolation], antialias=True)
+    """Any image to ``channels`` and ``image_size``: resizes the shorter side and crops."""
+    resize = v2.Resize(int(image_size / crop_pct(image_size)), INTERPOLATIONS[interpolation], antialias=True)
     return [*coloured(channels), resize, v2.CenterCrop(image_size)]
 
 
@@ -149,7 +154,7 @@ def _settings_of_timm(name: str) -> dict[str, Any]:
     timm = needed("timm", f"there is no folder {name}; for a name of timm's", "timm")
     if published := timm.get_pretrained_cfg(name):
         return published.to_dict()
-    raise ValueError(f"there is no folder {name}, and no model of timm's with this name")
+    raise ValueError(f"there is no folder {name}, and {not_of_timm(name)}")
 
 
 def chosen_classes(classes: Sequence[str | int], names: Sequence[str]) -> list[int]:
@@ -312,7 +317,7 @@ class SizedImages(ImageDataModule):
     Args:
         image_size: height and width of an image after augmentation, in pixels
         processor: normalise as a published model does: its folder, with preprocessor_config.json or timm's config.json, or its
-            name in timm; null: as for ImageNet
+            name in timm; null: as for ImageNet. Weights for model=timm bring its name
         interpolation: how images are resized, bilinear or bicubic
         crop_scale: smallest share of an image that a random crop of training has
         randaugment: RandAugment as timm describes it, such as rand-m9-mstd0.5-inc1 (needs timm); null: none, or that of
@@ -336,7 +341,7 @@ class SizedImages(ImageDataModule):
         require_one_of(INTERPOLATIONS, interpolation=interpolation)
         require_within(0, 1, closed=True, crop_scale=crop_scale)
         self.image_shape = (3, image_size, image_size)
-        self.interpolation, self.crop_scale = interpolation, crop_scale
+        self.interpolation, self.crop_scale, self.crop_pct = interpolation, crop_scale, crop_pct(image_size)
         if processor is not None:
             self.statistics = statistics_of(processor)
         if randaugment is not None:

@@ -99,7 +99,8 @@ class ExternalModel(nn.Module):
         Args:
             folder: where to; it exists.
             described: of the data, where known: ``class_names``; ``statistics``, the mean and the standard deviation of each
-                channel, by which images were normalised; ``tokenizer``, the content of a tokenizer.json.
+                channel, by which images were normalised; ``interpolation`` and ``crop_pct``, by which they were resized and
+                cut; ``tokenizer``, the content of a tokenizer.json.
 
         Returns:
             The names of the files.
@@ -117,6 +118,12 @@ def external_weights(path: str) -> dict[str, Tensor]:
     prefix = CHECKPOINT_PREFIX
     from_checkpoint = {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
     return from_checkpoint or weights
+
+
+def not_of_timm(name: str) -> str:
+    """That timm has no model of this name, and those with similar names."""
+    near = get_close_matches(name, needed(*TIMM).list_models(), cutoff=0.5)
+    return f"timm has no model {name!r}; timm.list_models() lists them{near and ', such as '}{', '.join(near)}"
 
 
 class Timm(ExternalModel):
@@ -146,10 +153,7 @@ class Timm(ExternalModel):
         super().__init__()
         timm, arguments = needed(*TIMM), dict(arguments or {})
         if not timm.is_model(name.partition(".")[0]):
-            near = get_close_matches(name, timm.list_models(), cutoff=0.5)
-            raise ValueError(
-                f"timm has no model {name!r}; timm.list_models() lists them{near and ', such as '}{', '.join(near)}"
-            )
+            raise ValueError(not_of_timm(name))
         for key in (*LOADING_ARGUMENTS, *OWN_ARGUMENTS):
             if key in arguments:
                 instead = OWN_ARGUMENTS.get(key, "pretrained or download")
@@ -214,6 +218,9 @@ class Timm(ExternalModel):
         pretrained: dict[str, Any] = {"input_size": [channels, self.image_size, self.image_size], "num_classes": classes}
         if (statistics := described.get("statistics")) is not None:
             pretrained |= {"mean": list(statistics[0]), "std": list(statistics[1])}
+        if "crop_pct" in described:
+            pretrained |= {"crop_pct": described["crop_pct"], "crop_mode": "center"}
+            pretrained["interpolation"] = described.get("interpolation", "bilinear")
         published = {name: value for name, value in self.model.pretrained_cfg.items() if name in PUBLISHED_KEYS}
         config = {
             "architecture": self.name.partition(".")[0],

@@ -232,14 +232,25 @@ class HuggingFace(ExternalModel):
             _save_tokenizer(folder, tokenizer, self.context, described.get("chat"))
         if (statistics := described.get("statistics")) is not None:
             size = getattr(self.model.config, "image_size", None)
+            framing: dict[str, Any] = (
+                {"do_resize": True, "size": {"height": size, "width": size}} if isinstance(size, int) else {}
+            )
+            if framing and 0 < described.get("crop_pct", 0) <= 1:
+                side = int(size / described["crop_pct"])
+                framing |= {
+                    "size": {"shortest_edge": side},
+                    "do_center_crop": True,
+                    "crop_size": {"height": size, "width": size},
+                }
+                framing["resample"] = 3 if described.get("interpolation") == "bicubic" else 2  # as Pillow numbers them
             processor = {
-                "image_processor_type": "ViTImageProcessor",
+                "image_processor_type": "CLIPImageProcessor",
                 "do_rescale": True,
                 "rescale_factor": 1 / 255,
                 "do_normalize": True,
                 "image_mean": list(statistics[0]),
                 "image_std": list(statistics[1]),
-                **({"do_resize": True, "size": {"height": size, "width": size}} if isinstance(size, int) else {}),
+                **framing,
             }
             write_json(folder / "preprocessor_config.json", processor)
         return sorted(path.name for path in folder.iterdir() if path.name.startswith(SAVED))

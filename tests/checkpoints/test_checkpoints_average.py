@@ -57,7 +57,7 @@ def averaged(callback, folder, **options):
 
 
 def test_the_average_is_torchs_and_goes_on_from_a_checkpoint_of_it(tmp_path):
-    ours = partial(WeightAverage, decay=0.9, update_every_n_steps=3)
+    ours = partial(WeightAverage, decay=0.9, update_every_n_steps=3, warmup=False)
     expected = averaged(Torchs(decay=0.9, update_every_n_steps=3), tmp_path / "torch")
     found = averaged(ours(), tmp_path / "ours")
     assert_close(found, expected, rtol=1e-6)
@@ -70,7 +70,7 @@ def test_the_average_is_torchs_and_goes_on_from_a_checkpoint_of_it(tmp_path):
 
 
 def test_an_update_is_an_operator_for_each_dtype_and_does_not_wait(monkeypatch):
-    average = WeightAverage(decay=0.5)
+    average = WeightAverage(decay=0.5, warmup=False)
     with paper_gpu(monkeypatch) as machine:
         module = Normalised().to(torch.device("cuda", 0))
         average.setup(None, module, "fit")
@@ -83,3 +83,17 @@ def test_an_update_is_an_operator_for_each_dtype_and_does_not_wait(monkeypatch):
         assert sorted(ran) == ["aten._foreach_copy_", *["aten._foreach_lerp_"] * 2] and not machine.waits
         due = Normalised().net[2].weight.detach() / 2
         assert_equal(average._average_model.module.net[2].weight.detach().cpu(), due)
+
+
+def test_the_first_weights_fade_from_a_short_training():
+    """As in TensorFlow's ExponentialMovingAverage with num_updates."""
+    average, module = WeightAverage(decay=0.3), Normalised()
+    average.setup(None, module, "fit")
+    weight, expected = module.net[2].weight, None
+    for step in range(1, 8):
+        with torch.no_grad():
+            weight.fill_(step)
+        average.on_train_batch_end(SimpleNamespace(global_step=step), module, None, None, 0)
+        share = min(0.3, step / (9 + step))
+        expected = step if expected is None else share * expected + (1 - share) * step
+    torch.testing.assert_close(average._average_model.module.net[2].weight, torch.full_like(weight, expected))

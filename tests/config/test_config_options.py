@@ -439,6 +439,13 @@ def test_an_override_is_read_as_the_text_that_was_quoted(text):
     assert OmegaConf.create({"prompt": parsed.value()}).prompt == text
 
 
+def test_images_for_weights_of_timm_are_normalised_as_its_model_says():
+    words = ["data=imagefolder", "data.root=x", "model=timm", "model.name=test_vit"]
+    found = lambda *more: command_line.compose("fit", [*words, *more]).data.processor  # noqa: E731
+    assert found() is None and found("model.pretrained=w.pth") == "test_vit"
+    assert found("model.pretrained=w.pth", "data.processor=null") is None
+
+
 def test_a_budget_stands_in_the_name_of_a_schedule():
     assert command_line.compose("fit", ["data=digits", "backward=compiled:0.3"]).backward.kind == "compiled:0.3"
     for option, message in {

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from compared import assert_equal
+from data_files import write_folder
 from foreign_models import KINDS, NETWORKS, example, trained_once, write_texts
 from left_by_runs import summary
+from PIL import Image
 
 import holotrain as package
+from holotrain.data import ImageFolder
 from holotrain.models import HuggingFace, Timm, saved
 
 timm = pytest.importorskip("timm")
@@ -135,3 +138,30 @@ def test_a_checkpoint_and_its_export_need_no_other_file(holotrain, trained, tmp_
         assert_equal(getattr(transformers, THEIRS[task]).from_pretrained("tuned").eval()(given).logits, model(given))
     if task == "causal_lm":
         assert "start from them with model.pretrained=tuned" in holotrain.refused("fit", "ckpt_path=tuned")
+
+
+@pytest.mark.parametrize(("pixels", "interpolation"), [(48, "bicubic"), (112, "bilinear")])
+@pytest.mark.parametrize("kind", ["timm", "vit"])
+def test_its_own_library_prepares_images_as_the_evaluation_did(tmp_path, kind, pixels, interpolation):
+    write_folder(tmp_path / "photos", each=2)
+    photos = sorted((tmp_path / "photos/val").rglob("*.*"))
+    for photo in photos:  # square: of odd margins the libraries cut the centre a pixel apart
+        Image.open(photo).convert("RGB").resize((6, 6)).resize((130, 130), Image.Resampling.BICUBIC).save(photo)
+    data = ImageFolder(root=str(tmp_path / "photos"), image_size=pixels, interpolation=interpolation, batch_size=1)
+    data.setup("test")
+    described = {name: getattr(data, name) for name in ("statistics", "interpolation", "crop_pct")}
+    if kind == "timm":
+        model = Timm(**IMAGES | {"image_size": pixels, "channels": 3}, arguments=SIZES)
+    else:
+        shape = DATA["image_classification"] | {"image_size": pixels, "channels": 3}
+        model = HuggingFace("gone", "image_classification", config={"model_type": "vit", **NETWORKS["vit"]}, **shape)
+    model.save(tmp_path, described)
+    for photo, (image, _) in zip(photos, data.test_dataloader(), strict=True):
+        raw = Image.open(photo).convert("RGB")
+        if kind == "timm":
+            settings = json.loads((tmp_path / "config.json").read_text())["pretrained_cfg"]
+            theirs = timm.data.create_transform(**timm.data.resolve_data_config(settings))(raw)
+        else:
+            theirs = transformers.AutoImageProcessor.from_pretrained(tmp_path)(raw, return_tensors="pt")["pixel_values"][0]
+        assert theirs.shape == image[0].shape
+        assert (theirs - image[0]).abs().mean() < 1e-3  # Pillow rounds to bytes
