@@ -93,7 +93,7 @@ class HuggingFace(ExternalModel):
         transformers = needed(*TRANSFORMERS)
         if head not in HEADS:
             raise ValueError(f"head must be {', '.join(HEADS)}, not {head!r}")
-        self.name, self.kind, self.download, self.data_vocab = name, head, download, vocab
+        self.name, self.kind, self.download, self.data_vocab, self.image_size = name, head, download, vocab, image_size
         plain = network_of(name, config)
         kind = plain.pop("model_type")
         if kind not in transformers.CONFIG_MAPPING:
@@ -230,30 +230,26 @@ class HuggingFace(ExternalModel):
             self.model.save_pretrained(folder)
         if (tokenizer := described.get("tokenizer")) is not None:
             _save_tokenizer(folder, tokenizer, self.context, described.get("chat"))
-        if (statistics := described.get("statistics")) is not None:
-            size = getattr(self.model.config, "image_size", None)
-            framing: dict[str, Any] = (
-                {"do_resize": True, "size": {"height": size, "width": size}} if isinstance(size, int) else {}
-            )
-            if framing and 0 < described.get("crop_pct", 0) <= 1:
-                side = int(size / described["crop_pct"])
-                framing |= {
-                    "size": {"shortest_edge": side},
-                    "do_center_crop": True,
-                    "crop_size": {"height": size, "width": size},
-                }
-                framing["resample"] = 3 if described.get("interpolation") == "bicubic" else 2  # as Pillow numbers them
-            processor = {
-                "image_processor_type": "CLIPImageProcessor",
-                "do_rescale": True,
-                "rescale_factor": 1 / 255,
-                "do_normalize": True,
-                "image_mean": list(statistics[0]),
-                "image_std": list(statistics[1]),
-                **framing,
-            }
-            write_json(folder / "preprocessor_config.json", processor)
+        if described.get("statistics") is not None:
+            size = self.image_size or getattr(self.model.config, "image_size", None)
+            write_json(folder / "preprocessor_config.json", _processor(described, size if isinstance(size, int) else None))
         return sorted(path.name for path in folder.iterdir() if path.name.startswith(SAVED))
+
+
+def _processor(described: Mapping[str, Any], size: int | None) -> dict[str, Any]:
+    """With which AutoImageProcessor prepares images of this height and width as the evaluation did. What is not said would be
+    as for CLIP: converted to RGB and cut to 224 pixels."""
+    mean, std = described["statistics"]
+    found: dict[str, Any] = {"image_processor_type": "CLIPImageProcessor", "do_rescale": True, "rescale_factor": 1 / 255}
+    found |= {"do_normalize": True, "image_mean": list(mean), "image_std": list(std)}
+    found |= {"do_convert_rgb": len(mean) == 3, "do_resize": size is not None, "do_center_crop": False}
+    if size is None:
+        return found
+    found["resample"] = 3 if described.get("interpolation") == "bicubic" else 2  # as Pillow numbers them
+    whole = {"height": size, "width": size}
+    if 0 < (crop_pct := described.get("crop_pct", 0)) <= 1:
+        return found | {"size": {"shortest_edge": int(size / crop_pct)}, "do_center_crop": True, "crop_size": whole}
+    return found | {"size": whole}
 
 
 class TransformersReader:

@@ -165,3 +165,19 @@ def test_its_own_library_prepares_images_as_the_evaluation_did(tmp_path, kind, p
             theirs = transformers.AutoImageProcessor.from_pretrained(tmp_path)(raw, return_tensors="pt")["pixel_values"][0]
         assert theirs.shape == image[0].shape
         assert (theirs - image[0]).abs().mean() < 1e-3  # Pillow rounds to bytes
+
+
+RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8], "depths": [1]}  # it says no size of images
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("config", [{"model_type": "vit", **NETWORKS["vit"]}, RESNET], ids=lambda config: config["model_type"])
+def test_images_of_one_size_are_only_normalised(tmp_path, config, channels):
+    """As those of CIFAR, of which no crop is known."""
+    shape = DATA["image_classification"] | {"channels": channels}
+    HuggingFace("gone", "image_classification", config=config, **shape).save(tmp_path, {"statistics": [[0.5] * channels] * 2})
+    raw = torch.randint(256, (8, 8, channels), dtype=torch.uint8).squeeze(-1).numpy()
+    theirs = transformers.AutoImageProcessor.from_pretrained(tmp_path)(Image.fromarray(raw), return_tensors="pt")[
+        "pixel_values"
+    ]
+    torch.testing.assert_close(theirs[0], torch.from_numpy(raw).view(8, 8, channels).permute(2, 0, 1) / 127.5 - 1)
