@@ -151,7 +151,8 @@ def show_start(
     log.info("holotrain %s", shlex.join([run.command, *run.overrides]))
     fits, sizes = run.command == "fit", _sizes(data, run.command)
     rows: dict[str, object] = {"name": config.name, "tags": ", ".join(config.tags) or None, "model": _model(config, run, model)}
-    rows |= {"task": _named(run, "task", config.task), "data": f"{_named(run, 'data', config.data)}, {_batches(config, run)}"}
+    rows["task"] = _named(run, "task", config.task)
+    rows["data"] = ", ".join([_named(run, "data", config.data), *_images(data), _batches(config, run)])
     if isinstance(data, TextDataModule):
         parts = ", ".join(f"{_large(counts['tokens'])} to {name}" for name, counts in data.counts.items())
         rows["text"] = f"tokens: {parts}; vocabulary {data.vocab_size}, context {data.context}"
@@ -200,6 +201,13 @@ def show_start(
     if isinstance(data, TextDataModule) and data.show:
         marks = ("\033[4m", "\033[24m") if console.is_terminal else ("[[", "]]")
         print(*data.shown(*marks), sep="\n\n", end="\n\n")
+
+
+def _images(data: pl.LightningDataModule | None) -> list[str]:
+    """The size of images and the number of classes, where the data tell them."""
+    if not isinstance(data, ImageDataModule) or not hasattr(data, "image_shape"):
+        return []
+    return [" x ".join(map(str, data.image_shape[1:])) + " pixels", counted(data.num_classes, "class")]
 
 
 def _classes(data: TextDataModule) -> str | None:

@@ -193,6 +193,7 @@ def test_a_part_is_frozen_and_a_training_that_its_time_has_ended_says_so(holotra
 def test_layers_learn_more_slowly_the_deeper_they_are_and_a_resumed_training_takes_another_share(holotrain):
     words = [*QUICK, "optimizer=adamw", "optimizer.lr=1e-3", "scheduler=constant", "hydra.run.dir=run"]
     shown = holotrain.done("fit", *words, "trainer.max_epochs=1", "optimizer.layer_decay=0.5", "data.mixup_alpha=0.2")
+    assert re.search(r"data +\w+, \d+ x \d+ pixels, \d+ classes, batches of", shown)
     assert "lr 0.001, layer_decay 0.5" in shown and re.search(r"augment +mixup_alpha 0.2 *\n", shown)
     holotrain.done("fit", "resume=true", "hydra.run.dir=run", "trainer.max_epochs=2", "optimizer.layer_decay=0.1")
     groups = torch.load("run/checkpoints/last.ckpt", weights_only=True)["optimizer_states"][0]["param_groups"]
