@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from glob import escape, glob
 from itertools import accumulate, chain
@@ -145,8 +145,10 @@ def require_shallow(path: Path) -> None:
         for number, line in enumerate(iter(partial(file.readline, 2**24), b""), 1):
             if line.count(b"[") + line.count(b"{") > DEEPEST and depth_of(line) > DEEPEST:
                 raise UserError(f"data: {path}, line {number}: more than {DEEPEST} lists and objects within each other")
-            if line.count(b":") > WIDEST and isinstance(row := json.loads(line), dict):
-                require_narrow(path, row)
+            if line.count(b":") > WIDEST:
+                with suppress(ValueError, RecursionError):  # part of a row, or of a list of several lines
+                    row = json.loads(line)
+                    require_narrow(path, row if isinstance(row, dict) else ())
 
 
 def require_narrow(path: Path, names: Collection[str]) -> None:

@@ -89,6 +89,12 @@ def test_a_table_of_too_many_columns_is_refused(tmp_path, suffix):
         read_files("json" if suffix == "jsonl" else suffix, {"a": [path]}, tmp_path / "cache")
 
 
+def test_a_list_of_several_lines_with_many_colons_is_read(tmp_path):
+    rows = [{"text": "a: " * (WIDEST + 1)}] * 2
+    (tmp_path / "a.json").write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]")
+    assert [*read_files("json", {"a": [tmp_path / "a.json"]}, tmp_path / "cache")["a"]] == rows
+
+
 def test_a_checkpoint_of_too_many_tensors_is_refused_before_it_is_read(tmp_path, monkeypatch):
     torch.save({"a": torch.zeros(1), "b": torch.zeros(1)}, tmp_path / "a.ckpt")
     save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors")
