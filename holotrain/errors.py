@@ -12,8 +12,9 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Of a terminal and of the direction of text, without tabs and line feeds."""
+_CONTROLS = re.compile("\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+"""Of a terminal and of the direction of text, without tabs, ends of lines, and the marks that Arabic and Hebrew need beside
+punctuation, which turn no letters around."""
 
 
 def readable(text: str) -> str:

@@ -125,7 +125,7 @@ def _not_run(cell: object) -> object:
     if not isinstance(cell, str):
         return cell
     cell = readable(cell)
-    if not cell.startswith(("=", "+", "-", "@", "\t", "\n")):
+    if not cell.startswith(("=", "+", "-", "@", "\t", "\r", "\n")):
         return cell
     try:
         float(cell)

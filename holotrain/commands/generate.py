@@ -80,7 +80,7 @@ class Shown:
         """Without tokens the text ends."""
         self.ids += tokens
         text = self.tokenizer.decode(self.ids)
-        if not tokens or not text.endswith("\ufffd"):  # an incomplete character
+        if not tokens or not text.endswith(("\ufffd", "\r")):  # a part of a character or of the end of a line
             print(readable(text[len(self.shown) :]), end="" if tokens else "\n", flush=True)
             self.shown = text
 

@@ -25,8 +25,8 @@ from holotrain.folders import write_table
 
 
 def test_a_spreadsheet_runs_nothing_in_a_table_whose_other_cells_are_as_they_were(tmp_path):
-    formulas = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(1)", "\t=1", "\n=1"]
-    cells = [-1.5, None, "-0.5", "+1e3", "a, b", 'say "x"', "1=1", "", "a\u3000b\u202f\xe9.png"]
+    formulas = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(1)", "\t=1", "\r\n=1", "\n=1"]
+    cells = [-1.5, None, "-0.5", "+1e3", "a, b", 'say "x"', "1=1", "", "\u05d0!\u200f\r\n\xe9"]
     controls = ["\x1b[2Ja", "gpj.\u202ea", "\r=1"]
     write_table(tmp_path / "table.csv", ["one", "=two"], [formulas, cells, controls])
     written = ["'" + formula for formula in formulas], ["-1.5", "", *cells[2:]], ["\\x1b[2Ja", "gpj.\\u202ea", "\\r=1"]

@@ -11,6 +11,8 @@ from small_run import SMALL
 
 from holotrain.callbacks.monitors import log_text
 from holotrain.commands import screen
+from holotrain.commands.generate import Shown
+from holotrain.data.tokenizers import ByteTokenizer
 
 pytestmark = pytest.mark.usefixtures("contacts_nobody")
 
@@ -84,6 +86,14 @@ def test_texts_that_control_a_terminal_are_escaped_wherever_they_are_read(tmp_pa
     logger.experiment.flush()
     (event,) = Path(logger.log_dir).glob("events*")
     assert escaped.encode() in event.read_bytes() and b"\x1b[2J" not in event.read_bytes()
+
+
+def test_a_text_is_shown_as_it_is_generated_with_the_lines_of_windows_and_marks_of_hebrew(capsys):
+    shown = Shown(ByteTokenizer(), "a\r\n")
+    for number in "\u05d0!\u200f\r\nb\r\x1b".encode():
+        shown.add(number)
+    shown.add()
+    assert capsys.readouterr().out == "a\r\n\u05d0!\u200f\r\nb\\r\\x1b\n"
 
 
 def test_links_in_the_place_of_files_that_are_replaced_are_replaced(crafted):
