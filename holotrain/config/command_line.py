@@ -225,6 +225,8 @@ def primary(arguments: Arguments, start: dict[str, Any]) -> str:
         plain["model"] = {name: value for name, value in plain["model"].items() if name != "config"}
     for group in ({*groups.OBJECT_GROUPS, "callbacks"} - {"trainer"}) & keys:  # the option replaces what the checkpoint has
         del plain[group]
+    if "processor" in (data := start["config"].get("data") or {}) and "data" in keys:  # other images, normalised as before
+        plain["data"] = {"processor": data["processor"]}
     before = start["choices"].get("logger") if arguments.resume else None  # a file does not decide what is sent where
     logger = before if before in LOCAL_LOGGERS else LOCAL_LOGGERS[0]
     order = [group for group in groups.GROUPS if group not in ("task", "trainer")]

@@ -25,7 +25,7 @@ from holotrain.errors import UserError, as_user_error, check_choice
 from holotrain.files import read_json
 from holotrain.models.external import not_of_timm
 from holotrain.numeric import require_at_least, require_one_of, require_within
-from holotrain.targets import needed
+from holotrain.targets import blaming, needed
 
 Statistics = tuple[Sequence[float], Sequence[float]]
 """Mean and standard deviation of each channel, for values in [0, 1]."""
@@ -118,6 +118,10 @@ def coloured(channels: int) -> list[v2.Transform]:
     return [v2.ToImage(), v2.Grayscale(1) if channels == 1 else v2.RGB()]
 
 
+SETTINGS = ("preprocessor_config.json", "config.json")
+"""Files that say how a model's images are normalised: of Hugging Face, and of timm."""
+
+
 def statistics_of(processor: str) -> Statistics:
     """Mean and standard deviation of the channels.
 
@@ -127,9 +131,9 @@ def statistics_of(processor: str) -> Statistics:
     Raises:
         UserError: there is no such folder or name, or its file does not say it.
     """
-    folder = Path(processor).expanduser()
+    files = [path for name in SETTINGS if (path := Path(processor).expanduser() / name).is_file()]
     with as_user_error("data.processor"):
-        settings = _settings_in(folder) if folder.is_dir() else _settings_of_timm(processor)
+        settings = _settings_in(files[0]) if files else _settings_of_timm(processor)
         mean: Any = settings.get("mean") or settings.get("image_mean")
         std: Any = settings.get("std") or settings.get("image_std")
         with suppress(TypeError, ValueError, OverflowError, RuntimeError):
@@ -139,22 +143,22 @@ def statistics_of(processor: str) -> Statistics:
         raise ValueError(f"{processor} does not say a mean and a deviation above 0 for three channels")
 
 
-def _settings_in(folder: Path) -> dict[str, Any]:
-    for path in (folder / "preprocessor_config.json", folder / "config.json"):
-        if path.is_file():
-            try:
-                settings = read_json(path)
-                return dict(settings.get("pretrained_cfg", settings))
-            except (OSError, ValueError, TypeError, AttributeError) as error:
-                raise ValueError(f"{path} cannot be read: it is damaged") from error
-    raise ValueError(f"{folder} holds neither preprocessor_config.json nor config.json")
+def _settings_in(path: Path) -> dict[str, Any]:
+    try:
+        settings = read_json(path)
+        return dict(settings.get("pretrained_cfg", settings))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} cannot be read: it is damaged") from error
 
 
 def _settings_of_timm(name: str) -> dict[str, Any]:
-    timm = needed("timm", f"there is no folder {name}; for a name of timm's", "timm")
-    if published := timm.get_pretrained_cfg(name):
+    nowhere = f"there is no folder {name} with {' or '.join(SETTINGS)}"
+    timm = needed("timm", f"{nowhere}; for a name of timm's", "timm")
+    with blaming("timm"):  # an unknown tag
+        published = timm.get_pretrained_cfg(name)
+    if published:
         return published.to_dict()
-    raise ValueError(f"there is no folder {name}, and {not_of_timm(name)}")
+    raise ValueError(f"{nowhere}, and {not_of_timm(name)}")
 
 
 def chosen_classes(classes: Sequence[str | int], names: Sequence[str]) -> list[int]:

@@ -123,7 +123,7 @@ def external_weights(path: str) -> dict[str, Tensor]:
 def not_of_timm(name: str) -> str:
     """That timm has no model of this name, and those with similar names."""
     near = get_close_matches(name, needed(*TIMM).list_models(), cutoff=0.5)
-    return f"timm has no model {name!r}; timm.list_models() lists them{near and ', such as '}{', '.join(near)}"
+    return f"timm has no model {name!r}; timm.list_models() lists them{', such as ' if near else ''}{', '.join(near)}"
 
 
 class Timm(ExternalModel):

@@ -446,6 +446,17 @@ def test_images_for_weights_of_timm_are_normalised_as_its_model_says():
     assert found("model.pretrained=w.pth", "data.processor=null") is None
 
 
+def test_other_images_are_normalised_as_those_of_the_checkpoint():
+    words = ["data=imagefolder", "data.root=x", "model=timm", "model.name=test_vit", "model.pretrained=w.pth"]
+    for processor in (None, "a"):
+        before = command_line.compose("fit", [*words, f"data.processor={processor or 'null'}"])
+        arguments = command_line.parse(["fit", "data=imagefolder", "data.root=y"])
+        arguments.before = structured.to_container(before)
+        name = command_line.primary(arguments, {"config": arguments.before, "choices": {}})
+        data = command_line.completed(arguments, composition.composed(name, arguments.overrides), arguments.overrides).data
+        assert (data.root, data.processor) == ("y", processor)
+
+
 def test_a_budget_stands_in_the_name_of_a_schedule():
     assert command_line.compose("fit", ["data=digits", "backward=compiled:0.3"]).backward.kind == "compiled:0.3"
     for option, message in {

@@ -317,3 +317,16 @@ def test_statistics_that_nothing_can_be_normalised_with_are_refused(tmp_path, na
 def test_statistics_are_those_that_the_folder_of_a_model_says(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.1, 0.2, 0.3], "image_std": [1, 2, 3]}))
     assert statistics_of(str(tmp_path)) == ([0.1, 0.2, 0.3], [1, 2, 3])
+
+
+def test_statistics_of_a_name_of_timm(tmp_path, monkeypatch):
+    pytest.importorskip("timm")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "test_vit").mkdir()  # what a training has left, not a model
+    assert statistics_of("test_vit") == ([0.5] * 3, [0.5] * 3)
+    for name, said in {
+        "test_vit.none": "timm: Invalid pretrained tag",
+        "?": r"no model '\?'; timm.list_models\(\) lists them$",
+    }.items():
+        with pytest.raises(UserError, match=f"^data.processor: .*{said}"):
+            statistics_of(name)
