@@ -131,8 +131,10 @@ def runs_of(blocks: Sequence[str]) -> str:
 PARTS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
 """The parts of the data that a command reads while this screen is shown."""
 
-AUGMENTATION = ("randaugment", "randaugment_ops", "color_jitter", "random_erasing", "repeated_augmentation")
-AUGMENTATION += ("mixup_alpha", "cutmix_alpha")
+AUGMENTATION = (
+    *("randaugment", "randaugment_ops", "color_jitter", "random_erasing", "repeated_augmentation"),
+    *("mixup_alpha", "cutmix_alpha"),
+)
 NEUTRAL = {"layer_decay": 1, "repeated_augmentation": 1}
 """Values of options that change nothing; those of others are 0."""
 

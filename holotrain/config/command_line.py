@@ -27,12 +27,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from holotrain.config import option_groups as groups
 from holotrain.config.command_options import COMMANDS, RunConfig, options_of
 from holotrain.config.composition import composed, key_of, option_names, primary_config, register
-from holotrain.config.signatures import (
-    explaining,
-    literal,
-    literally,
-    to_plain,
-)
+from holotrain.config.signatures import explaining, literal, literally, to_plain
 from holotrain.config.structured import checked, nodes_of, with_defaults, without_replaced_options
 from holotrain.errors import UserError, check_choice
 from holotrain.folders import LAST_CHECKPOINT, checkpoint_path, refuse_links, relative_to_cwd, run_folder

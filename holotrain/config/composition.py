@@ -18,10 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from holotrain.config import option_groups as groups
 from holotrain.config.command_options import COMMANDS, options_of
-from holotrain.config.signatures import (
-    REQUIRED,
-    read_fields,
-)
+from holotrain.config.signatures import REQUIRED, read_fields
 from holotrain.errors import UserError
 from holotrain.files import write_json
 from holotrain.folders import run_folder

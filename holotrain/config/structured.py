@@ -12,15 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from holotrain.config import option_groups as groups
 from holotrain.config.command_options import COMMANDS, RunConfig, options_of
 from holotrain.config.composition import key_of
-from holotrain.config.signatures import (
-    UNKNOWN,
-    Option,
-    explaining,
-    literally,
-    signature,
-    structured_config,
-    to_plain,
-)
+from holotrain.config.signatures import UNKNOWN, Option, explaining, literally, signature, structured_config, to_plain
 from holotrain.errors import UserError, as_user_error
 from holotrain.targets import TARGET
 
