@@ -67,6 +67,8 @@ def test_the_average_is_torchs_and_goes_on_from_a_checkpoint_of_it(tmp_path):
     assert_equal(counts[1], counts[0])
     assert_close(averaged(ours(), tmp_path, ckpt_path=files[0]), expected, rtol=1e-6)
     assert_equal(averaged(ours(), tmp_path, ckpt_path=files[1]), found)
+    whole = averaged(WeightAverage(), tmp_path / "warm")
+    assert_equal(averaged(WeightAverage(), tmp_path / "again", ckpt_path=tmp_path / "warm/epoch=0.ckpt"), whole)
 
 
 def test_an_update_is_an_operator_for_each_dtype_and_does_not_wait(monkeypatch):
