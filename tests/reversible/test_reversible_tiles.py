@@ -37,6 +37,7 @@ SEEN = defaultdict(list)
 class MLP(nn.Module):
     def __init__(self, width=WIDTH, dropout=0.0):
         super().__init__()
+        SEEN[id(self)] = []  # not those of an MLP that is gone
         self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(dropout)
         self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
