@@ -44,6 +44,7 @@ NEEDS = {
     "data=hub": "task=masked_lm data.name=texts/*.txt data.val_fraction=0.3 data.test_fraction=0.3",
     "data=hub_images": "data.name=images data.image_size=32 model=rev_vit_tiny",
     **{f"experiment={name}": IMAGENET for name in GROUPS["experiment"]},
+    "experiment=high_resolution": f"{IMAGENET} data=imagefolder",
     "model=error_diffusion": "task=error_diffusion",
     "model=timm": "model.name=vit_tiny_patch16_224 data=fake",
     "model=huggingface": "data=fake model.name=vit model.config.model_type=vit model.config.hidden_size=32 "
