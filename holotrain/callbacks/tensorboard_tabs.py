@@ -124,11 +124,11 @@ def _results(tested: bool, validated: list[str]) -> list[str]:
 def _columns(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options to compare: what changes the training, and the name and tags of the run."""
     named = {"name": options["name"], "tags": ", ".join(options["tags"])}
-    columns = {name: text for name, text in named.items() if text}
+    columns: dict[str, Any] = {name: readable(text) for name, text in named.items() if text}
     for name, value in options.items():
         if name.split(".")[0] not in NOT_COMPARED:
-            columns[name] = value if type(value) in (int, float) else str(value)
-    return {name: readable(value) if isinstance(value, str) else value for name, value in columns.items()}
+            columns[name] = value if type(value) in (int, float) else readable(str(value))
+    return columns
 
 
 def _show_first(experiment: Any, names: set[str]) -> None:

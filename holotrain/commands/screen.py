@@ -132,9 +132,16 @@ PARTS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
 """The parts of the data that a command reads while this screen is shown."""
 
 AUGMENTATION = (
-    *("randaugment", "randaugment_ops", "color_jitter", "random_erasing", "repeated_augmentation"),
-    *("mixup_alpha", "cutmix_alpha"),
+    "randaugment",
+    "randaugment_ops",
+    "color_jitter",
+    "random_erasing",
+    "repeated_augmentation",
+    "mixup_alpha",
+    "cutmix_alpha",
 )
+"""Options of images that change what is trained on."""
+
 NEUTRAL = {"layer_decay": 1, "repeated_augmentation": 1}
 """Values of options that change nothing; those of others are 0."""
 
@@ -223,12 +230,13 @@ def _classes(data: TextDataModule) -> str | None:
 
 
 def _named(run: Run, group: str, config: ObjectConfig, *options: str) -> str:
-    """The chosen option of a group, and those of its own options that are numbers other than 0, or words."""
+    """The chosen option of a group, and those of its own options that change something."""
     chosen = run.choices.get(group, config.name)
     return ", ".join([f"auto ({config.name})" if chosen == AUTO else chosen, *_given(config, *options)])
 
 
 def _given(config: ObjectConfig, *options: str) -> list[str]:
+    """The options that are words, or numbers that change something."""
     words = []
     for name in options:
         value = getattr(config, name, None)

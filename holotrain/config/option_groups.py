@@ -202,13 +202,10 @@ def optimizer_for(optimizer: dict[str, Any], model: Mapping[str, Any] | None) ->
     return optimizer
 
 
-def data_for(data: dict[str, Any], model: Mapping[str, Any] | None) -> dict[str, Any]:
+def data_for(data: dict[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     """The options of data: images for weights of timm are normalised as its model says, unless ``processor`` is given."""
-    target, of_model = data.get(TARGET), (model or {}).get(TARGET)
-    if isinstance(target, str) and isinstance(of_model, str):
-        with suppress(ValueError):  # what is no class is refused where its group is checked
-            if loads_weights(model) and is_a(of_model, TIMM) and "processor" in signature(target).options:
-                return {"processor": (model or {}).get("name"), **data}
+    if loads_weights(model) and is_a(model[TARGET], TIMM) and "processor" in signature(data[TARGET]).options:
+        return {"processor": model.get("name"), **data}
     return data
 
 

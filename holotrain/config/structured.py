@@ -26,15 +26,16 @@ def with_defaults(command: str, config: DictConfig) -> DictConfig:
     """A configuration that Hydra composed as a structured config, whose names and types are checked: those of all options."""
     plain = to_plain(config)
     schema, values = structured_config(options_of(COMMANDS[command])), {}
+    named = {name: OmegaConf.select(config, f"model.{name}") for name in ("name", "pretrained")}
     for group in groups.OBJECT_GROUPS:
         chosen = plain.get(group) or {}
-        if group in ("optimizer", "data") and chosen:
-            named = {name: OmegaConf.select(config, f"model.{name}") for name in ("name", "pretrained")}
-            depends = groups.optimizer_for if group == "optimizer" else groups.data_for
-            chosen = depends(chosen, plain.get("model") and plain["model"] | named)
+        if group == "optimizer" and chosen:
+            chosen = groups.optimizer_for(chosen, plain.get("model") and plain["model"] | named)
         unused = group in ("model", "optimizer", "scheduler") and not groups.takes(schema.task[TARGET], group)
         chosen = None if unused or (group == "synthesis" and not chosen) else chosen
         schema[group], values[group] = chosen if chosen is None else group_config(group, chosen), chosen
+    if values["model"] is not None:  # the classes of both are known now
+        values["data"] = groups.data_for(values["data"], values["model"] | named)
     for group in groups.NAMED_GROUPS:
         values[group] = {name: each for name, each in (plain.get(group) or {}).items() if each is not None}
         schema[group] = {name: group_config(f"{group}.{name}", each) for name, each in values[group].items()}

@@ -209,11 +209,12 @@ class SubwordTokenizer(Tokenizer):
         return cls(encoder.to_str())
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> tuple[np.ndarray, np.ndarray]:
-        plain = [utf8(text).decode("utf-8", errors="replace") for text in texts]
+        raw = [utf8(text) for text in texts]
+        plain = [text.decode("utf-8", errors="replace") for text in raw]
         with self._blamed("cannot encode a text"):
             encoded = [found.ids for found in self._encoder.encode_batch_fast(plain, add_special_tokens=False)]
             lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
-            size = sum(len(utf8(text)) for text in texts)
+            size = sum(map(len, raw))
             if lengths.sum() > MOST_IDS * (size + len(texts)):
                 raise ValueError(f"it makes {lengths.sum()} tokens of {size} bytes")
         return np.fromiter(chain.from_iterable(encoded), dtype=self.dtype, count=int(lengths.sum())), lengths

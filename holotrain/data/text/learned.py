@@ -166,7 +166,8 @@ def _write(tokenizer: Any, tools: list[Any] | None, way: Way, messages: Sequence
     if way.content_in_parts:
         messages = [each | {"content": [{"type": "text", "text": each["content"]}]} for each in messages]
     written = tokenizer.apply_chat_template(list(messages), tools=tools, **{"tokenize": False, **options})
-    if isinstance(written, str) and len(written) > LONGEST + 16 * len(str([messages, tools])):  # before it is tokenised
+    excess = len(written) - LONGEST if isinstance(written, str) else 0
+    if excess > 0 and excess > 16 * len(str([messages, tools])):  # before it is tokenised
         raise ValueError(f"it makes {len(written)} characters of them")
     return written
 

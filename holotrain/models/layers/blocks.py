@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, C channels.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 from typing import Any
@@ -314,7 +315,7 @@ class Reversible:
         show_arguments(cls, last=Reversible)
 
 
-class Divisible:
+class Divisible(ABC):
     """Base class of models that a pipeline can divide between blocks (:mod:`holotrain.parallel.stages`).
 
     ``leave(run(part(0, depth), enter(x), x))`` is the model.
@@ -340,17 +341,17 @@ class Divisible:
         if getattr(self.blocks, "grid", None) is not None:
             raise ValueError("exact streams have one grid for all blocks; use backward.exact=false")
 
+    @abstractmethod
     def outside(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """The modules that :meth:`enter` and :meth:`leave` use."""
-        raise NotImplementedError
 
+    @abstractmethod
     def enter(self, batch: Tensor, /) -> tuple[Tensor, ...]:
         """The streams that the first block reads."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stream_shape(self, batch: Tensor, block: int, /) -> tuple[int, ...]:
         """The shape of each stream that a block reads."""
-        raise NotImplementedError
 
     def part(self, start: int, stop: int) -> nn.Module:
         """Some of the blocks, which are shared, for :meth:`run`."""
